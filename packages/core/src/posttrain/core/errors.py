@@ -1,0 +1,59 @@
+"""What the package says when something is wrong: what happened, where, why, and what to set."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class ConfigError(ValueError, TypeError):
+    """One or more arguments cannot work. The message lists every problem found, one a line.
+
+    Both a `ValueError` (a value out of bounds) and a `TypeError` (an argument that does not exist), so that code
+    written for plain dataclasses catches it.
+    """
+
+    def __init__(self, where: str, problems: Iterable[str]) -> None:
+        self.where, self.problems = where, list(problems)
+        lines = self.problems if len(self.problems) == 1 else [""] + [f"  - {p}" for p in self.problems]
+        super().__init__(f"{where}: " + "\n".join(lines).lstrip(" "))
+
+    def __reduce__(self):
+        return type(self), (self.where, self.problems)
+
+
+class DataError(ValueError):
+    """A dataset cannot be trained on. The message names the column, the row and the remedy."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged or does not fit this run."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or a gradient was NaN or infinite; the weights are those from before that step."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'learning_rate'?"`` for a near miss, else an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def require(module: str, extra: str, why: str = "") -> ModuleType:
+    """Import an optional package, or say which command installs it.
+
+    Args:
+        module: the module to import, e.g. ``"peft"``.
+        extra: what pip installs, e.g. ``"posttrain-core[peft]"``.
+        why: what needs it, e.g. ``"peft_config"``.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] != module.split(".")[0]:
+            raise  # the package is there, but something that it imports is broken
+        needed = f" (needed for {why})" if why else ""
+        raise ImportError(f"{module!r} is not installed{needed}. Run: pip install '{extra}'", name=module) from None
