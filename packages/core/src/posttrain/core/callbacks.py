@@ -1,0 +1,302 @@
+"""Callbacks: sixteen events of a run, who hears them, and the callbacks that every run has."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from posttrain.core.errors import did_you_mean
+from posttrain.core.state import ExportableState, TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
+    "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict",
+    "on_save", "on_log", "on_prediction_step", "on_push_begin",
+)  # fmt: skip
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainerCallback:
+    """Hears the events of a run and decides *when* things happen; what is computed is a subclass' business.
+
+    Each method receives ``(args, state, control, **kwargs)`` with `model`, `processing_class`, `optimizer`,
+    `lr_scheduler`, `train_dataloader` and `eval_dataloader` in `kwargs`, and may return nothing, the control, or a dict
+    of control flags such as ``{"should_training_stop": True}``. In the loop the events stand like this::
+
+        on_init_end                          the trainer was built
+        on_train_begin
+            on_epoch_begin
+                on_step_begin                one optimizer update begins
+                    on_substep_end           after each micro-batch but the last
+                    on_pre_optimizer_step    gradients are there, clipped
+                    on_optimizer_step        weights have moved, gradients are still there
+                on_step_end                  then, if due: on_log, on_evaluate, on_save
+            on_epoch_end                     then, if due: on_log, on_evaluate, on_save
+        on_train_end
+        on_prediction_step, on_evaluate, on_predict, on_push_begin    whenever they happen
+    """
+
+    def on_init_end(self, args, state, control, **kwargs): ...
+    def on_train_begin(self, args, state, control, **kwargs): ...
+    def on_train_end(self, args, state, control, **kwargs): ...
+    def on_epoch_begin(self, args, state, control, **kwargs): ...
+    def on_epoch_end(self, args, state, control, **kwargs): ...
+    def on_step_begin(self, args, state, control, **kwargs): ...
+    def on_pre_optimizer_step(self, args, state, control, **kwargs): ...
+    def on_optimizer_step(self, args, state, control, **kwargs): ...
+    def on_substep_end(self, args, state, control, **kwargs): ...
+    def on_step_end(self, args, state, control, **kwargs): ...
+    def on_evaluate(self, args, state, control, **kwargs): ...
+    def on_predict(self, args, state, control, metrics, **kwargs): ...
+    def on_save(self, args, state, control, **kwargs): ...
+    def on_log(self, args, state, control, **kwargs): ...
+    def on_prediction_step(self, args, state, control, **kwargs): ...
+    def on_push_begin(self, args, state, control, **kwargs): ...
+
+
+class CallbackHandler:
+    """The callbacks of a trainer, in order, and the objects they are shown.
+
+    Which callbacks hear an event is worked out when the list changes, not at each event: most hear few, and an update
+    fires at least four.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], model=None, processing_class=None, optimizer=None, lr_scheduler=None):
+        self.callbacks: list[Any] = []
+        self.model, self.processing_class = model, processing_class
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.train_dataloader = self.eval_dataloader = None
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, given as an instance or as a class to instantiate."""
+        instance = callback() if isinstance(callback, type) else callback
+        if any(type(present) is type(instance) for present in self.callbacks):
+            logger.warning(
+                "A %s was added to a trainer that already has one; both will run. The callbacks now are: %s",
+                type(instance).__name__, self.callback_list.replace("\n", ", "),
+            )  # fmt: skip
+        self.callbacks.append(instance)
+        self._listen()
+
+    def pop_callback(self, callback: Any) -> Any | None:
+        """Take out and return the first callback that is `callback`, or of that class; None if there is none."""
+        for present in self.callbacks:
+            if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
+                self.callbacks.remove(present)
+                self._listen()
+                return present
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        self.pop_callback(callback)
+
+    @property
+    def callback_list(self) -> str:
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def _listen(self) -> None:
+        self._listeners = {event: [cb for cb in self.callbacks if _hears(cb, event)] for event in EVENTS}
+
+    def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Tell every callback that hears `event`, in order; returns the control as they leave it."""
+        listeners = self._listeners.get(event)
+        if listeners is None:
+            listeners = [callback for callback in self.callbacks if hasattr(callback, event)]
+        for callback in listeners:
+            answer = getattr(callback, event)(
+                args,
+                state,
+                control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **kwargs,
+            )
+            if answer is not None:
+                control = _apply(answer, control, f"{type(callback).__name__}.{event}")
+        return control
+
+
+def _hears(callback: Any, event: str) -> bool:
+    """Whether `callback` does something on `event`: an inherited empty method of a base class (ours, or another
+    library's of the same name) does not count."""
+    if event in vars(callback):
+        return True
+    method = getattr(type(callback), event, None)
+    return method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback.")
+
+
+def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
+    if isinstance(answer, dict):
+        for name, value in answer.items():
+            if name not in FLAGS:
+                near = did_you_mean(name, FLAGS)
+                raise ValueError(f"{where} returned {answer!r}: unknown key {name!r}{near}. Valid: {', '.join(FLAGS)}.")
+            setattr(control, name, bool(value))
+        return control
+    if all(hasattr(answer, flag) for flag in FLAGS):
+        return answer
+    raise TypeError(
+        f"{where} returned {answer!r}; return nothing, the control, or a dict of control flags ({', '.join(FLAGS)})."
+    )
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Raises the flags that say when to log, evaluate, save and stop, as the arguments ask."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step = state.global_step
+        last = step >= state.max_steps
+        if args.logging_strategy == "steps" and step % state.logging_steps == 0:
+            control.should_log = True
+        if step == 1 and args.logging_first_step:
+            control.should_log = True
+        if args.eval_strategy == "steps" and args.eval_delay <= step and (step % state.eval_steps == 0 or last):
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and (step % state.save_steps == 0 or last):
+            control.should_save = True
+        if last:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stop when the metric has not improved for `early_stopping_patience` evaluations in a row.
+
+    Args:
+        early_stopping_patience: evaluations without improvement that are borne.
+        early_stopping_threshold: how much the metric must improve to count.
+
+    Needs ``metric_for_best_model`` and an ``eval_strategy``; said when the trainer is built, not an hour later.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+        # Of its own, not the state's: the trainer may have updated its best before this callback hears the event.
+        self.best_metric: float | None = None
+
+    def on_init_end(self, args, state, control, **kwargs):
+        if args.metric_for_best_model is None:
+            raise ValueError("EarlyStoppingCallback needs to know which metric to watch: set metric_for_best_model.")
+        if args.eval_strategy == "no":
+            raise ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        name = args.metric_for_best_model
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None:
+            return  # another dataset of several: its metrics carry another prefix
+        sign = 1 if args.greater_is_better else -1
+        improved = self.best_metric is None or (
+            sign * (value - self.best_metric) > self.early_stopping_threshold and not math.isnan(value)
+        )
+        if improved:
+            self.best_metric, self.early_stopping_patience_counter = value, 0
+        else:
+            self.early_stopping_patience_counter += 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {
+                "early_stopping_patience_counter": self.early_stopping_patience_counter,
+                "best_metric": self.best_metric,
+            },
+        }
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar over updates: loss, tokens per second, the share of them that is not padding, time left."""
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self.max_str_len = max_str_len
+        self.training_bar = self.prediction_bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            from tqdm.auto import tqdm
+
+            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.training_bar.n)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if state.is_world_process_zero and eval_dataloader is not None and hasattr(eval_dataloader, "__len__"):
+            if self.prediction_bar is None:
+                from tqdm.auto import tqdm
+
+                leave = self.training_bar is None
+                self.prediction_bar = tqdm(total=len(eval_dataloader), leave=leave, dynamic_ncols=True, unit="batch")
+            self.prediction_bar.update(1)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._close_prediction_bar()
+
+    def on_predict(self, args, state, control, **kwargs):
+        self._close_prediction_bar()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix_str(_summary(logs), refresh=False)
+        elif self.training_bar is not None and logs:
+            self.training_bar.write(_line({k: v for k, v in logs.items() if not k.startswith("perf/")}, self.max_str_len))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints each log record as a line; used where the progress bar is switched off."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_local_process_zero and logs:
+            print(_line(logs, 100), flush=True)
+
+
+def _summary(logs: dict[str, Any]) -> str:
+    parts = [f"loss {logs['loss']:.4g}"]
+    if "perf/tokens_per_second" in logs:
+        parts.append(f"{logs['perf/tokens_per_second']:,.0f} tok/s")
+    if "perf/real_token_share" in logs:
+        parts.append(f"{logs['perf/real_token_share']:.0%} real")
+    if "perf/time_left_seconds" in logs:
+        minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
+    return ", ".join(parts)
+
+
+def _line(logs: dict[str, Any], max_length: int) -> str:
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in logs.items()}
+    return "  ".join(f"{k} {v if len(v) <= max_length else v[:max_length] + '...'}" for k, v in shown.items())

@@ -1,0 +1,28 @@
+"""Whether a step may be applied."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from posttrain.core.errors import NonFiniteError
+
+
+def check_finite(loss: torch.Tensor, grad_norm: torch.Tensor, step: int) -> None:
+    """Refuse an update whose loss or gradient is NaN or infinite, before it reaches the weights.
+
+    Args:
+        loss, grad_norm: shape (); of the window that update ``step + 1`` is made of.
+
+    Raises:
+        NonFiniteError: it is.
+    """
+    # One number, so that a device is waited for once.
+    if math.isfinite(loss + grad_norm.to(loss.device)):
+        return
+    raise NonFiniteError(
+        f"Update {step + 1}: the loss is {float(loss):.4g} and the gradient norm {float(grad_norm):.4g}. The update was not "
+        f"applied: the weights are those of update {step}. Lower the learning rate, look at the rows of this batch, or use "
+        "bf16 where fp16 overflows."
+    )

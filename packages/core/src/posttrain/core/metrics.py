@@ -1,0 +1,114 @@
+"""Metrics as (sum, count): exact over micro-batches and processes, and never a wait for the device inside a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Metrics:
+    """Running (sum, count) pairs by name. Adding only enqueues; `drain` is the one place that waits for the device."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[Any, Any]] = {}
+
+    def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
+        """Take in a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if value.ndim:
+                value = value.float().mean()
+        # A product with the common weight 1 would be one more kernel launch.
+        self.add_sum(name, value if isinstance(weight, int) and weight == 1 else value * weight, weight)
+
+    def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
+        """Take in a sum over `count` items."""
+        if name in self._pairs:
+            before, number = self._pairs[name]
+            self._pairs[name] = (before + total, number + count)
+        else:
+            self._pairs[name] = (total, count)
+
+    def drain(self, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, tuple[float, float]]:
+        """The (sum, count) of each metric since the last drain, over all processes; then start afresh.
+
+        Args:
+            gather: gives the list of what every process passed (`Distributed.gather_object`); called once.
+        """
+        local, self._pairs = self.state_dict(), {}
+        merged: dict[str, tuple[float, float]] = {}
+        for part in gather(local):
+            for name, (total, count) in part.items():
+                before, number = merged.get(name, (0, 0))
+                merged[name] = (before + total, number + count)
+        return merged
+
+    def state_dict(self) -> dict[str, tuple[float, float]]:
+        # Plain numbers of the same kind: a resumed sum goes on from the same bits.
+        return {name: (_number(total), _number(count)) for name, (total, count) in self._pairs.items()}
+
+    def load_state_dict(self, state: dict[str, tuple[float, float]]) -> None:
+        self._pairs = {name: tuple(pair) for name, pair in state.items()}
+
+
+def _number(value: Any) -> float:
+    return value.item() if hasattr(value, "item") else value
+
+
+def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """``{name: sum / count}``; NaN where nothing was counted."""
+    return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
+
+
+class Clock:
+    """Where the seconds of a run go, by phase, and how fast it moves."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, float] = {}
+        self._started = self._last = time.perf_counter()
+
+    def add(self, phase: str, seconds: float) -> None:
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def total(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started
+
+    def performance(self, tokens: float, slots: float, steps: int, steps_left: int) -> dict[str, float]:
+        """The ``perf/`` values of a log record, since the last one; then start afresh.
+
+        Args:
+            tokens: tokens that are not padding, over all processes. slots: all, with padding.
+            steps: updates since the last record. steps_left: updates to the end of the run.
+        """
+        now = time.perf_counter()
+        seconds, phases = now - self._last, self._phases
+        self._last, self._phases = now, {}
+        # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
+        training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
+        values = {"perf/step_seconds": training / max(steps, 1), "perf/time_left_seconds": seconds / max(steps, 1) * steps_left}
+        if slots:
+            values |= {"perf/tokens_per_second": tokens / training, "perf/real_token_share": tokens / slots}
+        return values | {f"perf/{phase}_seconds": spent for phase, spent in phases.items()}
+
+
+def speed_metrics(
+    prefix: str, seconds: float, num_samples: float | None = None, num_steps: float | None = None
+) -> dict[str, float]:
+    """``{prefix}_runtime`` in seconds and, where given, ``_samples_per_second`` and ``_steps_per_second``."""
+    metrics = {f"{prefix}_runtime": round(seconds, 4)}
+    if num_samples is not None:
+        metrics[f"{prefix}_samples_per_second"] = round(num_samples / seconds, 3) if seconds else math.inf
+    if num_steps is not None:
+        metrics[f"{prefix}_steps_per_second"] = round(num_steps / seconds, 3) if seconds else math.inf
+    return metrics
+
+
+def is_timing(name: str) -> bool:
+    """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
+    endings = ("_runtime", "_per_second", "_seconds", "_mib")
+    return name.startswith("perf/") or name.endswith(endings)

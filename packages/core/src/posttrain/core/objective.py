@@ -1,0 +1,225 @@
+"""The loss of one micro-batch, and how it is averaged: the contract between the loop and every `compute_loss`.
+
+A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where nothing
+is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``, or, if it
+does not use that argument, a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items.
+Both give the gradient of the mean over the whole window, however it was cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import losses
+
+logger = logging.getLogger(__name__)
+
+# What may be done with the count without dividing by it: moving it keeps it watched, looking at it does not count.
+_MOVES = frozenset(
+    "to cpu cuda detach detach_ clone float double half bfloat16 long int contiguous view reshape squeeze unsqueeze "
+    "expand flatten type_as __deepcopy__ requires_grad_".split()
+)
+_LOOKS = frozenset(
+    "__get__ __set__ __repr__ __str__ __format__ __bool__ __len__ __hash__ __contains__ size dim ndimension numel nelement "
+    "is_floating_point is_complex eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ get_device stride "
+    "is_contiguous element_size".split()
+)
+
+
+class WatchedCount(torch.Tensor):
+    """A count of items, shape (), that remembers in `uses` whether anything was computed with it."""
+
+    uses: list[str]
+
+    @staticmethod
+    def __new__(cls, count: torch.Tensor, uses: list[str] | None = None) -> WatchedCount:
+        self = count.detach().as_subclass(cls)
+        self.uses = [] if uses is None else uses
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        watched = next((arg for arg in args if isinstance(arg, cls)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if name in _LOOKS:
+                return result
+            if name in _MOVES and watched is not None and isinstance(result, torch.Tensor):
+                return cls(result.as_subclass(torch.Tensor), watched.uses)
+            for arg in (*args, *(kwargs or {}).values()):
+                if isinstance(arg, cls):
+                    arg.uses.append(name)
+            return result.as_subclass(torch.Tensor) if isinstance(result, cls) else result
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` can be called with the keyword `name`."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+class Objective:
+    """Calls a `compute_loss` of any generation, and knows whether it returns a mean.
+
+    Args:
+        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``.
+        returns_mean: True or False where the trainer says so itself; None to find out in the first micro-batch, by
+            watching whether anything is computed with ``num_items_in_batch``.
+    """
+
+    def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
+        self.compute_loss = compute_loss
+        self.takes_count = accepts(compute_loss, "num_items_in_batch")
+        self.returns_mean = returns_mean if self.takes_count else True
+
+    def __call__(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+        """(loss, whether it is a mean over this micro-batch alone)."""
+        if not self.takes_count:
+            return _scalar(self.compute_loss(model, inputs)), True
+        if num_items is None or self.returns_mean is not None:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            return _scalar(loss), num_items is None or bool(self.returns_mean)
+        count = WatchedCount(num_items)
+        loss = _scalar(self.compute_loss(model, inputs, num_items_in_batch=count))
+        self.returns_mean = not count.uses
+        if self.returns_mean:
+            logger.info(
+                "compute_loss does not use num_items_in_batch: what it returns is taken as the mean over its micro-batch "
+                "and weighted by the micro-batch's share of the items."
+            )
+        return loss, self.returns_mean
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.ndim == 0 else loss.mean()
+    raise TypeError(
+        f"compute_loss returned {type(loss).__name__}; it must return a tensor of shape (), or (loss, outputs) when "
+        "called with return_outputs=True."
+    )
+
+
+def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
+    """Items over which the loss of one micro-batch is averaged: labels that are not -100, or rows without labels.
+
+    Args:
+        inputs: the micro-batch.
+        shifted: the model predicts token t+1 at position t, so the first label of each row is predicted by nobody.
+    """
+    if "shift_labels" in inputs:
+        return inputs["shift_labels"].ne(-100).sum()
+    labels = inputs["labels"] if "labels" in inputs else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim == 0:
+        return count_rows(inputs)
+    return (labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum()
+
+
+def count_tokens(inputs: Mapping[str, Any], main_input: str) -> tuple[torch.Tensor | int, int]:
+    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) where its main input is no tensor."""
+    ids = inputs[main_input] if main_input in inputs else None
+    if not isinstance(ids, torch.Tensor):
+        return 0, 0
+    mask = inputs["attention_mask"] if "attention_mask" in inputs else None
+    real = mask.sum() if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else ids.numel()
+    return real, ids.numel()
+
+
+def count_rows(inputs: Any) -> int:
+    """Rows of a micro-batch: the length of its first tensor."""
+    values = inputs.values() if hasattr(inputs, "values") else inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return len(value)
+        if isinstance(value, (Mapping, list, tuple)) and (rows := count_rows(value)):
+            return rows
+    return 1
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss compares the logits at position t with the label at t+1."""
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    loss_type = getattr(model, "loss_type", None)  # a PEFT model forwards it to its base
+    if loss_type is not None:
+        return loss_type in ("ForCausalLM", "ForConditionalGeneration")
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def accepts_loss_kwargs(model: nn.Module) -> bool:
+    """Whether the model's forward takes ``num_items_in_batch``, by its own word or by its signature."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    return accepts(model.forward, "num_items_in_batch") if declared is None else bool(declared)
+
+
+def says_mean(loss_is_scaled_for_ga: bool | None) -> bool | None:
+    """What ``loss_is_scaled_for_ga``, as subclasses of other trainers set it, says of `Objective.returns_mean`."""
+    return None if loss_is_scaled_for_ga is None else not loss_is_scaled_for_ga
+
+
+def with_count(training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`training_step`, callable with three arguments also where an older override takes two."""
+    if accepts(training_step, "num_items_in_batch"):
+        return training_step
+    return lambda model, inputs, num_items: training_step(model, inputs)
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Parameters of the model's forward that are labels."""
+    names = inspect.signature(model.forward).parameters
+    if "QuestionAnswering" in type(model).__name__:
+        return [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
+    return [name for name in names if "label" in name]
+
+
+def can_return_loss(model: nn.Module) -> bool:
+    """Whether the model computes a loss without labels, by default (CLIP and its kin)."""
+    parameter = inspect.signature(model.forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
+def model_loss(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    num_items: torch.Tensor | None = None,
+    *,
+    pass_count: bool,
+    loss_func: Callable[..., torch.Tensor] | None = None,
+    label_smoothing: float = 0.0,
+    shifted: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """(loss, outputs) of a model that computes its own loss, or whose loss is `loss_func` or label-smoothed.
+
+    Args:
+        pass_count: hand ``num_items_in_batch`` to the model's forward.
+        loss_func: ``(outputs, labels, num_items_in_batch) -> loss``; the labels are then kept from the model.
+        label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
+        shifted: see `count_items`; used with label smoothing.
+    """
+    labels = None
+    if (loss_func is not None or label_smoothing) and "labels" in inputs:
+        labels = inputs["labels"]
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    if pass_count and num_items is not None:
+        inputs = {**inputs, "num_items_in_batch": num_items}
+    outputs = model(**inputs)
+    if loss_func is not None:
+        return loss_func(outputs, labels, num_items_in_batch=num_items), outputs
+    if labels is not None:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        return losses.cross_entropy(logits, labels, num_items, shift=shifted, label_smoothing=label_smoothing), outputs
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise ValueError(
+            f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it labels, "
+            "pass compute_loss_func, or override compute_loss."
+        )
+    return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs

@@ -1,0 +1,177 @@
+"""What a run knows of itself: its state, its control flags, and what its methods return."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posttrain.core.plan import as_steps
+
+
+class ExportableState:
+    """A callback (or the control) that wants to be saved in each checkpoint and restored from it.
+
+    Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``.
+    """
+
+    def state(self) -> dict[str, Any]:
+        raise TypeError(f"{type(self).__name__} is an ExportableState and must define state(self) -> dict.")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> ExportableState:
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands; saved as ``trainer_state.json`` in each checkpoint and handed to every callback.
+
+    Attributes:
+        epoch: passes over the data done, as a fraction.
+        global_step: optimizer updates done.
+        max_steps: updates this run will do.
+        logging_steps, eval_steps, save_steps: intervals in updates, after ratios were resolved.
+        num_input_tokens_seen: tokens in all batches so far, over all processes, where counting is on.
+        log_history: every log record of the run so far, across resumes.
+        stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
+    """
+
+    epoch: float | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: Any = None
+
+    def __post_init__(self) -> None:
+        if self.stateful_callbacks is None or isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = self.stateful_callbacks or {}
+        else:
+            self.collect(self.stateful_callbacks)
+
+    def collect(self, callbacks: Iterable[Any]) -> None:
+        """Take in the state of every `ExportableState` among `callbacks`; several of one class keep their order."""
+        self.stateful_callbacks = {}
+        for callback in callbacks:
+            if isinstance(callback, ExportableState):
+                name, entry = type(callback).__name__, callback.state()
+                present = self.stateful_callbacks.get(name)
+                if present is None:
+                    self.stateful_callbacks[name] = entry
+                else:
+                    self.stateful_callbacks[name] = (present if isinstance(present, list) else [present]) + [entry]
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Turn the intervals of `args` into updates; ratios are shares of `max_steps`."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = getattr(args, name)
+            if interval is not None:
+                setattr(self, name, as_steps(interval, max_steps))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        """Write strict JSON: a value that is NaN or infinite becomes null."""
+        text = json.dumps(strict(self.to_dict()), indent=2, sort_keys=True, allow_nan=False)
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path) -> TrainerState:
+        known = {f.name for f in dataclasses.fields(cls)}
+        saved = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        return cls(**{name: value for name, value in saved.items() if name in known})
+
+
+def strict(value: Any) -> Any:
+    """`value` with what JSON cannot say made sayable: NaN and infinities null, numpy and torch scalars plain numbers."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """What a callback may ask of the loop. The loop clears each flag when it has done what the flag asks."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def state(self) -> dict[str, Any]:
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+class TrainOutput(NamedTuple):
+    """What `train` returns."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class PredictionOutput(NamedTuple):
+    """What `predict` returns. `predictions` and `label_ids` are arrays of shape (rows, ...) or tuples of them."""
+
+    predictions: np.ndarray | tuple[np.ndarray, ...]
+    label_ids: np.ndarray | tuple[np.ndarray, ...] | None
+    metrics: dict[str, float] | None
+
+
+class EvalLoopOutput(NamedTuple):
+    """What `evaluation_loop` returns; `num_samples` counts rows over all processes, each once."""
+
+    predictions: np.ndarray | tuple[np.ndarray, ...]
+    label_ids: np.ndarray | tuple[np.ndarray, ...] | None
+    metrics: dict[str, float] | None
+    num_samples: int | None
+
+
+class EvalPrediction:
+    """What `compute_metrics` receives: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if asked for)."""
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions, self.label_ids, self.inputs, self.losses = predictions, label_ids, inputs, losses
+        self.elements = (predictions, label_ids)
+        self.elements += tuple(extra for extra in (inputs, losses) if extra is not None)
+
+    def __iter__(self):
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.elements[index]
+
+    def __len__(self) -> int:
+        return len(self.elements)

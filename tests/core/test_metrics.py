@@ -1,0 +1,73 @@
+import math
+
+import pytest
+import torch
+
+from posttrain.core.metrics import Clock, Metrics, is_timing, means, speed_metrics
+
+
+def test_a_mean_weighs_what_it_was_given():
+    metrics = Metrics()
+    metrics.add("loss", 2.0, weight=1)
+    metrics.add("loss", torch.tensor(4.0), weight=3)
+    assert means(metrics.drain()) == {"loss": 3.5}
+    assert metrics.drain() == {}
+
+
+def test_two_processes_give_the_mean_of_one():
+    whole, halves = Metrics(), [Metrics(), Metrics()]
+    for number, (value, weight) in enumerate([(1.0, 5), (3.0, 2), (10.0, 1)]):
+        whole.add("x", value, weight)
+        halves[number % 2].add("x", value, weight)
+    parts = [half.state_dict() for half in halves]
+    assert means(halves[0].drain(lambda mine: parts)) == pytest.approx(means(whole.drain()))
+
+
+def test_a_metric_that_only_one_process_has_is_kept():
+    assert means(Metrics().drain(lambda mine: [mine, {"rare": (6.0, 2)}])) == {"rare": 3.0}
+
+
+def test_a_restored_sum_goes_on_from_the_same_bits():
+    values = torch.rand(20, generator=torch.Generator().manual_seed(0))
+    straight, first, second = Metrics(), Metrics(), Metrics()
+    for value in values:
+        straight.add("loss", value)
+        straight.add_sum("tokens", torch.tensor(2**24 + 1), 7)
+    for number, value in enumerate(values):
+        target = first if number < 11 else second
+        if number == 11:
+            second.load_state_dict(first.state_dict())
+        target.add("loss", value)
+        target.add_sum("tokens", torch.tensor(2**24 + 1), 7)
+    assert second.drain() == straight.drain()
+
+
+def test_nothing_counted_is_nan_not_an_error():
+    metrics = Metrics()
+    metrics.add("loss", 1.0, weight=0)
+    assert math.isnan(means(metrics.drain())["loss"])
+
+
+def test_a_tensor_of_values_is_averaged():
+    metrics = Metrics()
+    metrics.add("reward", torch.tensor([1.0, 3.0]), weight=2)
+    assert means(metrics.drain()) == {"reward": 2.0}
+
+
+def test_performance_counts_training_time_alone():
+    clock = Clock()
+    clock._last -= 10  # ten seconds ago
+    clock.add("eval", 6.0)
+    values = clock.performance(tokens=400, slots=800, steps=4, steps_left=8)
+    assert values["perf/tokens_per_second"] == pytest.approx(100, rel=0.01)
+    assert values["perf/real_token_share"] == 0.5
+    assert values["perf/step_seconds"] == pytest.approx(1, rel=0.01)
+    assert values["perf/time_left_seconds"] == pytest.approx(20, rel=0.01)
+    assert clock.performance(0, 0, 1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds"}
+
+
+def test_speed_metrics_are_per_second_and_known_as_timings():
+    metrics = speed_metrics("eval", 2.0, num_samples=10, num_steps=4)
+    assert metrics == {"eval_runtime": 2.0, "eval_samples_per_second": 5.0, "eval_steps_per_second": 2.0}
+    assert all(is_timing(name) for name in metrics)
+    assert not any(is_timing(name) for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"))

@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import nn
+
+from posttrain.core import objective
+from posttrain.core.objective import Objective, WatchedCount, count_items, count_rows, count_tokens
+from tests import tiny
+
+N = torch.tensor(4.0)
+LOSSES = torch.tensor([1.0, 2.0, 3.0, 6.0])
+
+
+def watch(compute_loss):
+    ask = Objective(compute_loss)
+    return ask(None, {}, N)
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda loss, n: loss / n,
+        lambda loss, n: loss / n.item(),
+        lambda loss, n: loss / int(n),
+        lambda loss, n: loss * n.to(loss.device).float().reciprocal(),
+        lambda loss, n: loss / n.detach().clone(),
+        lambda loss, n: loss / max(n, torch.tensor(1.0)),
+        lambda loss, n: torch.div(loss, n),
+    ],
+)
+def test_a_loss_that_divides_by_the_count_is_a_sum(divide):
+    loss, is_mean = watch(lambda m, i, return_outputs=False, num_items_in_batch=None: divide(LOSSES.sum(), num_items_in_batch))
+    assert not is_mean
+    assert type(loss) is torch.Tensor and loss == 3.0
+
+
+def only_looks(model, inputs, return_outputs=False, num_items_in_batch=None):
+    if num_items_in_batch is not None and num_items_in_batch > 0 and num_items_in_batch.device.type == "cpu":
+        num_items_in_batch = num_items_in_batch.to("cpu")
+    repr(num_items_in_batch)
+    return LOSSES.mean()
+
+
+@pytest.mark.parametrize(
+    "compute_loss",
+    [
+        lambda model, inputs, return_outputs=False: LOSSES.mean(),
+        lambda model, inputs, return_outputs=False, num_items_in_batch=None: LOSSES.mean(),
+        lambda model, inputs, **kwargs: LOSSES.mean(),
+        only_looks,
+    ],
+    ids=["three arguments", "ignored", "kwargs", "looked at"],
+)
+def test_a_loss_that_leaves_the_count_alone_is_a_mean(compute_loss):
+    assert watch(compute_loss) == (torch.tensor(3.0), True)
+
+
+def test_finding_out_happens_once_and_a_trainer_may_say_so_itself():
+    seen = []
+    ask = Objective(lambda m, i, num_items_in_batch=None: seen.append(type(num_items_in_batch)) or LOSSES.mean())
+    assert [ask(None, {}, N)[1], ask(None, {}, N)[1]] == [True, True]
+    assert seen == [WatchedCount, torch.Tensor]
+    assert Objective(lambda m, i, num_items_in_batch=None: LOSSES.sum(), returns_mean=False)(None, {}, N)[1] is False
+
+
+def test_gradients_flow_through_a_watched_division():
+    weight = torch.ones(2, requires_grad=True)
+    loss, _ = watch(lambda m, i, num_items_in_batch=None: weight.sum() / num_items_in_batch)
+    loss.backward()
+    assert weight.grad.tolist() == [0.25, 0.25] and type(weight.grad) is torch.Tensor
+
+
+def test_a_loss_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="compute_loss returned float"):
+        watch(lambda m, i, num_items_in_batch=None: 3.0)
+
+
+def test_the_stock_losses_of_transformers_divide_and_a_classifier_does_not():
+    ids = torch.randint(4, 300, (2, 8))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    lm, count = tiny.causal_lm(), torch.tensor(10)
+    ask = Objective(lambda m, i, num_items_in_batch=None: objective.model_loss(m, i, num_items_in_batch, pass_count=True)[0])
+    summed, is_mean = ask(lm, {"input_ids": ids, "labels": labels}, count)
+    mean, _ = objective.model_loss(lm, {"input_ids": ids, "labels": labels}, pass_count=True)
+    assert not is_mean and count_items({"labels": labels}, shifted=True) == 3 + 7
+    torch.testing.assert_close(summed, mean)
+    bert = tiny.classifier()
+    assert not objective.accepts_loss_kwargs(bert) or not objective.shifts_labels(bert)
+    assert objective.shifts_labels(lm) and not objective.shifts_labels(tiny.seq2seq_lm())
+
+
+def test_items_are_labels_that_count_and_rows_where_nothing_is_labelled():
+    labels = torch.tensor([[-100, 5, 6], [7, 8, -100]])
+    assert count_items({"labels": labels}, shifted=False) == 4
+    assert count_items({"labels": labels}, shifted=True) == 3
+    assert count_items({"labels": torch.tensor([0, 2])}, shifted=True) == 2
+    assert count_items({"labels": labels, "shift_labels": torch.tensor([[1, -100]])}, shifted=True) == 1
+    assert count_items({"pixel_values": torch.zeros(5, 3)}, shifted=False) == 5
+    assert count_rows({"nested": {"x": torch.zeros(3)}}) == 3
+
+
+def test_tokens_are_told_from_padding():
+    ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
+    assert count_tokens({"input_ids": ids, "attention_mask": (ids > 0).long()}, "input_ids") == (3, 6)
+    assert count_tokens({"input_ids": ids}, "input_ids") == (6, 6)
+    assert count_tokens({"x": 1}, "input_ids") == (0, 0)
+
+
+def test_label_smoothing_and_loss_functions_keep_the_labels_from_the_model():
+    class Model(nn.Module):
+        def forward(self, x, labels=None):
+            assert labels is None
+            return {"logits": x}
+
+    x, labels = torch.randn(2, 3), torch.tensor([0, 2])
+    batch = {"x": x, "labels": labels}
+    loss, _ = objective.model_loss(
+        Model(), batch, N, pass_count=False, loss_func=lambda out, y, num_items_in_batch: out["logits"].sum() / num_items_in_batch
+    )
+    torch.testing.assert_close(loss, x.sum() / 4)
+    smoothed, _ = objective.model_loss(Model(), batch, pass_count=False, label_smoothing=0.2)
+    logp = x.log_softmax(-1)
+    expected = (0.8 * -logp[range(2), labels] + 0.2 * -logp.mean(-1)).mean()
+    torch.testing.assert_close(smoothed, expected)
+    assert "labels" in batch
+
+
+def test_a_model_without_a_loss_says_what_it_gave():
+    with pytest.raises(ValueError, match="only logits, from the inputs x"):
+        objective.model_loss(lambda x: {"logits": x}, {"x": N}, pass_count=False)
