@@ -1,0 +1,77 @@
+"""The trainer, its loop, and the extension points that the sibling packages build on.
+
+Names are imported when they are first used: the command line answers ``--help`` without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.callbacks import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+    from posttrain.core.checkpoint import get_last_checkpoint
+    from posttrain.core.collators import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        DataCollatorWithFlattening,
+        DataCollatorWithPadding,
+        default_data_collator,
+    )
+    from posttrain.core.data import enable_full_determinism, set_seed
+    from posttrain.core.fields import opt
+    from posttrain.core.state import (
+        EvalLoopOutput,
+        EvalPrediction,
+        ExportableState,
+        PredictionOutput,
+        TrainerControl,
+        TrainerState,
+        TrainOutput,
+    )
+    from posttrain.core.trainer import Trainer
+
+_HOMES = {
+    "arguments": ("TrainingArguments",),
+    "callbacks": ("EarlyStoppingCallback", "PrinterCallback", "ProgressCallback", "TrainerCallback"),
+    "checkpoint": ("get_last_checkpoint",),
+    "collators": (
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification",
+        "DataCollatorWithFlattening",
+        "DataCollatorWithPadding",
+        "default_data_collator",
+    ),
+    "data": ("enable_full_determinism", "set_seed"),
+    "fields": ("opt",),
+    "state": (
+        "EvalLoopOutput",
+        "EvalPrediction",
+        "ExportableState",
+        "PredictionOutput",
+        "TrainOutput",
+        "TrainerControl",
+        "TrainerState",
+    ),
+    "trainer": ("Trainer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        from posttrain.core.errors import did_you_mean
+
+        raise AttributeError(f"posttrain.core has no {name!r}{did_you_mean(name, _HOME_OF)}")
+    value = getattr(importlib.import_module(f"posttrain.core.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -165,13 +165,6 @@ class Distributed:
         ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, **options)
 
-    @staticmethod
-    def unwrap(model: nn.Module) -> nn.Module:
-        """The user's model inside DDP and torch.compile wrappers."""
-        while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-        return model
-
     # ---- one step ----
 
     def autocast(self) -> contextlib.AbstractContextManager:

@@ -161,7 +161,9 @@ def run(
             kept.append(entry)
         on_batch()
         inputs = upcoming
-    named = means(metrics.drain(gather)) | (computed or {})
+    pairs = metrics.drain(gather)
+    first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
+    named = means(first | pairs) | (computed or {})
     everyone = gather((rows, kept))
     # Batch i of rank 0, batch i of rank 1, ...: the order of the dataset.
     longest = max(len(part) for _, part in everyone)

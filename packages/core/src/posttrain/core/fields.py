@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import json
 import math
 import numbers
+import os
+import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -70,7 +76,34 @@ def aliases(config_class: type) -> dict[str, str]:
 @cache
 def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
     """``{field name: the plain classes its annotation allows}``; empty where the annotation says too little to check."""
-    return {name: tuple(_classes(hint)) for name, hint in typing.get_type_hints(config_class).items()}
+    return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
+
+
+def element_type(config_class: type, name: str) -> type:
+    """The class of the elements where the field may hold a list: int for ``list[int] | None``; str where unsaid."""
+    hint = _hints(config_class).get(name)
+    for option in (hint, *typing.get_args(hint)):
+        if typing.get_origin(option) is list and isinstance(typing.get_args(option)[0], type):
+            return typing.get_args(option)[0]
+    return str
+
+
+@cache
+def _hints(config_class: type) -> dict[str, Any]:
+    """The annotations of `config_class`, evaluated; those that name something out of reach are left out."""
+    try:
+        return typing.get_type_hints(config_class)
+    except Exception:  # a class written inside a function, whose annotations name what only that function sees
+        hints: dict[str, Any] = {}
+        for owner in reversed(config_class.__mro__):
+            scope = vars(sys.modules.get(owner.__module__, types))
+            for name, annotation in vars(owner).get("__annotations__", {}).items():
+                alone = types.SimpleNamespace(__annotations__={name: annotation})
+                try:
+                    hints |= typing.get_type_hints(alone, scope)
+                except Exception:
+                    hints.pop(name, None)
+        return hints
 
 
 def _classes(hint: Any) -> Iterator[type]:
@@ -124,6 +157,150 @@ def check(config: Any) -> list[str]:
     return [problem for field in dataclasses.fields(config) for problem in check_field(config, field)]
 
 
+class Choice(str):
+    """A plain string that also answers ``.value`` and ``.name``, for code written for enums of strings."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+    @property
+    def name(self) -> str:
+        return self.upper()
+
+
+def tidy(config: Any) -> Iterator[str]:
+    """Bring each value of `config` into its plain form, in place; yields what could not be read.
+
+    Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
+    become Python's, and a JSON object given as a string becomes a dict where a dict is allowed.
+    """
+    for field in dataclasses.fields(config):
+        value, allowed = getattr(config, field.name), field_types(type(config)).get(field.name, ())
+        if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
+            value = str(value.value)
+        elif isinstance(value, os.PathLike) and str in allowed and not isinstance(value, allowed):
+            value = os.fspath(value)
+        elif isinstance(value, tuple) and list in allowed and not isinstance(value, allowed):
+            value = list(value)
+        elif isinstance(value, numbers.Number) and type(value).__module__ == "numpy":
+            value = value.item()
+        elif isinstance(value, str) and dict in allowed and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                yield f"{field.name}={value!r} looks like JSON but is not: {error}"
+        if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
+            value = Choice(value)
+        if value is not getattr(config, field.name):
+            setattr(config, field.name, value)
+
+
+def validate(config: Any) -> None:
+    """Tidy `config`, fill in what follows from other fields, and report everything that is wrong at once.
+
+    Each class in the method resolution order may define ``_normalize(self)``, which fills derived values, and
+    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = list(tidy(config))
+    owners = [vars(owner) for owner in reversed(type(config).__mro__)]
+    failures: list[Exception] = []
+    for owner in owners:
+        if "_normalize" in owner:
+            try:
+                owner["_normalize"](config)
+            except (TypeError, ValueError, AttributeError) as error:
+                failures.append(error)  # most likely the value that `check` is about to name
+    problems += check(config)
+    for owner in owners:
+        if "_problems" in owner:
+            try:
+                problems += owner["_problems"](config)
+            except (TypeError, ValueError, AttributeError) as error:
+                failures.append(error)
+    if problems:
+        raise ConfigError(type(config).__name__, dict.fromkeys(problems))
+    if failures:
+        raise failures[0]
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An old name whose value lives on under another one.
+
+    Args:
+        new: the field's name today.
+        convert: from the old value to the new one.
+        ignore: values of the old name that said nothing; then the new name keeps what it has.
+    """
+
+    new: str
+    convert: Callable[[Any], Any] = lambda value: value
+    ignore: tuple[Any, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An old name that has no successor.
+
+    Args:
+        why: why it is gone and what to do instead; a clause that follows "has no effect: ".
+        harmless: values that ask for what happens anyway; None: every value is.
+        quiet: accept those values without a warning, for a name that is to come rather than gone.
+    """
+
+    why: str
+    harmless: tuple[Any, ...] | None = (None,)
+    quiet: bool = False
+
+
+def old_names(config_class: type) -> dict[str, Renamed | Removed]:
+    """Old names that `config_class` answers to: the aliases of its fields and each base's ``OLD_NAMES``."""
+    table: dict[str, Renamed | Removed] = {old: Renamed(new) for old, new in aliases(config_class).items()}
+    for owner in reversed(config_class.__mro__):
+        table |= vars(owner).get("OLD_NAMES", {})
+    return table
+
+
+def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace old names among `kwargs` by today's, with a `FutureWarning` each.
+
+    Returns:
+        the arguments under today's names, and sentences on those that cannot be translated.
+    """
+    known, table = {field.name for field in dataclasses.fields(config_class)}, old_names(config_class)
+    today = {name: value for name, value in kwargs.items() if name in known or name not in table}
+    problems: list[str] = []
+    for name, value in kwargs.items():
+        if name in today:
+            continue
+        old = table[name]
+        if isinstance(old, Removed):
+            if old.harmless is not None and value not in old.harmless:
+                problems.append(f"{name}={value!r} has no effect: {old.why}")
+            elif not old.quiet:
+                warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
+        elif value in old.ignore:
+            warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
+        else:
+            new_value = old.convert(value)
+            if old.new in today and today[old.new] != new_value:
+                problems.append(
+                    f"{name}={value!r} and {old.new}={today[old.new]!r} are both given, and {name} is the old name of "
+                    f"{old.new}; keep {old.new}"
+                )
+            elif old.new not in known:
+                problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
+            else:
+                warning = f"{config_class.__name__}: {name}={value!r} is now {old.new}={new_value!r}"
+                warnings.warn(warning, FutureWarning, stacklevel=3)
+                today[old.new] = new_value
+    return today, problems
+
+
 class ConfigMeta(type):
     """Makes calling a config class accept old names, and report an unknown one together with every bad value.
 
@@ -131,10 +308,10 @@ class ConfigMeta(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        kwargs = cls.accept_old_names(kwargs)
+        kwargs, problems = translate_old_names(cls, cls.accept_old_names(kwargs))
         known = {field.name for field in dataclasses.fields(cls) if field.init}
-        problems = [
-            f"unknown argument {name!r}{did_you_mean(name, known) or cls.unknown_argument_hint(name)}"
+        problems += [
+            f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"
             for name in kwargs
             if name not in known
         ]
@@ -149,7 +326,7 @@ class ConfigMeta(type):
         return config
 
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Translate names of earlier versions. A config class that has some overrides it as a classmethod."""
+        """Translate what the table of `old_names` cannot. A config class overrides it as a classmethod."""
         return kwargs
 
     def unknown_argument_hint(cls, name: str) -> str:

@@ -1,0 +1,39 @@
+"""Where benchmarks leave their figures: ``results/<name>.json``, with the machine and the versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "lightning", "datasets", "posttrain-core")
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(name: str, figures: dict) -> Path:
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    record = {"date": date.today().isoformat(), "machine": machine, "versions": versions(), **figures}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path

@@ -1,0 +1,550 @@
+"""`TrainingArguments`: the sum of the groups, the rules between them, and every name it ever had."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from posttrain.core import distributed, registry, schedules
+from posttrain.core.checkpoint import CheckpointArguments
+from posttrain.core.data import DataArguments
+from posttrain.core.distributed import DistributedArguments
+from posttrain.core.errors import ConfigError
+from posttrain.core.evaluation import EvaluationArguments
+from posttrain.core.fields import (
+    Choice,
+    ConfigMeta,
+    Removed,
+    Renamed,
+    check_field,
+    opt,
+    tidy,
+    translate_old_names,
+    validate,
+)
+from posttrain.core.models import ModelSideArguments
+from posttrain.core.optim import OptimizerArguments
+from posttrain.core.schedules import ScheduleArguments
+from posttrain.core.trackers import LoggingArguments
+
+NEEDS_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that follow the evaluation's metric
+
+
+def _later(instead: str, *harmless: Any) -> Removed:
+    return Removed(f"this version does not have it; {instead}", (None, *harmless), quiet=True)
+
+
+# Names that are only another spelling are aliases of their field, in its group.
+OLD_NAMES: dict[str, Renamed | Removed] = {
+    # A share of all updates is written as a number below 1, so that 100% is the largest such number.
+    "warmup_ratio": Renamed("warmup_steps", lambda share: math.nextafter(1.0, 0) if share == 1 else share, (None, 0)),
+    "group_by_length": Renamed("train_sampling_strategy", lambda on: "group_by_length", (None, False)),
+    "include_inputs_for_metrics": Renamed("include_for_metrics", lambda on: ["inputs"], (None, False)),
+    "adafactor": Renamed("optim", lambda on: "adafactor", (None, False)),
+    "torchdynamo": Renamed("torch_compile_backend"),
+    "xpu_backend": Renamed("ddp_backend"),
+    "push_to_hub_token": Renamed("hub_token"),
+    "push_to_hub_model_id": Renamed("hub_model_id"),
+    "push_to_hub_organization": Removed("name the organization in the model id, hub_model_id='organization/name'"),
+    "use_mps_device": Removed("Apple's GPU is used wherever there is one; set use_cpu=True to keep off it", None),
+    "logging_dir": Removed("trackers write below output_dir; TENSORBOARD_LOGGING_DIR moves TensorBoard's files", None),
+    "save_safetensors": Removed("weights are always written as safetensors, never as a pickle", (None, True)),
+    "fp16_backend": Removed("mixed precision is torch's autocast; choose it by bf16 or fp16", (None, "auto", "amp")),
+    "half_precision_backend": Removed(
+        "mixed precision is torch's autocast; choose it by bf16 or fp16", (None, "auto", "amp", "cuda_amp", "cpu_amp")
+    ),
+    "fp16_opt_level": Removed("it set Apex, which torch's autocast replaced", (None, "O1")),
+    "include_tokens_per_second": Removed("set include_num_input_tokens_seen='all' to log tokens", (None, False)),
+    "dispatch_batches": Removed("every process reads its own rows", (None, False)),
+    "split_batches": Removed("per_device_train_batch_size counts the rows of one process", (None, False)),
+    "past_index": Removed("outputs of one batch are not fed to the next; do so in compute_loss", (None, -1)),
+    "jit_mode_eval": Removed("TorchScript is retired; set torch_compile=True", (None, False)),
+    "use_ipex": Removed("torch holds these kernels itself; bf16=True uses them on the CPU", (None, False)),
+    "use_legacy_prediction_loop": Removed("there is one evaluation loop", (None, False)),
+    "ray_scope": Removed("the trials of hyperparameter_search are compared by their last evaluation", (None, "last")),
+    "sharded_ddp": Removed("fairscale is retired; FSDP took its place", (None, False, "", [])),
+    "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
+    "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
+    "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
+    "debug": Removed("losses and gradients that are not finite stop the run by themselves", (None, "", [])),
+    "trackio_space_id": _later("set the environment variable TRACKIO_SPACE_ID"),
+    "trackio_bucket_id": _later("log to another tracker"),
+    "trackio_static_space_id": _later("log to another tracker", False),
+    "push_to_hub": _later("upload the saved model with `hf upload`", False),
+    "hub_model_id": _later("upload the saved model with `hf upload`"),
+    "hub_strategy": _later("upload the saved model with `hf upload`", "every_save"),
+    "hub_token": _later("log in with `hf auth login`"),
+    "hub_private_repo": _later("create the repository with `hf repo create --private`", False),
+    "hub_always_push": _later("upload the saved model with `hf upload`", False),
+    "hub_revision": _later("upload the saved model with `hf upload --revision`"),
+    "accelerator_config": _later("gradient accumulation and data loading have arguments of their own"),
+    "parallelism_config": _later("start data parallel training with torchrun"),
+    "fsdp": _later("start data parallel training with torchrun", False, "", []),
+    "fsdp_config": _later("start data parallel training with torchrun", {}),
+    "deepspeed": _later("start data parallel training with torchrun"),
+}
+
+
+@dataclass
+class RunArguments:
+    """Where a run writes, how long it is, how a step is made up and where its randomness comes from."""
+
+    output_dir: str | None = opt(None, "Folder of checkpoints, logs and the final model; None: trainer_output.")
+    overwrite_output_dir: bool = opt(False, "Start in a folder that already holds files of something else.")
+    do_train: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
+    do_eval: bool = opt(False, "For scripts that ask; on wherever `eval_strategy` is not no.")
+    do_predict: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
+    per_device_train_batch_size: int = opt(
+        8,
+        "Rows of one micro-batch on each device; more need more memory.",
+        min=1,
+        aliases=("per_gpu_train_batch_size",),
+    )
+    gradient_accumulation_steps: int = opt(
+        1, "Micro-batches of one update: a larger effective batch at the same memory.", min=1
+    )
+    num_train_epochs: float = opt(3.0, "Passes over the training data; a fraction stops within one.", above=0)
+    max_steps: int = opt(-1, "Updates to make, whatever `num_train_epochs` says; -1 follows the epochs.", min=-1)
+    auto_find_batch_size: bool = opt(
+        False, "Where memory runs out, make micro-batches smaller and accumulate more, until it fits."
+    )
+    label_smoothing_factor: float = opt(
+        0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1
+    )
+    seed: int = opt(42, "Seed of weights, data order and dropout.", min=0, max=2**32 - 1)
+    data_seed: int | None = opt(None, "Seed of the data order alone; None: `seed`.", min=0, max=2**32 - 1)
+    full_determinism: bool = opt(False, "Only bit-reproducible kernels: slower, and an error where torch has none.")
+    torch_empty_cache_steps: int | None = opt(
+        None, "Give cached device memory back every so many updates: a lower peak, slower steps.", min=1
+    )
+    skip_memory_metrics: bool = opt(True, "Leave memory use out of the metrics; measuring it costs time.")
+
+    def _normalize(self) -> None:
+        self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
+
+    def _problems(self) -> Iterator[str]:
+        if self.max_steps == 0:
+            yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
+
+
+@dataclass
+class TrainingArguments(  # a dataclass takes the fields of its last base first: output_dir must be the very first
+    DistributedArguments,
+    ModelSideArguments,
+    DataArguments,
+    CheckpointArguments,
+    EvaluationArguments,
+    LoggingArguments,
+    OptimizerArguments,
+    ScheduleArguments,
+    RunArguments,
+    metaclass=ConfigMeta,
+):
+    """Everything that a run can be told, under flat names.
+
+    Each group is written in the module that reads it. Subclass it as a dataclass to add fields; a subclass may define
+    ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.fields.validate`) and a table ``OLD_NAMES``.
+    Making one touches nothing outside: no folder, no device, no process group.
+
+    Raises:
+        ConfigError: a `ValueError` and a `TypeError` that lists everything wrong with the arguments.
+    """
+
+    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every argument again, after some were assigned; raises `ConfigError` with all problems."""
+        validate(self)
+
+    @classmethod
+    def unknown_argument_hint(cls, name: str) -> str:
+        owners = [owner for owner in registry.configs_with(name) if owner != cls.__name__]
+        return f", which {' and '.join(owners)} has; use that class instead of {cls.__name__}" if owners else ""
+
+    # ---- rules between the groups ----
+
+    def _normalize(self) -> None:
+        self.do_eval = self.do_eval or self.eval_strategy != "no"
+        if self.eval_strategy == "steps" and not self.eval_steps:
+            self.eval_steps = self.logging_steps
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                setattr(self, name, int(value))
+        if self.metric_for_best_model is None and (
+            self.load_best_model_at_end or self.lr_scheduler_type in NEEDS_EVALUATION
+        ):
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+
+    def _problems(self) -> Iterator[str]:
+        for name, strategy in (("logging", self.logging_strategy), ("eval", self.eval_strategy)):
+            steps = getattr(self, f"{name}_steps")
+            if strategy == "steps" and steps > 1 and steps != int(steps):
+                yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all updates"
+        if self.eval_strategy == "no":
+            for name, asks in (
+                ("load_best_model_at_end=True", self.load_best_model_at_end),
+                ("save_strategy='best'", self.save_strategy == "best"),
+                ("eval_on_start=True", self.eval_on_start),
+                (f"lr_scheduler_type={str(self.lr_scheduler_type)!r}", self.lr_scheduler_type in NEEDS_EVALUATION),
+            ):
+                if asks:
+                    yield f"{name} needs evaluations and eval_strategy is 'no'; set eval_strategy='steps' or 'epoch'"
+        elif self.load_best_model_at_end:
+            yield from self._problems_of_keeping_the_best()
+        if self.save_strategy == "best" and self.metric_for_best_model is None:
+            yield "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to 'loss'"
+
+    def _problems_of_keeping_the_best(self) -> Iterator[str]:
+        """Every saved checkpoint must have been evaluated."""
+        if self.save_strategy == "best":
+            return
+        if self.save_strategy != self.eval_strategy:
+            yield (
+                f"load_best_model_at_end=True needs an evaluation at each checkpoint, but eval_strategy="
+                f"{str(self.eval_strategy)!r} and save_strategy={str(self.save_strategy)!r}; make them equal, "
+                "or set save_strategy='best'"
+            )
+        elif self.save_strategy == "steps":
+            evaluate, save = self.eval_steps, self.save_steps
+            ratio = save / evaluate
+            if (evaluate < 1) != (save < 1):
+                yield (
+                    f"load_best_model_at_end=True needs save_steps to be a multiple of eval_steps, which a share and a "
+                    f"number of updates cannot promise (save_steps={save}, eval_steps={evaluate}); give both the same way"
+                )
+            elif round(ratio) < 1 or not math.isclose(ratio, round(ratio), rel_tol=1e-9):
+                nearest = max(1, round(ratio)) * evaluate
+                yield (
+                    f"load_best_model_at_end=True needs save_steps to be a multiple of eval_steps, but save_steps={save} "
+                    f"and eval_steps={evaluate}; set save_steps={nearest:g}"
+                )
+
+    # ---- what a run asks ----
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of one micro-batch in this process."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows of one evaluation batch in this process."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process among all."""
+        return distributed.rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its machine."""
+        return distributed.local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return distributed.device(self.use_cpu)
+
+    @property
+    def n_gpu(self) -> int:
+        """1 where this process has an accelerator, else 0: a process never drives more than one."""
+        return int(self.device.type != "cpu")
+
+    @property
+    def parallel_mode(self) -> Choice:
+        """``"distributed"`` in a run of several processes, else ``"not_parallel"``."""
+        return Choice("distributed" if self.world_size > 1 else "not_parallel")
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Override to keep the trainer from moving the model (False), or make it (True); None lets it decide."""
+        return None
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process writes logs."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout` as torch.distributed takes it."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    def get_process_log_level(self) -> int:
+        """Level of messages in this process, as `logging` counts them; passive means INFO unless the program set one."""
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name == "passive":
+            return logging.getLogger("posttrain").level or logging.INFO
+        return logging.DEBUG if name == "detail" else logging.getLevelNamesMapping()[name.upper()]
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Updates of warm-up in a run of `num_training_steps`."""
+        return schedules.warmup_steps(self, num_training_steps)
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the main process run the block before the others, which then find its results in a cache.
+
+        Args:
+            local: the first process of each machine goes first, which is right unless all share one file system.
+            desc: what is done, for the log.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        distributed.Distributed(self)  # starts the process group, which the trainer uses later, where none is running
+        main = (self.local_process_index if local else self.process_index) == 0
+        if not main:
+            logging.getLogger(__name__).debug("Waiting for the main process to do %s", desc)
+            distributed.barrier()
+        try:
+            yield
+        finally:  # also after an error, else the others would wait for ever
+            if main:
+                distributed.barrier()
+
+    # ---- as plain data ----
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data: enums and dtypes as strings, tokens masked."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
+        return {name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in values.items()}
+
+    def to_json_string(self) -> str:
+        """`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, bool | int | float | str | torch.Tensor]:
+        """`to_dict` with everything that is no number, string or tensor written as a string, as trackers need it."""
+        sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {
+            name: value if type(value) in (bool, int, float, str, torch.Tensor) else str(value)
+            for name, value in (self.to_dict() | sizes).items()
+        }
+
+    def __str__(self) -> str:
+        lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    # ---- setters that regroup arguments, each of which returns the arguments themselves ----
+
+    def _set(self, **values: Any) -> TrainingArguments:
+        values, problems = translate_old_names(type(self), values)
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        problems += tidy(self)
+        problems += [p for field in dataclasses.fields(self) if field.name in values for p in check_field(self, field)]
+        if problems:
+            vars(self).update(before)
+            raise ConfigError(type(self).__name__, problems)
+        return self
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0,
+        num_epochs: float = 3,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        activation_checkpointing: bool = False,
+        gradient_checkpointing: bool | None = None,
+    ) -> TrainingArguments:
+        """Set the basic arguments of training, and `do_train`."""
+        recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=recompute,
+            gradient_checkpointing=recompute,
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str = "no",
+        steps: float = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+    ) -> TrainingArguments:
+        """Set when and how the model is evaluated, and `do_eval`."""
+        return self._set(
+            eval_strategy=strategy,
+            do_eval=strategy != "no",
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> TrainingArguments:
+        """Set how `predict` runs, and `do_predict`."""
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+
+    def set_save(
+        self, strategy: str = "steps", steps: float = 500, total_limit: int | None = None, on_each_node: bool = False
+    ) -> TrainingArguments:
+        """Set when checkpoints are written and how many are kept."""
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
+
+    def set_logging(
+        self,
+        strategy: str = "steps",
+        steps: float = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> TrainingArguments:
+        """Set what is logged, when and where to."""
+        self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+        LoggingArguments._normalize(self)  # report_to is kept as a list
+        return self
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> TrainingArguments:
+        """Set where and when checkpoints are uploaded, and `push_to_hub`."""
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+
+    def set_optimizer(
+        self,
+        name: str = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> TrainingArguments:
+        """Set the optimizer and its constants."""
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
+    ) -> TrainingArguments:
+        """Set the schedule of the learning rate and the length of the run."""
+        return self._set(
+            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
+        )
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        in_order: bool = True,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> TrainingArguments:
+        """Set how batches are made and read."""
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON would hold it, where that is possible."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (Choice, enum.Enum)):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    return value.to_dict() if hasattr(value, "to_dict") else value

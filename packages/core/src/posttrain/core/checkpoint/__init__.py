@@ -1,0 +1,24 @@
+"""Checkpoints: written as transactions, verified by a manifest, read without pickle."""
+
+from posttrain.core.checkpoint.arguments import CheckpointArguments
+from posttrain.core.checkpoint.codec import load_tree, save_tree
+from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
+from posttrain.core.checkpoint.rng import rng_state, set_rng_state
+from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
+from posttrain.core.checkpoint.writer import AsyncWriter, snapshot
+
+__all__ = [
+    "AsyncWriter",
+    "CheckpointArguments",
+    "DiskFullError",
+    "MissingCheckpointError",
+    "Store",
+    "check_space",
+    "directory_bytes",
+    "get_last_checkpoint",
+    "load_tree",
+    "rng_state",
+    "save_tree",
+    "set_rng_state",
+    "snapshot",
+]

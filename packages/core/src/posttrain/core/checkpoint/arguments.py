@@ -1,0 +1,54 @@
+"""When to save, what to keep, and what to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from posttrain.core.fields import opt
+
+
+@dataclass
+class CheckpointArguments:
+    """The part of `TrainingArguments` that is about checkpoints."""
+
+    save_strategy: str = opt(
+        "steps",
+        "When to save: never, every save_steps updates, after each epoch, or when metric_for_best_model improved.",
+        choices=("no", "steps", "epoch", "best"),
+    )
+    save_steps: float = opt(
+        500, "Updates from one checkpoint to the next; below 1, a share of the run's updates.", above=0
+    )
+    save_total_limit: int | None = opt(
+        None,
+        "How many checkpoints to keep. The oldest go first, never the newest or the best. None or 0 keeps all.",
+        min=0,
+    )
+    save_only_model: bool = opt(
+        False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
+    )
+    save_on_each_node: bool = opt(
+        False, "Write the checkpoint once on every node, for nodes that do not share a file system."
+    )
+    enable_jit_checkpoint: bool = opt(False, "On SIGTERM, finish the update under way, save, and stop.")
+    load_best_model_at_end: bool = opt(
+        False, "After training, load the checkpoint whose metric_for_best_model was best. It is never deleted."
+    )
+    metric_for_best_model: str | None = opt(
+        None, "The evaluation metric that decides which checkpoint is best, with or without its `eval_` prefix."
+    )
+    greater_is_better: bool | None = opt(
+        None, "Whether a larger metric_for_best_model is better. None: yes, unless its name ends in `loss`."
+    )
+    ignore_data_skip: bool = opt(
+        False, "When resuming, start the epoch's data afresh instead of going on where the checkpoint stood."
+    )
+    restore_callback_states_from_checkpoint: bool = opt(
+        False, "When resuming, give callbacks the state that they had, in place of what they were constructed with."
+    )
+    resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to go on from.")
+
+    def _problems(self) -> Iterator[str]:
+        if self.save_steps > 1 and not float(self.save_steps).is_integer():
+            yield f"save_steps={self.save_steps!r} must be a whole number of updates, or a share below 1"

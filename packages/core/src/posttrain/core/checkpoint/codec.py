@@ -1,0 +1,322 @@
+"""Nested state on disk without pickle: tensors in safetensors, everything else in strict JSON.
+
+The safetensors layout (https://huggingface.co/docs/safetensors) is written here rather than by its library, so that
+tensors on a device are fetched one at a time: saving never holds a second copy of the state.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.errors import CheckpointError
+
+FORMAT, VERSION = "posttrain-tree", 1
+
+# What every reader of safetensors knows. Any other dtype is stored as bytes, with its name in the JSON.
+_NATIVE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_tree(tree: Any, stem: str | Path) -> None:
+    """Write `tree` to ``<stem>.json`` and, if it holds tensors or arrays, ``<stem>.safetensors``.
+
+    Args:
+        tree: dicts (with any scalar keys), lists and tuples, nested, of None, bool, int, float, str, bytes,
+            `torch.dtype`, numpy arrays and scalars and dense tensors of any dtype on any device. Comes back bit for
+            bit, on the CPU, with four simplifications: a `Parameter` is read back as a tensor, an `OrderedDict` as a
+            dict, a subclass of str, bytes, int or float as the plain type, and strides are not kept.
+        stem: the path without a suffix.
+
+    Raises:
+        TypeError: something else is in the tree; the message says where.
+    """
+    stem, encoder = Path(stem), _Encoder()
+    document = {"format": FORMAT, "version": VERSION, "tree": encoder.encode(tree, "tree", ())}
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    _file(stem, ".json").write_text(text + "\n", encoding="ascii")
+    if encoder.tensors:
+        write_tensors(encoder.tensors, _file(stem, ".safetensors"))
+    else:
+        _file(stem, ".safetensors").unlink(missing_ok=True)
+
+
+def load_tree(stem: str | Path, mmap: bool = True) -> Any:
+    """Read what `save_tree` wrote. Nothing in the files is ever executed.
+
+    Args:
+        stem: the path without a suffix.
+        mmap: map tensors from the file instead of reading them. They are private: writing to one does not change the
+            file. Keep them for copying from, since they hold the file's disk space for as long as they live.
+
+    Raises:
+        CheckpointError: a file is missing or is not what `save_tree` writes; the message names it.
+    """
+    stem = Path(stem)
+    path = _file(stem, ".json")
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("format") != FORMAT or "tree" not in document:
+        raise CheckpointError(f"{path} was not written by posttrain: it does not hold the format {FORMAT!r}.")
+    if document.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {document.get('version')!r} of its format, and this posttrain reads version {VERSION}. "
+            "Install the posttrain that wrote it."
+        )
+    try:
+        return _Decoder(_file(stem, ".safetensors"), mmap).decode(document["tree"])
+    except CheckpointError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; NaN and the like, which JSON does not have, are refused.
+
+    Raises:
+        CheckpointError: the file is missing or is not JSON.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"), parse_constant=refuse)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error}).") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
+    """Write `tensors` as one safetensors file, fetching one at a time from its device.
+
+    Args:
+        tensors: dense tensors of dtypes that safetensors has; they need not be contiguous or own their memory.
+        metadata: strings to keep in the header.
+    """
+    # The largest elements first: every tensor then starts at a multiple of its element size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
+    offset = 0
+    for name in names:
+        end = offset + tensors[name].numel() * tensors[name].element_size()
+        shape, dtype = list(tensors[name].shape), _NATIVE[tensors[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            file.write(_bytes_of(tensors[name]).numpy().data)
+
+
+def _file(stem: Path, suffix: str) -> Path:
+    return stem.parent / (stem.name + suffix)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in row-major order, as a flat uint8 tensor on the CPU. Copies only if it must."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Encoder:
+    """Turns a tree into what JSON can say and collects its tensors.
+
+    What JSON lacks is an object with one key that starts with ``$``; a dict whose keys are not all plain strings
+    becomes a list of pairs.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple, str] = {}
+
+    def encode(self, value: Any, where: str, path: tuple[Any, ...]) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            return self._tensor(value, where, path)
+        if type(value) is np.ndarray or (isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_))):
+            return self._numpy(value, where, path)
+        if isinstance(value, float):
+            bits = struct.pack(">d", value)  # NaN has many bit patterns
+            return float(value) if math.isfinite(value) else {"$float": bits.hex()}
+        if isinstance(value, (str, int)):
+            return str.__str__(value) if isinstance(value, str) else int(value)
+        if type(value) is list:
+            return self._items(value, where, path)
+        if type(value) is tuple:
+            return {"$tuple": self._items(value, where, path)}
+        if type(value) in (dict, collections.OrderedDict):
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(item, f"{where}[{key!r}]", (*path, key)) for key, item in value.items()}
+            return {"$dict": self._pairs(value, where, path)}
+        if type(value) is collections.Counter:  # the milestones of torch's MultiStepLR
+            return {"$counter": self._pairs(value, where, path)}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if type(value) is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
+        raise TypeError(
+            f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+            "only dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors are saved, never pickles. "
+            "Return one of those from state_dict() and rebuild the object in load_state_dict()."
+        )
+
+    def _items(self, values: Any, where: str, path: tuple[Any, ...]) -> list[Any]:
+        return [self.encode(item, f"{where}[{i}]", (*path, i)) for i, item in enumerate(values)]
+
+    def _pairs(self, values: dict, where: str, path: tuple[Any, ...]) -> list[list[Any]]:
+        return [
+            [
+                self.encode(key, f"the key {key!r} of {where}", path),
+                self.encode(item, f"{where}[{key!r}]", (*path, key)),
+            ]
+            for key, item in values.items()
+        ]
+
+    def _tensor(self, tensor: torch.Tensor, where: str, path: tuple[Any, ...]) -> dict[str, Any]:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
+            raise TypeError(f"{where} is a tensor that a checkpoint cannot hold ({kind}); make it dense first.")
+        shape = tuple(tensor.shape)
+        # Two tensors that look at the same memory in the same way are one: saved once, and one again when loaded.
+        view = (
+            tensor.data_ptr(),
+            tensor.device,
+            tensor.dtype,
+            shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        native = tensor.dtype in _NATIVE
+        name = self._names.get(view) if tensor.numel() else None
+        if name is None:
+            name = self._names[view] = self._new_name(path)
+            self.tensors[name] = tensor if native else _bytes_of(tensor)
+        described = {} if native else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape)}
+        return {"$tensor": name} | described
+
+    def _numpy(self, value: Any, where: str, path: tuple[Any, ...]) -> dict[str, Any]:
+        if value.dtype.hasobject or value.dtype.fields:
+            raise TypeError(f"{where} is a numpy value of dtype {value.dtype}, which a checkpoint cannot hold.")
+        if isinstance(value, np.generic):
+            return {"$scalar": value.tobytes().hex(), "dtype": value.dtype.str}
+        name = self._new_name(path)
+        self.tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8))
+        return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _new_name(self, path: tuple[Any, ...]) -> str:
+        plain = ".".join(str(part) for part in path).encode("utf-8", "replace").decode() or "tensor"
+        name, copies = plain, 1
+        while name in self.tensors or name == "__metadata__":  # 0 and "0" are different keys, and that word is taken
+            copies += 1
+            name = f"{plain}#{copies}"
+        return name
+
+
+class _Decoder:
+    def __init__(self, path: Path, mmap: bool) -> None:
+        self.path, self.mmap = path, mmap
+        self._loaded: dict[str, torch.Tensor] | None = None
+        self._others: dict[tuple[str, str], torch.Tensor] = {}  # those of dtypes that safetensors lacks
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.decode(item) for key, item in value.items()}
+        content = value[tag]
+        if tag == "$tuple":
+            return tuple(self.decode(item) for item in content)
+        if tag in ("$dict", "$counter"):
+            pairs = {self.decode(key): self.decode(item) for key, item in content}
+            return pairs if tag == "$dict" else collections.Counter(pairs)
+        if tag == "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        if tag == "$bytes":
+            return base64.b64decode(content, validate=True)
+        if tag == "$dtype":
+            return _dtype(content)
+        if tag == "$scalar":
+            return np.frombuffer(bytes.fromhex(content), dtype=np.dtype(value["dtype"]))[0]
+        if tag == "$array":
+            raw = bytearray(self._tensor(content).numpy())
+            return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
+        if tag == "$tensor":
+            return (
+                self._reinterpreted(content, value["dtype"], value["shape"])
+                if "dtype" in value
+                else self._tensor(content)
+            )
+        raise ValueError(f"{tag!r} is not a kind of value")
+
+    def _reinterpreted(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
+        if (name, dtype) not in self._others:
+            # Cloned: in the file, bytes need not start where an element of this dtype may.
+            self._others[name, dtype] = self._tensor(name).clone().view(_dtype(dtype)).reshape(shape)
+        return self._others[name, dtype]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if self._loaded is None:
+            self._loaded = read_tensors(self.path, self.mmap)
+        return self._loaded
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors():
+            raise CheckpointError(f"{self.path} lacks the tensor {name!r}.")
+        return self._tensors()[name]
+
+
+def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]:
+    """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        tensors = load_file(str(path))
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+    return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch")
+    return dtype

@@ -1,0 +1,106 @@
+"""What the disk is asked for: durable files, room for them, and a plain word when there is none left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain.core.errors import CheckpointError
+
+
+class DiskFullError(CheckpointError):
+    """A checkpoint was not written because the disk, or the user's quota, is full."""
+
+
+def sync_file(path: str | Path) -> None:
+    """Return once the content of `path` would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Return once the names in the directory `path` would survive a loss of power."""
+    if os.name == "nt":
+        return  # directories cannot be opened there
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # network file systems without such a call
+            raise
+
+
+def remove(path: str | Path) -> None:
+    """Delete a file, a link or a directory with all that is in it, as far as possible."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def directory_bytes(directory: str | Path) -> int:
+    """Bytes of all files below `directory`; links are not followed."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def free_bytes(directory: str | Path) -> int:
+    """Bytes that may still be written into `directory`, which need not exist yet."""
+    directory = Path(directory).absolute()
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def check_space(directory: str | Path, needed_bytes: int) -> str | None:
+    """A sentence if the disk of `directory` has less than `needed_bytes` free, else None."""
+    free = free_bytes(directory)
+    if free >= needed_bytes:
+        return None
+    return (
+        f"The disk of {directory} has {_size(free)} free and {_size(needed_bytes)} are needed. Free some space, set "
+        "save_total_limit, or choose another output_dir."
+    )
+
+
+@contextlib.contextmanager
+def explaining_full_disk(directory: str | Path, needed: int = 0) -> Iterator[None]:
+    """Turn whatever a full disk makes a writer raise into a `DiskFullError`; nothing is removed.
+
+    Args:
+        directory: what is being written.
+        needed: about how many bytes it will take, if known.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not _means_disk_full(error):
+            raise
+        written = directory_bytes(directory)
+        of_needed = f" of about {_size(needed)} needed" if needed > written else ""
+        raise DiskFullError(
+            f"The disk is full: {_size(written)}{of_needed} were written into {directory} and {_size(free_bytes(directory))}"
+            " are free. Free some space or lower save_total_limit."
+        ) from error
+
+
+def _means_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # safetensors and torch pass on what the system said as text alone.
+    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count >= 1e6 else f"{count:,} bytes"

@@ -1,0 +1,299 @@
+"""Checkpoints as transactions: ``checkpoint-N`` appears whole, by one rename, or not at all.
+
+A checkpoint is written into a temporary directory beside its final place. The commit hashes and fsyncs every file,
+writes ``manifest.json`` last, and renames. A process may be killed, or the machine lose power, at any moment: every
+directory that carries the name of a checkpoint is whole. Damage that comes later is found by the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
+from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
+from posttrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_HIDDEN = re.compile(
+    r"\.(?P<role>tmp|old|trash)-(?P<name>checkpoint-\d+)\.(?P<host>[^.]+)\.(?P<pid>\d{1,9})\.(?P<run>\w+)"
+)
+_HOST = re.sub(r"[^\w-]", "_", socket.gethostname()) or "unknown"
+_RUN = secrets.token_hex(4)  # tells this process from an earlier one of the same id, as in a restarted container
+_DAY = 24 * 3600.0
+
+
+class MissingCheckpointError(CheckpointError, ValueError):
+    """There is no checkpoint where one was asked for."""
+
+
+class Store:
+    """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`.
+
+    With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
+    calls `commit`: it takes in whatever files are there.
+    """
+
+    def __init__(self, output_dir: str | Path) -> None:
+        self.output_dir = Path(output_dir)
+
+    # ---- writing ----
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies once committed."""
+        return self.output_dir / f"checkpoint-{step}"
+
+    def begin(self, step: int) -> Path:
+        """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`.
+
+        Raises:
+            DiskFullError: there is no room for a directory.
+        """
+        temp = self._hidden("tmp", step)
+        with self.writing(temp):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.clean()
+            remove(temp)
+            temp.mkdir()
+        return temp
+
+    def writing(self, temp: str | Path) -> AbstractContextManager[None]:
+        """Around the code that writes into `temp`: an error that means a full disk becomes a `DiskFullError`."""
+        return explaining_full_disk(temp, needed=self._last_size())
+
+    def commit(self, temp: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Make what lies in `temp` the checkpoint of its step, in place of an earlier one.
+
+        When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
+        checkpoint of the same step is untouched.
+
+        Args:
+            temp: what `begin` returned.
+            extra: kept in the manifest; JSON only.
+
+        Raises:
+            DiskFullError: the disk is full.
+            CheckpointError: `temp` holds something else than files and directories.
+        """
+        temp = Path(temp)
+        hidden = _HIDDEN.fullmatch(temp.name)
+        if hidden is None or hidden["role"] != "tmp" or temp.parent != self.output_dir:
+            raise ValueError(f"{temp} is not a directory that begin() made in {self.output_dir}.")
+        final = self.output_dir / hidden["name"]
+        step = int(hidden["name"].removeprefix("checkpoint-"))
+        try:
+            with self.writing(temp):
+                write_manifest(temp, step, extra or {})
+                self._rename_into_place(temp, final, step)
+        except BaseException:
+            self.abort(temp)
+            raise
+        return final
+
+    def abort(self, temp: str | Path) -> None:
+        """Remove a checkpoint that will not be committed."""
+        remove(Path(temp))
+
+    def _rename_into_place(self, temp: Path, final: Path, step: int) -> None:
+        old = self._hidden("old", step)
+        replaces = os.path.lexists(final)
+        if replaces:
+            # No portable call swaps two directories. Between the two renames the earlier checkpoint is whole under
+            # its hidden name, and `clean` gives it its own name back should this process die there.
+            remove(old)
+            final.rename(old)
+        try:
+            temp.rename(final)
+        except OSError:
+            if replaces:
+                old.rename(final)
+            raise
+        sync_directory(self.output_dir)
+        sync_directory(self.output_dir.absolute().parent)  # the output directory may be new itself
+        remove(old)
+
+    def _hidden(self, role: str, step: int) -> Path:
+        return self.output_dir / f".{role}-checkpoint-{step}.{_HOST}.{os.getpid()}.{_RUN}"
+
+    def _last_size(self) -> int:
+        """Bytes of the newest checkpoint, the best guess of what the next one needs."""
+        checkpoints = self.checkpoints()
+        return directory_bytes(checkpoints[-1]) if checkpoints else 0
+
+    # ---- reading ----
+
+    def checkpoints(self) -> list[Path]:
+        """Every ``checkpoint-<step>``, by ascending step, whole or not, whoever wrote it."""
+        try:
+            found = [path for path in self.output_dir.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found, key=_step)
+
+    def newest_whole(self) -> Path | None:
+        """The whole checkpoint of the highest step, with a warning on each damaged one that is passed over."""
+        self.clean()
+        checkpoints = self.checkpoints()
+        for path in reversed(checkpoints):
+            problems = self.verify(path)
+            if not problems:
+                self._warn_of_another_run(path, checkpoints)
+                return path
+            logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
+        return None
+
+    def verify(self, path: str | Path, deep: bool = True) -> list[str]:
+        """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
+
+        Files that are not in the manifest, such as a callback leaves behind, are no damage.
+
+        Args:
+            deep: read every file and compare its SHA-256; else only that it is there and has its size.
+        """
+        return damages(path, deep)
+
+    def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
+        """The whole checkpoint that is meant by True (the newest whole one) or by a path (that one and no other).
+
+        Raises:
+            MissingCheckpointError: there is none.
+            CheckpointError: the one at that path is damaged, or was not written by posttrain.
+        """
+        if resume_from_checkpoint is True:
+            newest = self.newest_whole()
+            if newest is None:
+                passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+                raise MissingCheckpointError(
+                    f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}."
+                )
+            return newest
+        if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            raise TypeError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} must be True or the path of a checkpoint."
+            )
+        path = Path(resume_from_checkpoint)
+        if not path.is_dir():
+            beside = [str(other) for other in (Store(path.parent).checkpoints() or self.checkpoints())]
+            hint = f"There are {', '.join(beside)}." if beside else "The path is not a directory."
+            raise MissingCheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}. {hint}")
+        problems = self.verify(path)
+        if problems:
+            if inside := [str(other) for other in Store(path).checkpoints()]:
+                problems.append(f"It is a directory of checkpoints; name one of them: {', '.join(inside)}.")
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {resume_from_checkpoint}: {' '.join(problems)} "
+                "Set resume_from_checkpoint=True to go on from the newest whole one."
+            )
+        return path
+
+    def _warn_of_another_run(self, newest: Path, checkpoints: list[Path]) -> None:
+        latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
+        if _step(latest) < _step(newest):
+            logger.warning(
+                "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a run that was "
+                "started afresh in the same directory. To go on from that one, pass its path.",
+                newest, latest,
+            )  # fmt: skip
+
+    # ---- removing ----
+
+    def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
+        """Delete checkpoints of the lowest steps until `limit` are left.
+
+        Never deleted are the whole checkpoint of the highest step, the one written last, and those in `keep`, even if
+        more than `limit` are left then.
+
+        Args:
+            limit: None or 0 deletes nothing.
+
+        Returns:
+            The checkpoints that were deleted.
+        """
+        if not limit or limit < 0:
+            return []
+        checkpoints = self.checkpoints()
+        whole = [path for path in checkpoints if not self.verify(path, deep=False)]
+        protected = {Path(path).resolve() for path in keep}
+        if whole:
+            protected |= {whole[-1].resolve(), max(whole, key=_written).resolve()}
+        removable = [path for path in checkpoints if path.resolve() not in protected]
+        removed = []
+        for path in removable[: max(0, len(checkpoints) - limit)]:
+            trash = self._hidden("trash", _step(path))
+            try:
+                remove(trash)
+                path.rename(trash)  # what is half deleted no longer carries the name
+            except OSError as error:
+                logger.warning("%s could not be deleted (%s); it stays.", path, error)
+                continue
+            remove(trash)
+            removed.append(path)
+        return removed
+
+    def clean(self) -> None:
+        """Remove what runs that died have left behind: half-written checkpoints and half-deleted ones.
+
+        A run counts as dead if it ran on this machine and its process is gone, or if it has not touched the
+        directory for a day.
+        """
+        for path in list(self.output_dir.iterdir()) if self.output_dir.is_dir() else ():
+            hidden = _HIDDEN.fullmatch(path.name)
+            if hidden is None or not _is_dead(path, hidden["host"], int(hidden["pid"]), hidden["run"]):
+                continue
+            final = self.output_dir / hidden["name"]
+            if hidden["role"] == "old" and not os.path.lexists(final):
+                with contextlib.suppress(OSError):  # another process of this run was first
+                    path.rename(final)
+            else:
+                remove(path)
+
+
+def get_last_checkpoint(folder: str | Path) -> str | None:
+    """The ``checkpoint-<step>`` of the highest step in `folder`, or None. Whether it is whole is checked on resuming.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    os.listdir(folder)
+    checkpoints = Store(folder).checkpoints()
+    return str(checkpoints[-1]) if checkpoints else None
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def _written(path: Path) -> float:
+    """When the checkpoint was committed, in seconds since 1970; 0 where no manifest says so."""
+    try:
+        return float(read_manifest(path)["written"])
+    except CheckpointError:
+        return 0.0
+
+
+def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:
+    if host == _HOST and pid == os.getpid():
+        return run != _RUN
+    try:
+        if time.time() - path.lstat().st_ctime > _DAY:
+            return True
+        if host == _HOST and os.name != "nt":  # on Windows this call would end the process
+            os.kill(pid, 0)
+    except FileNotFoundError:
+        return False  # gone already
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it lives and belongs to someone else
+    return False

@@ -1,0 +1,124 @@
+"""The command line: ``posttrain <method> run.yaml --learning_rate 1e-5``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import CheckpointError, ConfigError, DataError
+
+COMMANDS = {"env": "Versions and hardware, for a bug report."}
+
+# Two updates that pass through every part of a run: logging, evaluation, a checkpoint.
+SMOKE: dict[str, Any] = {
+    "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
+    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
+}  # fmt: skip
+SMOKE_ROWS = 32
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the words after ``posttrain``; None: those of this process.
+
+    Returns:
+        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        name, status = " ".join(["posttrain", *words[:1]]), 2
+        problems = error.problems
+        message = f"{name}: {problems[0]}" if len(problems) == 1 else "\n".join(
+            [f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+        )  # fmt: skip
+    except (DataError, CheckpointError) as error:
+        message, status = f"posttrain {words[0]}: {error}", 1
+    if os.environ.get("RANK", "0") == "0":  # once, not once a process
+        print(message, file=sys.stderr)
+    return status
+
+
+def _dispatch(words: list[str]) -> int:
+    from posttrain.core.cli import help
+
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help.overview(COMMANDS))
+    elif words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"posttrain {version('posttrain-core')}")
+    elif words[0] == "env":
+        from posttrain.core.cli import environment
+
+        print(environment.report())
+    else:
+        return _run_method(words[0], words[1:])
+    return 0
+
+
+def _run_method(name: str, words: list[str]) -> int:
+    from posttrain.core import registry
+    from posttrain.core.cli import help, parse
+    from posttrain.core.cli.source import DataSource
+
+    if name.startswith("-"):
+        raise ConfigError("posttrain", [f"the method comes first, before {name}"])
+    method = registry.method(name)
+    from posttrain.core.models import ModelConfig  # after the name is known to be right: this imports torch
+
+    classes = (method.config_class, ModelConfig, DataSource)
+    if {"-h", "--help"} & set(words):
+        print(help.of_method(method, classes))
+        return 0
+    smoke = "--smoke" in words
+    settings, problems = _settings([word for word in words if word != "--smoke"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FutureWarning)
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        configs = parse.configs(classes, settings, problems, method.needs)
+    run = registry.Run(*configs)
+    if smoke:
+        _smoke(method, run)
+    else:
+        method.run(run)
+    return 0
+
+
+def _settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What YAML files and flags set, by name, and what is wrong with how they are written."""
+    from posttrain.core.cli import parse
+
+    problems: list[str] = []
+    files, flags = parse.read_flags(words, problems)
+    if "config" in flags:
+        named = flags.pop("config").value
+        files += named if isinstance(named, list) else [named]
+    settings: dict[str, Any] = {}
+    for file in files:
+        settings |= parse.read_yaml(file, problems)
+    return settings | flags, problems
+
+
+def _smoke(method: Any, run: Any) -> None:
+    """Train two updates on a few rows, beside the real folder, and keep nothing."""
+    folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
+    evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
+    run.config = dataclasses.replace(run.config, output_dir=str(folder), **SMOKE, **evaluate)
+    run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
+    try:
+        method.run(run)
+    finally:
+        if run.config.process_index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if run.config.process_index == 0:
+        print("The smoke run passed: data, model, training, evaluation and a checkpoint work. Nothing was kept.")

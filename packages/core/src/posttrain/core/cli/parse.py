@@ -1,0 +1,218 @@
+"""From YAML files and flags to checked configs.
+
+A value means the same in a file and in a flag: its text is read by the type of the field it is for, not by YAML's
+guesses, so that ``1e-5`` is a number and ``no`` is the word where the field wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.core import fields
+from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.fields import field_types
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads nested values by YAML 1.2's rules, which know only true/false and read 1e-5 as a number."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)))
+
+
+@dataclass
+class Setting:
+    """One value as it was written: where, and its text, texts, mapping, or None."""
+
+    where: str
+    value: Any
+
+
+def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
+    """The settings of one YAML file, values left as text; what is wrong with the file is added to `problems`."""
+    path = Path(path).expanduser()
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror or error}")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problems.append(f"{path} is not valid YAML: {' '.join(str(error).split())}")
+        return {}
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(f"{path} must hold `name: value` lines")
+        return {}
+    settings: dict[str, Setting] = {}
+    for key, node in root.value:
+        name, where = str(key.value), f"{path.name}:{key.start_mark.line + 1}"
+        if name in settings:
+            problems.append(f"{where}: {name} is already set at {settings[name].where}; keep one")
+        settings[name] = Setting(where, _text(node))
+    return settings
+
+
+def _text(node: yaml.Node) -> Any:
+    """The text of a scalar, a list of texts, or the value of a mapping."""
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.style is None and node.value in ("", "~", "null", "Null", "NULL") else node.value
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [_text(item) for item in node.value]
+    loader = _Loader("")
+    return loader.construct_document(node)
+
+
+def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], dict[str, Setting]]:
+    """Split `arguments` into words and ``--name value ...`` settings; a flag without a value is true.
+
+    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood.
+    """
+    words: list[str] = []
+    values: dict[str, list[str]] = {}
+    open_flag: list[str] | None = None  # the values of the flag that the next words belong to
+    for argument in arguments:
+        if not argument.startswith("--"):
+            (words if open_flag is None else open_flag).append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        if name in values:
+            problems.append(f"--{name} is given twice; keep one")
+        values[name] = [value] if equals else []
+        open_flag = None if equals else values[name]
+    one_or_many = {0: lambda _: "true", 1: lambda texts: texts[0]}
+    return words, {
+        name: Setting(f"--{name}", one_or_many.get(len(texts), list)(texts)) for name, texts in values.items()
+    }
+
+
+def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
+    """Read the text `value` as the first of bool, int, float, None, dict, str and list that is `allowed` and fits.
+
+    Args:
+        value: a text, a list of texts, a mapping (kept as it is) or None.
+        allowed: the classes that the field's annotation names; empty: anything.
+        element: the class of a list's elements.
+
+    Raises:
+        ValueError: saying what was expected.
+    """
+    if value is None or isinstance(value, dict):
+        return value
+    if isinstance(value, list):
+        if allowed and list not in allowed:
+            raise ValueError(f"holds {len(value)} values and takes one")
+        return [convert(item, (element,)) if isinstance(item, str) else item for item in value]
+    text = value.strip()
+    if bool in allowed and text.lower() in WORDS and not (text in ("0", "1") and int in allowed):
+        return WORDS[text.lower()]
+    if int in allowed or float in allowed:
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            return int(number) if int in allowed and number.is_integer() else number
+    if type(None) in allowed and text.lower() in ("null", "none" if str not in allowed else "null"):
+        return None
+    if {dict, list} & set(allowed) and text[:1] in ("{", "["):
+        try:
+            return yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"cannot be read as a mapping or a list: {' '.join(str(error).split())}") from None
+    if str in allowed or not allowed or object in allowed:
+        return value
+    if list in allowed:
+        return [convert(text, (element,))]
+    raise ValueError(f"must be of type {' or '.join(sorted(t.__name__ for t in allowed if t is not type(None)))}")
+
+
+def configs(
+    classes: Iterable[type], settings: dict[str, Setting], problems: list[str], needs: Iterable[str] = ()
+) -> list[Any]:
+    """Make one config of each class, each value going to every class that has the field.
+
+    Args:
+        classes: dataclasses.
+        settings: names, which may be old ones, and their values as text.
+        problems: found before; whatever is wrong here is added.
+        needs: names of fields that must have a value.
+
+    Raises:
+        ConfigError: listing every problem of every config together.
+    """
+    classes = list(classes)
+    owners = {name: [c for c in classes if name in _names(c)] for name in settings}
+    everything = {name for config_class in classes for name in _names(config_class)}
+    kwargs: dict[type, dict[str, Any]] = {config_class: {} for config_class in classes}
+    for name, setting in settings.items():
+        if not owners[name] and name.startswith("no_") and name[3:] in everything and setting.value == "true":
+            name, setting = name[3:], Setting(setting.where, "false")
+            owners[name] = [c for c in classes if name in _names(c)]
+        if not owners[name]:
+            hints = [getattr(c, "unknown_argument_hint", lambda _: "")(name) for c in classes]
+            hint = next(filter(None, hints), did_you_mean(name, everything))
+            problems.append(f"{setting.where}: unknown argument {name!r}{hint}")
+        for config_class in owners[name]:
+            try:
+                kwargs[config_class][name] = convert(setting.value, *_types(config_class, name))
+            except ValueError as error:
+                problems.append(f"{setting.where}: {name}={setting.value!r} {error}")
+    made = []
+    for config_class in classes:
+        try:
+            made.append(config_class(**kwargs[config_class]))
+            fields.validate(made[-1])
+        except ConfigError as error:
+            problems += (_located(problem, settings) for problem in error.problems)
+    for name in needs:
+        if name not in settings or settings[name].value in (None, ""):
+            problems.append(f"{name} is needed; write `{name}: ...` in the YAML file or --{name} on the command line")
+    if problems:
+        raise ConfigError("posttrain", dict.fromkeys(problems))
+    return made
+
+
+def _located(problem: str, settings: dict[str, Setting]) -> str:
+    """`problem` with the place in front where the field that it starts with was written."""
+    name = re.match(r"\w+", problem)
+    return f"{settings[name[0]].where}: {problem}" if name and name[0] in settings else problem
+
+
+def _names(config_class: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class) if field.init} | set(
+        fields.old_names(config_class)
+    )
+
+
+def _types(config_class: type, name: str) -> tuple[tuple[type, ...], type]:
+    """The types of the field that `name`, perhaps an old name, stands for, and that of its elements if it is a list."""
+    types = field_types(config_class)
+    if name not in types:
+        old = fields.old_names(config_class)[name]
+        if not isinstance(old, fields.Renamed) or old != fields.Renamed(old.new):
+            return (bool, int, float, str), str  # the old name's own type is not known
+        name = old.new
+    return types.get(name, ()), fields.element_type(config_class, name)

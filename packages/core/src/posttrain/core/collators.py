@@ -1,0 +1,330 @@
+"""Collators: a list of rows becomes one batch of tensors.
+
+Padding is never recognised by its token id: pad and eos are often the same token, and the eos must be trained on.
+Tokenizers are used through `pad` and a few attributes only, so anything that has those will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE_INDEX = -100
+"""The label that `torch.nn.functional.cross_entropy` leaves out."""
+
+Features = list[dict[str, Any]]
+Batch = dict[str, Any]
+
+
+def round_up(length: int, multiple: int | None) -> int:
+    """The smallest multiple of `multiple` that is no smaller than `length`; `length` itself for None."""
+    return length if not multiple else -(-length // multiple) * multiple
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], value: int, side: str = "right", pad_to_multiple_of: int | None = None
+) -> torch.Tensor:
+    """Rows of ragged length as one (B, T) long tensor, T the longest row, filled with `value` on `side`."""
+    if side not in ("left", "right"):
+        raise ValueError(f"side={side!r} is not one of left, right")
+    length = round_up(max((len(row) for row in rows), default=0), pad_to_multiple_of)
+    padded = np.full((len(rows), length), value, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        if len(row):
+            target[slice(0, len(row)) if side == "right" else slice(-len(row), None)] = row
+    return torch.from_numpy(padded)
+
+
+def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
+    """Stack rows that already have equal shapes.
+
+    A ``label`` (one number a row) or ``label_ids`` (several) becomes ``labels``: whole numbers as long, others as
+    float. Strings and columns that are None are left out; the first row decides which columns there are.
+    """
+    rows = [row if isinstance(row, Mapping) else vars(row) for row in features]
+    batch = {}
+    for name, first in rows[0].items():
+        if first is None or isinstance(first, str):
+            continue
+        if name == "label_ids" and rows[0].get("label") is not None:
+            continue
+        target = "labels" if name in ("label", "label_ids") else name
+        batch[target] = _stack([row[name] for row in rows], is_label=target != name)
+    return batch if return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
+
+
+def _stack(values: list[Any], is_label: bool) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        stacked = torch.stack(values)
+    elif isinstance(values[0], (np.ndarray, np.generic)):
+        stacked = torch.from_numpy(np.stack(values))
+    else:
+        stacked = torch.tensor(values)  # Python's floats become float32, its ints long
+    if is_label and stacked.dim() == 1:  # one label a row, of whatever width it came in
+        return stacked.float() if stacked.is_floating_point() else stacked.long()
+    return stacked
+
+
+def _pad(tokenizer: Any, features: Features, **settings: Any) -> Batch:
+    """``tokenizer.pad`` without its advice to call a fast tokenizer instead, which cannot be followed here."""
+    advice = getattr(tokenizer, "deprecation_warnings", {})
+    before = advice.get("Asking-to-pad-a-fast-tokenizer", False)
+    advice["Asking-to-pad-a-fast-tokenizer"] = True
+    try:
+        return tokenizer.pad(features, **settings)
+    finally:
+        advice["Asking-to-pad-a-fast-tokenizer"] = before
+
+
+def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:
+    """The rows without their labels, the labels (None where there are none) and the column they were in."""
+    name = "label" if "label" in features[0] else "labels"
+    labels = [row.get(name) for row in features]
+    rest = [{key: value for key, value in row.items() if key != name} for row in features]
+    return rest, None if all(label is None for label in labels) else labels, name
+
+
+@dataclass
+class DataCollatorWithPadding:
+    """Pad tokenized rows with the tokenizer; ``label`` and ``label_ids`` are renamed ``labels``.
+
+    Args:
+        tokenizer: pads on its own side with its own pad token.
+        padding: True or "longest", "max_length", or False.
+        max_length: the length for ``padding="max_length"``.
+        pad_to_multiple_of: round the length up to a multiple of this.
+        return_tensors: "pt" or "np".
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Features) -> Batch:
+        batch = _pad(
+            self.tokenizer,
+            features,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
+        )
+        for name in ("label", "label_ids"):
+            if name in batch:
+                batch["labels"] = batch.pop(name)
+        return batch
+
+
+@dataclass
+class DataCollatorForSeq2Seq:
+    """Pad inputs with the tokenizer and labels with `label_pad_token_id`, on the tokenizer's side.
+
+    Args:
+        tokenizer: pads the inputs.
+        model: if it has ``prepare_decoder_input_ids_from_labels``, the batch gets ``decoder_input_ids`` from it.
+        padding: True or "longest", "max_length", or False.
+        max_length: the length of inputs and labels for ``padding="max_length"``.
+        pad_to_multiple_of: round both lengths up to a multiple of this.
+        label_pad_token_id: fills the labels; -100 is left out of the loss.
+        return_tensors: "pt" or "np".
+    """
+
+    tokenizer: Any
+    model: Any = None
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORE_INDEX
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
+        return_tensors = return_tensors or self.return_tensors
+        rest, labels, _ = _pops_labels(features)
+        batch = _pad(
+            self.tokenizer,
+            rest,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=return_tensors,
+        )
+        if labels is None:
+            return batch
+        if self.padding in (False, "do_not_pad"):
+            padded = torch.tensor([list(label) for label in labels], dtype=torch.long)
+        else:
+            padded = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, self.pad_to_multiple_of)
+            if self.padding == "max_length" and self.max_length is not None:
+                length = round_up(self.max_length, self.pad_to_multiple_of)
+                missing = length - padded.shape[1]
+                if missing < 0:
+                    raise ValueError(
+                        f"labels of {padded.shape[1]} tokens do not fit max_length={self.max_length}. "
+                        "Truncate them when tokenizing, or raise max_length."
+                    )
+                sides = (0, missing) if self.tokenizer.padding_side == "right" else (missing, 0)
+                padded = torch.nn.functional.pad(padded, sides, value=self.label_pad_token_id)
+        if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+            batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=padded)
+        batch["labels"] = padded
+        if return_tensors == "np":
+            for name in ("labels", "decoder_input_ids"):
+                if name in batch:
+                    batch[name] = batch[name].numpy()
+        return batch
+
+
+@dataclass
+class DataCollatorForTokenClassification:
+    """Pad inputs with the tokenizer, and labels (one per token) to the same length with `label_pad_token_id`.
+
+    Args: as for `DataCollatorForSeq2Seq`.
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORE_INDEX
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Features) -> Batch:
+        rest, labels, name = _pops_labels(features)
+        batch = _pad(
+            self.tokenizer,
+            rest,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
+        )
+        if labels is None:
+            return batch
+        # Rounding up to the inputs' own length gives exactly that length: no label is longer than its row.
+        length = batch["input_ids"].shape[1]
+        padded = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, pad_to_multiple_of=length)
+        batch[name] = padded if self.return_tensors == "pt" else padded.numpy()
+        return batch
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Pad rows, and make labels for masked (`mlm`) or causal language modeling.
+
+    Masked: BERT, Devlin et al. 2018, https://arxiv.org/abs/1810.04805, section 3.1. A share `mlm_probability` of the
+    tokens is predicted; of these `mask_replace_prob` are shown as the mask token, `random_replace_prob` as a random
+    one, the others as they are. Special tokens are never chosen.
+
+    Causal: labels are the inputs, -100 where the attention mask is 0. An eos that is also the pad token stays a label.
+
+    Args:
+        tokenizer: pads; masked modeling needs its ``mask_token``.
+        pad_to_multiple_of: round the length up to a multiple of this.
+        seed: draw from an own generator (plus the worker's id in a worker); None draws from torch's global one.
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise ValueError(
+                f"mask_replace_prob={self.mask_replace_prob} + random_replace_prob={self.random_replace_prob} "
+                "must not exceed 1"
+            )
+        if self.mlm and self.tokenizer.mask_token is None:
+            raise ValueError(
+                "mlm=True needs a mask token, and this tokenizer has none. Set mlm=False for causal language modeling."
+            )
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, features: list[Any]) -> Batch:
+        rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
+        rows = [{key: value for key, value in row.items() if key != "labels"} for row in rows]
+        had_mask = "attention_mask" in rows[0]
+        for row in rows:  # padding is told from eos by this mask, so it is made here where a row brings none
+            row.setdefault("attention_mask", [1] * len(row["input_ids"]))
+        batch = _pad(self.tokenizer, rows, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
+        padding = batch["attention_mask"] == 0
+        if not had_mask and not isinstance(features[0], Mapping):
+            del batch["attention_mask"]
+        special = batch.pop("special_tokens_mask", None)
+        if self.mlm:
+            batch["input_ids"], batch["labels"] = self.mask_tokens(batch["input_ids"], padding, special)
+        else:
+            batch["labels"] = batch["input_ids"].masked_fill(padding, IGNORE_INDEX)
+        return batch if self.return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
+
+    def mask_tokens(
+        self, input_ids: torch.Tensor, padding: torch.Tensor, special: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the tokens to predict.
+
+        Args:
+            input_ids: (B, T). padding: (B, T) true where a row has ended. special: (B, T) nonzero at special tokens;
+                asked of the tokenizer if None.
+
+        Returns:
+            The inputs to show and the labels, both (B, T).
+        """
+        if special is None:
+            special = torch.tensor(
+                [
+                    self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True)
+                    for row in input_ids.tolist()
+                ]
+            )
+        if self.seed is not None and self.generator is None:
+            worker = torch.utils.data.get_worker_info()
+            self.generator = torch.Generator().manual_seed(self.seed + (worker.id if worker else 0))
+        chances = torch.full(input_ids.shape, float(self.mlm_probability)).masked_fill(special.bool() | padding, 0.0)
+        chosen = torch.bernoulli(chances, generator=self.generator).bool()
+        draw = torch.rand(input_ids.shape, generator=self.generator)
+        words = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
+        masked = draw < self.mask_replace_prob
+        random = ~masked & (draw < self.mask_replace_prob + self.random_replace_prob)
+        shown = torch.where(chosen & random, words, input_ids)
+        shown = shown.masked_fill(chosen & masked, self.tokenizer.mask_token_id)
+        return shown, input_ids.masked_fill(~chosen, IGNORE_INDEX)
+
+
+@dataclass
+class DataCollatorWithFlattening:
+    """Lay the rows end to end in one row of T tokens, without padding.
+
+    Gives ``input_ids``, ``labels`` and ``position_ids``, each (1, T). Positions restart at each row, by which attention
+    tells the rows apart; the label of each row's first token is `separator_id`, so that nothing is predicted across
+    a border. Needs attention that reads ``position_ids``.
+    """
+
+    return_position_ids: bool = True
+    separator_id: int = IGNORE_INDEX
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Features) -> Batch:
+        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in features]
+        labels = [np.array(row.get("labels", row["input_ids"]), dtype=np.int64) for row in features]
+        for row in labels:
+            row[:1] = self.separator_id
+        columns = {"input_ids": ids, "labels": labels}
+        if self.return_position_ids:
+            columns["position_ids"] = [np.arange(len(row)) for row in ids]
+        batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
+        return (
+            {name: torch.from_numpy(value) for name, value in batch.items()} if self.return_tensors == "pt" else batch
+        )

@@ -1,0 +1,502 @@
+"""A data loader with a position: it deals rows to processes, repeats none, and goes on exactly where it was stopped.
+
+Every order, and every random number that a worker draws, is a function of the seed, the epoch and the position. So a
+loader that is told its position goes on exactly, whatever was read before. Without workers, rows by index and
+collators draw from the global random numbers, which the trainer saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from posttrain.core.errors import DataError
+from posttrain.core.samplers import (
+    SeededRandomSampler,
+    deal,
+    draw_order,
+    groups,
+    is_stream,
+    mix,
+    private_random_numbers,
+    seed_cpu,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Loader(DataLoader):
+    """A `torch.utils.data.DataLoader` for one of several processes, with a position that can be saved and sought.
+
+    Rows are taken in groups of ``batch_size * world_size``, of which each process gets `batch_size`, in rank order. The
+    last, short group is dealt evenly; no row is repeated. Where it has fewer rows than there are processes, some get a
+    `Filler`, so that all have the same number of batches.
+
+    Args:
+        dataset: rows by index, or a stream of rows.
+        batch_size: rows of a batch on each process; None: the stream gives whole batches, dealt one to each process.
+        collate_fn: makes a batch of a list of rows.
+        sampler: the order of the rows; None: as they are. A `RandomSampler` is seeded with ``seed + epoch``.
+        batch_sampler: gives lists of indices, dealt one to each process; instead of `batch_size` and `sampler`.
+        seed: of the order, and of what workers draw.
+        rank, world_size: this process, of how many.
+        drop_last: leave out the last, short group.
+        advance: begin the next epoch when an iteration has come to its end.
+        any_rank: whether a flag is true on any process. Given it, a `datasets.IterableDataset` whose shards can be split
+            is read by shards, and processes ask each other at each batch whether to go on. Without it, each process
+            reads the whole stream and keeps its part.
+        engine: further arguments of the `DataLoader`, such as ``num_workers``.
+
+    Attributes:
+        epoch: the epoch that the next iteration reads.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[list[int]] | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        advance: bool = True,
+        any_rank: Callable[[bool], bool] | None = None,
+        **engine: Any,
+    ) -> None:
+        self.epoch = 0
+        self._seed, self._rank, self._world_size, self._advance = seed, rank, world_size, advance
+        self._any_rank: Callable[[bool], bool] | None = None
+        self._stream: _Stream | None = None
+        dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
+        self._generator = torch.Generator()
+        engine = {"num_workers": 0} | engine | {"generator": self._generator}
+        if is_stream(dataset):
+            if any_rank is not None and world_size > 1 and _splits_evenly(dataset, world_size):
+                from datasets.distributed import split_dataset_by_node
+
+                dataset, self._any_rank = split_dataset_by_node(dataset, rank=rank, world_size=world_size), any_rank
+            if getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
+                dealt["rank"], dealt["world_size"] = 0, 1
+            dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
+            self._stream = source = _Stream(dataset, batch_size, **dealt)
+            self._unit = source.group
+            sampler, engine["batch_size"] = None, None
+        else:
+            if type(sampler) is RandomSampler:
+                sampler = SeededRandomSampler(sampler, seed)
+            source = _Rows(dataset, forward_epoch=advance)
+            order = sampler if batch_sampler is None else batch_sampler
+            already_dealt = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else sampler
+            if isinstance(already_dealt, DistributedSampler) and already_dealt.num_replicas == world_size:
+                dealt["rank"], dealt["world_size"] = 0, 1
+            size = batch_size if batch_sampler is None else None
+            self._draws = _Draws(dataset, order, size, own_rank=rank, seeded=engine["num_workers"] > 0, **dealt)
+            self._unit = self._draws.group
+            engine["batch_sampler"] = self._draws
+        if batch_sampler is not None:
+            shown = {"batch_sampler": batch_sampler}
+        else:
+            shown = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last and batch_size is not None}
+        super().__init__(
+            dataset, collate_fn=collate_fn, **shown
+        )  # the attributes that users read; the engine reads rows
+        collate = _Collate(self.collate_fn, streamed=self._stream is not None)
+        self._engine = DataLoader(source, collate_fn=collate, **engine)
+        for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
+            self.__dict__[name] = getattr(self._engine, name)
+        self._rewind()
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of one batch over all processes; None where batches come ready-made, of any size."""
+        return None if self.batch_size is None else self.batch_size * self._world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._rewind()
+
+    def skip(self, num_batches: int) -> None:
+        """Let the next iteration start after so many batches of its epoch. No row is read unless the data is a stream."""
+        self._rewind()
+        if len(self._given) > 1:  # which worker gave how many, only reading tells: some may have run out of rows
+            self._to_drop = num_batches
+        else:
+            self._given, self._start = [num_batches * self._unit], [num_batches * self._unit]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch and what was given out of it, in rows, so that it holds for any number of processes."""
+        state = {"epoch": self.epoch, "given": list(self._given), "turn": self._turn, "to_drop": self._to_drop}
+        if self._sampler_state is not None:
+            state["sampler"] = self._sampler_state
+        if self._stream is not None and self._stream.keeps_state:
+            dataset_state = self._stream.dataset.state_dict() if self._is_reading else self._dataset_state
+            state |= {"dataset": dataset_state} if dataset_state is not None else {}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration start where `state` was taken."""
+        self.epoch = state["epoch"]
+        given = list(state["given"])
+        if len(given) == len(self._given):
+            self._rewind()
+            self._given, self._start, self._turn = given, list(given), state["turn"]
+            self._to_drop = state["to_drop"]
+        else:
+            self.skip(sum(given) // self._unit)
+            logger.warning(
+                "The stream was read by %s workers and is now read by %s: resumed rows come in another order. Set "
+                "dataloader_num_workers as it was to resume exactly.", len(given), len(self._given),
+            )  # fmt: skip
+        self._sampler_state = self._next_sampler_state = state.get("sampler")
+        if self._stream is not None and any(given):
+            if self._stream.keeps_state and "dataset" in state:
+                self._dataset_state = state["dataset"]
+            else:
+                self._warn_about_replay()
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this process."""
+        return len(self._draws if self._stream is None else self._stream)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, turn, dataset_state, sampler_state = (
+            self._start,
+            self._turn,
+            self._dataset_state,
+            self._next_sampler_state,
+        )
+        to_drop = self._to_drop
+        self._rewind()
+        self._given, self._turn, self._to_drop, self._dataset_state = list(start), turn, to_drop, dataset_state
+        self._generator.manual_seed(mix(self._seed, self.epoch))
+        if self._stream is not None:
+            self._stream.seek(self.epoch, start, turn, dataset_state)
+            return self._give_from_stream(iter(self._engine), self._given)
+        generator = self._draws.generator
+        if generator is not None:
+            if sampler_state is not None:
+                generator.set_state(sampler_state)
+            self._sampler_state = generator.get_state()
+        self._draws.epoch, self._draws.start = self.epoch, start[0]
+        return self._give(iter(self._engine), self._given)
+
+    def _give(self, batches: Iterator[Any], given: list[int]) -> Iterator[Any]:
+        unit = self._unit
+        for batch in batches:
+            given[0] += unit
+            self._given = given  # of several iterations at a time, the position is that of the one that moved last
+            yield batch
+        self._end(given)
+
+    def _give_from_stream(self, batches: Iterator[Any], given: list[int]) -> Iterator[Any]:
+        last, unit, any_rank = None, self._unit, self._any_rank
+        while True:
+            worker, batch = next(batches, (None, None))
+            if worker == _GAP:
+                continue
+            if any_rank is not None:
+                if not any_rank(worker is not None):
+                    break
+                batch = last = batch if worker is not None else as_filler(self._first_batch() if last is None else last)
+            elif worker is None:
+                break
+            if worker is not None:
+                given[worker] += unit
+                self._turn, self._is_reading = (worker + 1) % len(given), True
+            if self._to_drop:
+                self._to_drop -= 1
+                continue
+            yield batch
+        self._end(given)
+
+    def _end(self, given: list[int]) -> None:
+        if self._advance and given is self._given:
+            self.set_epoch(self.epoch + 1)
+
+    def _rewind(self) -> None:
+        streams = max(self.num_workers, 1) if self._stream is not None else 1
+        # Rows given by each stream (a worker's, or the only one), where the next iteration starts, whose turn it is.
+        self._given, self._start, self._turn, self._to_drop = [0] * streams, [0] * streams, 0, 0
+        self._is_reading, self._dataset_state = False, None  # the dataset's own position, where it has one
+        self._sampler_state = self._next_sampler_state = None
+
+    def _first_batch(self) -> Any:
+        with private_random_numbers(self._seed):
+            rows = list(islice(iter(self._stream.dataset), 1))
+            if not rows:
+                raise DataError(
+                    f"Process {self._rank} of {self._world_size} got not one row of the stream. Use fewer processes."
+                )
+            return self.collate_fn(rows if self.batch_size is not None else rows[0])
+
+    def _warn_about_replay(self) -> None:
+        dataset, rows = self._stream.dataset, sum(self._start)
+        what = f"Resuming a stream of type {type(dataset).__name__} reads its first {rows} rows again and drops them"
+        if _is_one_shot(dataset):
+            logger.warning(
+                "%s. It can be read only once, so the rows that follow are those of the first run only if it was made afresh "
+                "from its beginning; exact resuming cannot be promised. Pass a dataset whose __iter__ starts anew.", what,
+            )  # fmt: skip
+        elif not hasattr(dataset, "state_dict"):
+            logger.warning(
+                "%s. Give the dataset state_dict and load_state_dict, or rows by index, to avoid that.", what
+            )
+        elif self.num_workers:
+            logger.warning("%s. Its own position is used with dataloader_num_workers=0 only.", what)
+        else:
+            logger.warning("%s, because its shuffle buffer is not part of its state.", what)
+
+
+# ---------------------------------------------------------------------------------------------------- rows by index
+
+
+class _Draw(NamedTuple):
+    """One batch to be read, as it travels to a worker."""
+
+    indices: list[int]
+    is_filler: bool
+    seed: int | None
+    epoch: int
+
+
+class _FillerRows(list):
+    """Rows of which a filler is made."""
+
+
+class _Draws(Sampler):
+    """The batches of this process, as `_Draw`, from `start` of `epoch` on."""
+
+    def __init__(
+        self, dataset: Any, sampler: Any, batch_size: int | None, *, rank: int, world_size: int, drop_last: bool,
+        seed: int, own_rank: int, seeded: bool,
+    ) -> None:  # fmt: skip
+        self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
+        self.seed, self.own_rank, self.seeded = seed, own_rank, seeded
+        self.group = (batch_size or 1) * world_size
+        self.epoch = self.start = 0
+        # Of somebody else's sampler, whose order depends on where this stands.
+        generator = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
+        self.generator = generator if isinstance(generator, torch.Generator) else None
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.dataset if self.sampler is None else self.sampler), self.group)
+        return whole + (rest > 0 and not self._drops_rest)
+
+    @property
+    def _drops_rest(self) -> bool:
+        return self.drop_last and self.batch_size is not None  # a batch sampler has decided by itself
+
+    def __iter__(self) -> Iterator[_Draw]:
+        order = range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, self.epoch, self.seed)
+        return self._draws(order, self.epoch, self.start)
+
+    def _draws(self, order: Any, epoch: int, start: int) -> Iterator[_Draw]:
+        for place, group in groups(order, start, self.group):
+            if len(group) < self.group and self._drops_rest:
+                return
+            part, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
+            if self.batch_size is None:
+                part = part[0][-1:] if is_filler else part[0]
+            seed = mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
+            yield _Draw(part, is_filler, seed, epoch)
+
+
+class _Rows(Dataset):
+    """Reads the rows of a `_Draw`: in a worker, under the draw's own seed."""
+
+    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+        self.dataset, self.epoch = dataset, None
+        self.forwards = forward_epoch and hasattr(dataset, "set_epoch")
+
+    def __getitems__(self, draw: _Draw) -> list[Any]:
+        dataset = self.dataset
+        if draw.seed is not None:
+            seed_cpu(draw.seed)
+        if self.forwards and draw.epoch != self.epoch:
+            self.epoch = draw.epoch
+            dataset.set_epoch(draw.epoch)
+        read_all = getattr(dataset, "__getitems__", None)
+        rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
+        return _FillerRows(rows) if draw.is_filler else rows
+
+
+class _Collate:
+    """The user's collator, which also sees to fillers and passes on which worker a streamed batch is from."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], streamed: bool) -> None:
+        self.collate_fn, self.streamed = collate_fn, streamed
+
+    def __call__(self, rows: Any) -> Any:
+        if not self.streamed:
+            return as_filler(self.collate_fn(rows)) if type(rows) is _FillerRows else self.collate_fn(rows)
+        if rows.worker == _GAP:
+            return _GAP, None
+        batch = self.collate_fn(rows.rows)
+        return rows.worker, as_filler(batch) if rows.is_filler else batch
+
+
+# ---------------------------------------------------------------------------------------------------- streams
+
+_GAP = -1
+"""In place of a worker's number: nothing to train on, only this worker's turn, which it had before the interruption."""
+
+
+class _Share(NamedTuple):
+    """This process's part of a group of streamed rows."""
+
+    worker: int
+    rows: Any
+    is_filler: bool = False
+
+
+class _Stream(IterableDataset):
+    """Cuts a stream into groups and gives this process's part of each.
+
+    Every group is read under a seed of its own, the same in all processes that read the whole stream: however the stream
+    draws its random numbers, they see the same rows, and reading it again gives them again.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int | None, *, rank: int, world_size: int, drop_last: bool, seed: int,
+        num_workers: int, forward_epoch: bool,
+    ) -> None:  # fmt: skip
+        self.dataset, self.batch_size = dataset, batch_size
+        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
+        self.seed = seed
+        self.group = (batch_size or 1) * world_size
+        # Epoch, turn, then the rows that each worker has given. Shared, for workers that live on from epoch to epoch.
+        self.position = torch.zeros(2 + max(num_workers, 1), dtype=torch.long)
+        if num_workers:
+            self.position.share_memory_()
+        self.forwards = forward_epoch and hasattr(dataset, "set_epoch")
+        self.keeps_state = num_workers == 0 and _has_exact_state(dataset)
+        self._state: dict[str, Any] | None = None
+        self._blank = dataset.state_dict() if self.keeps_state else None
+        self._was_loaded = False
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.dataset), self.group)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def seek(self, epoch: int, given: list[int], turn: int, state: dict[str, Any] | None) -> None:
+        """Where the next iteration starts; `state` is the dataset's own, if it was saved."""
+        self.position.copy_(torch.tensor([epoch, turn, *given]))
+        self._state = state
+
+    def __iter__(self) -> Iterator[_Share]:
+        epoch, turn, *given = self.position.tolist()
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        if self.forwards:
+            self.dataset.set_epoch(epoch)
+        state, skip = self._state, given[worker]
+        if state is not None or self._was_loaded:  # what was loaded once would else be where every iteration starts
+            self.dataset.load_state_dict(self._blank if state is None else state)
+            self._was_loaded = state is not None
+        return self._shares(epoch, worker, skip, worker < turn, skip if state is not None else 0, info is None)
+
+    def _shares(self, epoch: int, worker: int, skip: int, gap: bool, place: int, in_main: bool) -> Iterator[_Share]:
+        if gap:
+            yield _Share(_GAP, None)
+
+        def read(num_rows: int, place: int, source: Iterator[Any] | None) -> Any:
+            seed = mix(self.seed, epoch, worker, place)
+            if not in_main:
+                seed_cpu(seed)  # also for the collator, which comes after
+                return iter(self.dataset) if source is None else list(islice(source, num_rows))
+            with private_random_numbers(seed):
+                return iter(self.dataset) if source is None else list(islice(source, num_rows))
+
+        source = read(0, -1, None)
+        while place < skip:
+            dropped = len(read(min(self.group, skip - place), place, source))
+            if dropped == 0:
+                return
+            place += dropped
+        while group := read(self.group, place, source):
+            if len(group) < self.group and self.drop_last:
+                return
+            part, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
+            yield _Share(worker, part if self.batch_size is not None else part[0], is_filler)
+            if len(group) < self.group:
+                return
+            place += self.group
+
+
+def _is_one_shot(dataset: Any) -> bool:
+    """Whether every ``iter(dataset)`` is the same iterator, so that what was read is gone."""
+    source = getattr(dataset, "loader", dataset)
+    if isinstance(source, DataLoader):
+        return False
+    with private_random_numbers(0):
+        return iter(source) is iter(source)
+
+
+def _splits_evenly(dataset: Any, world_size: int) -> bool:
+    shards = getattr(dataset, "num_shards", 0)
+    return getattr(dataset, "_distributed", None) is None and shards > 0 and shards % world_size == 0
+
+
+def _has_exact_state(dataset: Any) -> bool:
+    """Whether ``dataset.state_dict()`` is all of its position: a shuffle buffer of `datasets` is not part of it."""
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    layers = [getattr(dataset, "_ex_iterable", None)]
+    while layers:
+        layer = layers.pop()
+        if "BufferShuffled" in type(layer).__name__:
+            return False
+        layers += [getattr(layer, "ex_iterable", None)] if hasattr(layer, "ex_iterable") else []
+        layers += getattr(layer, "ex_iterables", None) or []
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- fillers
+
+
+class Filler(dict):
+    """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, *args: Any, **kwargs: Any) -> Filler:
+        moved = ((key, value.to(*args, **kwargs) if hasattr(value, "to") else value) for key, value in self.items())
+        return Filler(moved)
+
+
+class FillerList(list):
+    """A `Filler` for batches that are lists or tuples."""
+
+
+def is_filler(batch: Any) -> bool:
+    """Whether `batch` only keeps processes in step, and is to be given no weight."""
+    return isinstance(batch, (Filler, FillerList))
+
+
+def as_filler(batch: Any) -> Filler | FillerList:
+    """`batch`, marked as a filler."""
+    if isinstance(batch, Mapping):
+        return Filler(batch)
+    if isinstance(batch, (list, tuple)):
+        return FillerList(batch)
+    raise DataError(
+        f"The last rows of an epoch do not go round all processes, and a batch of type {type(batch).__name__} cannot be "
+        "marked as one that does not count. Let the collator return a dict, or set dataloader_drop_last=True."
+    )

@@ -1,0 +1,476 @@
+"""Losses of language models. Large vocabularies are scored tile by tile, so that the logits are never stored whole.
+
+What the textbook loss does in three allocations of (tokens, vocabulary), `linear_cross_entropy` and `token_logps` do in
+one buffer of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
+
+    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)      (tile, V)
+
+is made, scored, turned into its own gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
+the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is not yet known then, makes
+each tile once more in the backward (4 products).
+
+Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+ENTROPY_ROWS = 16  # rows of a tile whose entropy is taken at a time
+VOCAB_ROWS = 8192  # rows of a bfloat16 weight gradient that are added to the float32 sum at a time
+
+
+class LossStats(NamedTuple):
+    """What one pass over the logits tells besides the loss. Detached, 0-d, float32."""
+
+    num_correct: torch.Tensor
+    """How many targets are the most probable token."""
+    entropy_sum: torch.Tensor
+    """Entropy of the predicted distributions, in nats, summed over the targets."""
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """Align (B, T) labels with the logits of a causal model: position t holds the token that t predicts, t + 1.
+
+    The last position predicts nothing and holds `ignore_index`.
+    """
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
+def count_targets(labels: torch.Tensor, shifted: bool, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """How many positions of (B, T) `labels` a loss is taken at, as a 0-d integer tensor.
+
+    Args:
+        shifted: the labels are aligned with the logits already (`shift_labels`, encoder-decoder models). If not, the
+            first position of each row does not count: nothing predicts it.
+    """
+    return ((labels if shifted else labels[..., 1:]) != ignore_index).sum()
+
+
+# ------------------------------------------------------------------------------------------------------ on whole logits
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None = None,
+    shift: bool = True,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> torch.Tensor:
+    r"""Cross-entropy of logits that are there already, in float32.
+
+    With smoothing :math:`\epsilon` (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7) a target costs
+    :math:`-(1-\epsilon)\log p_y - \frac{\epsilon}{V}\sum_v \log p_v`.
+
+    Args:
+        logits: (B, T, V) or (N, V). labels: (B, T) or (N,).
+        num_items: what the sum is divided by; the number of targets in `labels` when None.
+        shift: the logits at t predict the label at t + 1 (a causal model); False when labels are aligned already.
+
+    Returns:
+        0-d. Zero, with zero gradients, where no position has a label.
+    """
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    labels = labels.reshape(-1).to(logits.device)
+    logits = logits.reshape(-1, logits.shape[-1]).to(_statistics_dtype(logits.dtype))
+    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+    return total / _divisor(count_targets(labels, True, ignore_index) if num_items is None else num_items, total.device)
+
+
+def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) -> (...)."""
+    logits = logits.to(_statistics_dtype(logits.dtype))
+    return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """`count` on `device`, with 1 for 0: a sum over no target is 0, and stays 0."""
+    count = torch.as_tensor(count, device=device)
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+# ---------------------------------------------------------------------------------------------------- from hidden states
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "sum",
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, LossStats]:
+    """Cross-entropy of ``hidden @ weight.T + bias`` without the (N, V) logits, labels smoothed as in `cross_entropy`.
+
+    Gradients for hidden, weight and bias are made in the forward, each only if it is required: a frozen head costs no
+    weight gradient. They are kept for one backward. Dropping the unlabelled positions reads their number from the
+    device, once a call.
+
+    Args:
+        hidden: (B, T, H) or (N, H), aligned with the labels: see `shift_labels`.
+        weight: (V, H). bias: (V,).
+        labels: (B, T) or (N,) integers in [0, V), or `ignore_index`.
+        chunk_size: rows of a tile; the memory used is about ``chunk_size * V * 4`` bytes plus the gradients.
+        softcap: logits are bounded to (-softcap, softcap) by a tanh (Gemma 2). scale: multiplies them before that.
+        reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" makes the tiles again
+            in the backward, as `token_logps` does.
+        return_stats: also return `LossStats`, at the price of two more passes over each tile.
+
+    Returns:
+        The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``.
+    """
+    if reduction not in ("sum", "mean", "none"):
+        raise ValueError(f"reduction={reduction!r} is not one of sum, mean, none.")
+    options = _Options(_compute_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing)
+    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
+    # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
+    wait = reduction == "none" or options.dtype == torch.float16
+    function = _TokenLosses if wait else _SummedLoss
+    loss, correct, entropy = function.apply(
+        hidden, weight, bias, targets, rows, options, return_stats, _needs_grad(hidden, weight, bias)
+    )
+    if reduction == "none":
+        loss = _scatter(loss, rows, labels)
+    elif wait:
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / max(targets.numel(), 1)
+    if not return_stats:
+        return loss
+    return loss, LossStats(correct.sum(), entropy.sum())
+
+
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    return_entropy: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 where there is no label.
+
+    The arguments are those of `linear_cross_entropy`; `temperature` divides the logits last. Differentiable for any
+    upstream gradient.
+
+    Returns:
+        float32, in the shape of `labels`. With `return_entropy`, ``(logps, entropy)``: the entropy of each predicted
+        distribution in nats, detached.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r} must be > 0.")
+    options = _Options(_compute_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0)
+    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
+    losses, _, entropy = _TokenLosses.apply(
+        hidden, weight, bias, targets, rows, options, return_entropy, _needs_grad(hidden, weight, bias)
+    )
+    logps = _scatter(-losses, rows, labels)
+    return (logps, _scatter(entropy, rows, labels)) if return_entropy else logps
+
+
+class _Options(NamedTuple):
+    dtype: torch.dtype
+    chunk_size: int
+    softcap: float | None
+    scale: float
+    temperature: float
+    label_smoothing: float
+
+
+def _targets(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Check shapes; return hidden as (N, H), the (M,) labels that count, and their rows in hidden (None for all)."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size!r} must be >= 1.")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must be the shape of labels {tuple(labels.shape)} with one more dimension, "
+            f"as wide as weight {tuple(weight.shape)}."
+        )
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
+    rows = (labels != ignore_index).nonzero().squeeze(1)
+    if rows.numel() == labels.numel():
+        return hidden, labels, None
+    return hidden, labels[rows], rows
+
+
+def _needs_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
+
+
+def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """(M,) `values` at their rows of a zero tensor in the shape of `like`."""
+    if rows is not None:
+        values = values.new_zeros(like.numel()).index_copy(0, rows, values)
+    return values.view(like.shape)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The type of the matrix products: autocast's where it is on, else the wider of the two."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+class _Tiles:
+    """Logits of up to `chunk_size` rows at a time, in buffers that every tile of one call reuses."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        num_rows: int,
+        rows: torch.Tensor | None,
+    ) -> None:
+        self.dtype = options.dtype
+        self.hidden, self.rows, self.num_rows, self.options = hidden, rows, num_rows, options
+        self.weight = weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        shape, new = (min(options.chunk_size, num_rows), weight.shape[0]), hidden.new_empty
+        self.tile = new(shape, dtype=_statistics_dtype(self.dtype))
+        self.product = self.tile if self.dtype == self.tile.dtype else new(shape, dtype=self.dtype)
+
+    def __iter__(self):
+        """(start, stop) of each tile, counted in labelled rows."""
+        for start in range(0, self.num_rows, self.options.chunk_size):
+            yield start, min(start + self.options.chunk_size, self.num_rows)
+
+    def hidden_at(self, start: int, stop: int) -> torch.Tensor:
+        if self.rows is None:
+            return self.hidden[start:stop].to(self.dtype)
+        return self.hidden.index_select(0, self.rows[start:stop]).to(self.dtype)
+
+    def logits(self, hidden: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(n, V) logits in the shared buffer, and d(logits)/d(what the softcap was given) if there is a softcap."""
+        softcap, scale, temperature = self.options.softcap, self.options.scale, self.options.temperature
+        product, logits = self.product[: len(hidden)], self.tile[: len(hidden)]
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=product)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=product)
+        if product is not logits:
+            logits.copy_(product)
+        slope = None
+        if scale != 1.0:
+            logits.mul_(scale)
+        if softcap is not None:
+            logits.div_(softcap).tanh_()
+            slope = logits.square().neg_().add_(1.0) if with_slope else None
+            logits.mul_(softcap)
+        if temperature != 1.0:
+            logits.div_(temperature)
+        return logits, slope
+
+    def operand(self, tile: torch.Tensor) -> torch.Tensor:
+        """A tile of the statistics' type, in the type of the matrix products."""
+        return tile if self.product is self.tile else self.product[: len(tile)].copy_(tile)
+
+
+class _Scores(NamedTuple):
+    """Of n rows: each (n,). After `_score`, the tile holds exp(logits - highest)."""
+
+    losses: torch.Tensor
+    highest: torch.Tensor
+    sums: torch.Tensor
+    correct: torch.Tensor
+    entropy: torch.Tensor
+
+
+def _score(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, stats: bool) -> _Scores:
+    target = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    expected = target
+    if label_smoothing:
+        expected = (1 - label_smoothing) * target + label_smoothing * logits.mean(1)
+    correct = (logits.argmax(1) == labels).float() if stats else logits.new_zeros(0)
+    highest = logits.amax(1)
+    logits.sub_(highest.unsqueeze(1))
+    weighted_sums = _exp_and_weighted_sum_(logits) if stats else logits.exp_().new_zeros(0)
+    sums = logits.sum(1)
+    log_sums = sums.log()
+    # With d = logits - highest and p = e^d / sum e^d:  -sum p log p = log(sum e^d) - sum(d e^d) / sum e^d.
+    entropy = log_sums - weighted_sums / sums if stats else weighted_sums
+    return _Scores(highest + log_sums - expected, highest, sums, correct, entropy)
+
+
+def _exp_and_weighted_sum_(d: torch.Tensor) -> torch.Tensor:
+    """Put exp(d) in the place of `d`, (n, V), and return sum(d exp(d)), (n,)."""
+    sums, buffer = d.new_empty(len(d)), torch.empty_like(d[:ENTROPY_ROWS])
+    for rows, total in zip(d.split(ENTROPY_ROWS), sums.split(ENTROPY_ROWS), strict=True):
+        exp = torch.exp(rows, out=buffer[: len(rows)])
+        torch.sum(rows.clamp_(min=-1e30).mul_(exp), 1, out=total)  # a masked logit is -inf, and 0 * -inf is NaN
+        rows.copy_(exp)
+    return sums
+
+
+class _Gradients:
+    """Gradients of hidden, weight and bias, filled tile by tile; None where not needed."""
+
+    def __init__(self, tiles: _Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
+        needs_hidden, needs_weight, needs_bias = needs
+        statistics = tiles.tile.dtype
+        self.weight_dtype = weight.dtype
+        self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
+        self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
+
+    def add(
+        self,
+        tiles: _Tiles,
+        start: int,
+        stop: int,
+        hidden: torch.Tensor,
+        tile: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> None:
+        """Add the tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
+
+        The factor is multiplied into what is H wide, not into the tile, which is V wide.
+        """
+        factor = factor.unsqueeze(1)
+        if self.bias is not None:
+            self.bias.add_((factor.t() @ tile).squeeze(0))
+        operand = tiles.operand(tile)
+        if self.hidden is not None:
+            gradient = ((operand @ tiles.weight) * factor).to(self.hidden.dtype)
+            if tiles.rows is None:
+                self.hidden[start:stop] = gradient
+            else:
+                self.hidden.index_copy_(0, tiles.rows[start:stop], gradient)
+        if self.weight is not None:
+            weighted = (hidden * factor).to(operand.dtype)
+            if operand.dtype == self.weight.dtype:
+                self.weight.addmm_(operand.t(), weighted)
+            else:  # each tile's product is rounded to bfloat16, their sum is not
+                for a in range(0, len(self.weight), VOCAB_ROWS):
+                    self.weight[a : a + VOCAB_ROWS] += operand[:, a : a + VOCAB_ROWS].t() @ weighted
+
+    def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
+        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of what they belong to."""
+        gradients = [self.hidden, self.weight, self.bias]
+        self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
+        if factor is not None:
+            gradients = [None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients]
+        hidden, weight, bias = gradients
+        return hidden, *(None if g is None else g.to(self.weight_dtype) for g in (weight, bias))
+
+
+def _subtract_labels(tile: torch.Tensor, labels: torch.Tensor, mass: torch.Tensor | float, smoothing: float) -> None:
+    """Subtract from rows of total `mass` the smoothed labels of the same mass, in place."""
+    rows = torch.arange(len(tile), device=tile.device)
+    tile[rows, labels] -= (1 - smoothing) * mass
+    if smoothing:
+        each = mass * (smoothing / tile.shape[1])
+        tile.sub_(each.unsqueeze(1) if isinstance(each, torch.Tensor) else each)
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the losses, with the gradients made on the way. Returns (loss, correct (M,), entropy (M,))."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = _Gradients(tiles, weight, needs)
+            scored = []
+            for start, stop in tiles:
+                states, targets = tiles.hidden_at(start, stop), labels[start:stop]
+                tile, slope = tiles.logits(states, with_slope=any(needs))
+                scores = _score(tile, targets, options.label_smoothing, stats)
+                scored.append((scores.losses, scores.correct, scores.entropy))
+                if any(needs):  # the tile is sums * softmax: subtract sums * labels, and divide by sums later
+                    _subtract_labels(tile, targets, scores.sums, options.label_smoothing)
+                    if slope is not None:
+                        tile.mul_(slope)
+                    gradients.add(tiles, start, stop, states, tile, options.scale / options.temperature / scores.sums)
+            losses, correct, entropy = _join(scored, tiles)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(correct, entropy)
+        return losses.sum(), correct, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, *_):
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "The loss of linear_cross_entropy was differentiated a second time, but its gradients are kept for "
+                "one backward only. Sum the losses before one backward(), or set reduction='none' and sum yourself."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(grad_loss), None, None, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Each loss by itself; the backward makes the tiles again. Returns (losses, correct, entropy), each (M,)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
+            scored, log_sums = [], [tiles.tile.new_zeros(0)]
+            for start, stop in tiles:
+                tile, _ = tiles.logits(tiles.hidden_at(start, stop), with_slope=False)
+                scores = _score(tile, labels[start:stop], options.label_smoothing, stats)
+                scored.append((scores.losses, scores.correct, scores.entropy))
+                log_sums.append(scores.highest + scores.sums.log())
+            losses, correct, entropy = _join(scored, tiles)
+        ctx.save_for_backward(hidden, weight, bias, labels, rows, torch.cat(log_sums))
+        ctx.options, ctx.needs = options, needs
+        ctx.mark_non_differentiable(correct, entropy)
+        return losses, correct, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_losses, *_):
+        hidden, weight, bias, labels, rows, log_sums = ctx.saved_tensors
+        options = ctx.options
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = _Gradients(tiles, weight, ctx.needs)
+            for start, stop in tiles:
+                states = tiles.hidden_at(start, stop)
+                tile, slope = tiles.logits(states, with_slope=True)
+                tile.sub_(log_sums[start:stop].unsqueeze(1)).exp_()
+                _subtract_labels(tile, labels[start:stop], 1.0, options.label_smoothing)
+                if slope is not None:
+                    tile.mul_(slope)
+                factor = grad_losses[start:stop] * (options.scale / options.temperature)
+                if options.dtype == torch.float16:  # small probabilities underflow unless the loss scale is in the tile
+                    tile.mul_(factor.unsqueeze(1))
+                    factor = torch.ones_like(factor)
+                gradients.add(tiles, start, stop, states, tile, factor)
+        return *gradients.scaled(), None, None, None, None, None
+
+
+def _join(scored: list[tuple[torch.Tensor, ...]], tiles: _Tiles) -> list[torch.Tensor]:
+    """The columns of `scored`, each concatenated; empty tensors where there was no tile."""
+    if not scored:
+        return [tiles.tile.new_zeros(0) for _ in range(3)]
+    return [torch.cat(column) for column in zip(*scored, strict=True)]

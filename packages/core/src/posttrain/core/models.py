@@ -1,0 +1,481 @@
+"""What happens to a model before and around training: loading, special tokens, adapters, checkpointing, noise.
+
+Its output head, and what lies below its wrappers, is in `posttrain.core.heads` and can be had from here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import did_you_mean, require
+from posttrain.core.fields import ConfigMeta, opt, validate
+from posttrain.core.heads import (
+    CausalHead,
+    base_model,
+    causal_head,
+    is_peft_model,
+    logps_in_head,
+    loss_in_head,
+    supports_loss_in_head,
+    unwrap,
+)
+
+__all__ = [
+    "CausalHead",
+    "ModelConfig",
+    "ModelSideArguments",
+    "add_adapter",
+    "align_special_tokens",
+    "apply_liger",
+    "base_model",
+    "causal_head",
+    "check_trainable",
+    "disable_dropout",
+    "enable_gradient_checkpointing",
+    "ensure_pad_token",
+    "is_peft_model",
+    "is_quantized",
+    "load_causal_lm",
+    "load_tokenizer",
+    "logps_in_head",
+    "loss_in_head",
+    "neftune",
+    "supports_loss_in_head",
+    "unwrap",
+]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+@dataclass
+class ModelSideArguments:
+    """What a run does to its model."""
+
+    activation_checkpointing: bool | None = opt(
+        None, "Recompute activations in the backward instead of keeping them: less memory, about a third more time."
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
+        None,
+        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), besides every_n_layers and offload.",
+    )
+    gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
+        None, "The older name of activation_checkpointing_kwargs."
+    )
+    torch_compile: bool = opt(False, "Compile the model with torch.compile; setting a backend or a mode implies it.")
+    torch_compile_backend: str | None = opt(None, "Backend of torch.compile; None takes inductor.")
+    torch_compile_mode: str | None = opt(None, "Mode of torch.compile, such as reduce-overhead or max-autotune.")
+    use_liger_kernel: bool = opt(
+        False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
+    )
+    liger_kernel_config: dict[str, bool] | None = opt(
+        None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
+    )
+    use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")
+    neftune_noise_alpha: float | None = opt(
+        None, "Strength of the uniform noise added to input embeddings in training; papers use 5 to 15.", min=0
+    )
+
+    def _normalize(self) -> None:
+        for new, old in (
+            ("activation_checkpointing", "gradient_checkpointing"),
+            ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        ):
+            default = type(self).__dataclass_fields__[new].default
+            value, alias = getattr(self, new), getattr(self, old)
+            if alias is not None and (not value or value == default):
+                value = alias
+            if new == "activation_checkpointing" and value is None:
+                value = False
+            setattr(self, new, value)
+            setattr(self, old, value)
+        if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
+            self.torch_compile = True
+
+    def _problems(self) -> Iterator[str]:
+        if isinstance(self.activation_checkpointing_kwargs, str):
+            yield (
+                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} is not a JSON object; "
+                "give a dict or a string such as '{\"use_reentrant\": false}'"
+            )
+
+
+@dataclass
+class ModelConfig(metaclass=ConfigMeta):
+    """Which model a command line trains, how it is loaded, and its adapter."""
+
+    model_name_or_path: str | None = opt(None, "Model to train: a folder, or a name on the Hugging Face Hub.")
+    model_revision: str = opt("main", "Branch, tag or commit on the Hub.")
+    dtype: str | None = opt("float32", "Type of the weights; auto takes that of the checkpoint.", choices=DTYPES)
+    attn_implementation: str | None = opt(None, "Attention implementation, e.g. sdpa, eager or flash_attention_2.")
+    use_peft: bool = opt(False, "Train a LoRA adapter instead of all weights.")
+    lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
+    lora_alpha: int = opt(32, "The LoRA update is multiplied by lora_alpha / lora_r.", above=0)
+    lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
+    lora_target_modules: list[str] | None = opt(
+        None, "Names of the modules that get an adapter; all-linear takes every linear layer but the head."
+    )
+    lora_target_parameters: list[str] | None = opt(
+        None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
+    )
+    lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
+    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
+    use_rslora: bool = opt(False, "Multiply the LoRA update by lora_alpha / sqrt(lora_r), stable at high ranks.")
+    use_dora: bool = opt(False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.")
+    load_in_8bit: bool = opt(False, "Load the frozen base in 8 bits (bitsandbytes); needs use_peft.")
+    load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
+    bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"))
+    use_bnb_nested_quant: bool = opt(False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.")
+    bnb_4bit_quant_storage: str | None = opt(None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def _problems(self) -> Iterator[str]:
+        if self.load_in_8bit and self.load_in_4bit:
+            yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
+        elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
+            yield "quantized weights cannot be trained themselves; set use_peft=True to train an adapter on them"
+
+    def model_init_kwargs(self) -> dict[str, Any]:
+        """What `load_causal_lm` takes as `model_init_kwargs`."""
+        kwargs = {"revision": self.model_revision, "dtype": self.dtype or "float32"}
+        return kwargs | ({"attn_implementation": self.attn_implementation} if self.attn_implementation else {})
+
+    def peft_config(self) -> Any | None:
+        """The `peft.LoraConfig` these fields describe, or None without `use_peft`."""
+        if not self.use_peft:
+            return None
+        peft = require("peft", "posttrain-core[peft]", why="use_peft=True")
+        targets = self.lora_target_modules
+        return peft.LoraConfig(
+            task_type=self.lora_task_type,
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets[0] if targets and len(targets) == 1 else targets,  # one may be a pattern
+            target_parameters=self.lora_target_parameters,
+            modules_to_save=self.lora_modules_to_save,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            bias="none",
+        )
+
+    def quantization_config(self) -> Any | None:
+        """The `transformers.BitsAndBytesConfig` these fields describe, or None without a `load_in_...`."""
+        if not (self.load_in_8bit or self.load_in_4bit):
+            return None
+        require("bitsandbytes", "posttrain-core[quantization]", why="load_in_8bit and load_in_4bit")
+        from transformers import BitsAndBytesConfig
+
+        if self.load_in_8bit:
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=None if self.dtype in (None, "auto") else self.dtype,
+            bnb_4bit_quant_type=self.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=self.use_bnb_nested_quant,
+            bnb_4bit_quant_storage=self.bnb_4bit_quant_storage,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    model_init_kwargs: dict[str, Any] | None = None,
+    quantization_config: Any | None = None,
+    trust_remote_code: bool = False,
+    auto_class: str = "AutoModelForCausalLM",
+) -> nn.Module:
+    """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
+
+    float32 because an update of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, is lost when it
+    is added to bfloat16 weights.
+
+    Args:
+        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
+        quantization_config: e.g. a `transformers.BitsAndBytesConfig`.
+        auto_class: the class of transformers to load with.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
+    """
+    import transformers
+
+    kwargs = dict(model_init_kwargs or {})
+    dtype = kwargs.pop("torch_dtype", None) or "float32"
+    kwargs["dtype"] = _checked_dtype(kwargs.get("dtype") or dtype)
+    if quantization_config is not None:
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
+        kwargs["quantization_config"] = quantization_config
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    path = os.fspath(name_or_path)
+    with _explain_missing(path, "model"):
+        return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
+
+
+def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """The tokenizer at a folder or Hub name, or the one that lies beside the weights a model was loaded from.
+
+    Raises:
+        ValueError: a model that was not loaded from anywhere.
+    """
+    from transformers import AutoTokenizer
+
+    if isinstance(source, nn.Module):
+        path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
+        if not path:
+            raise ValueError(
+                f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no tokenizer "
+                "to load with it. Pass processing_class=<its tokenizer>."
+            )
+    else:
+        path = os.fspath(source)
+    with _explain_missing(path, "tokenizer"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if isinstance(name, torch.dtype) or name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
+        return name
+    raise ValueError(
+        f"dtype={dtype!r} is not a type of torch{did_you_mean(name, DTYPES)}. Set one of {', '.join(DTYPES)}."
+    )
+
+
+@contextlib.contextmanager
+def _explain_missing(path: str, what: str) -> Iterator[None]:
+    looks_local = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
+    if looks_local and not os.path.exists(path):
+        raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
+            f"that name: {reason} Check the name, or download it first if this machine is offline."
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------ special tokens
+
+PAD_CANDIDATES = (
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",  # Llama 3.1
+    "<|vision_pad|>",  # Qwen 2 and later
+    "<|endoftext|>",
+    "<unk>",
+)
+
+
+def ensure_pad_token(processing_class: Any) -> str | None:
+    """Give a tokenizer that has no pad token one it already knows, if possible other than its eos token.
+
+    The vocabulary does not grow. Labels are masked by length, never by id, so that eos as pad costs no training signal.
+
+    Returns:
+        A sentence about what was done, or None.
+    """
+    tokenizer = _tokenizer_of(processing_class)
+    if tokenizer.pad_token is not None:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    for token in PAD_CANDIDATES:
+        if token in vocabulary and token != tokenizer.eos_token:
+            tokenizer.pad_token = token
+            return f"The tokenizer had no pad token; {token!r}, which its vocabulary holds, is used."
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has neither a pad nor an eos token, so batches cannot be padded. Set tokenizer.pad_token."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    return f"The tokenizer had no pad token; its eos token {tokenizer.eos_token!r} is used for padding too."
+
+
+def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, int]:
+    """Copy the pad, eos and bos ids that the tokenizer has to the model's config and generation config.
+
+    A generation config that stops at several tokens goes on stopping at them.
+
+    Returns:
+        ``{name of the id: new id}`` for what changed in either config.
+    """
+    base = base_model(model)
+    config, generation = getattr(base, "config", None), getattr(base, "generation_config", None)
+    tokenizer = _tokenizer_of(processing_class)
+    if config is None or not hasattr(tokenizer, "eos_token_id"):
+        return {}
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    changed = {}
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if token is None:
+            continue
+        if getattr(config, name, None) != token:
+            setattr(config, name, token)
+            changed[name] = token
+        if generation is None:
+            continue
+        known = getattr(generation, name, None)
+        if name == "eos_token_id" and isinstance(known, (list, tuple)):
+            if token not in known:
+                generation.eos_token_id = [token, *known]
+                changed[name] = token
+        elif known != token:
+            several = name == "eos_token_id" and known is not None
+            setattr(generation, name, [token, known] if several else token)
+            changed[name] = token
+    return changed
+
+
+def _tokenizer_of(processing_class: Any) -> Any:
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the weights of the base are stored in quantized form."""
+    base = base_model(model)
+    marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    return any(getattr(base, mark, False) for mark in marks) or getattr(base, "hf_quantizer", None) is not None
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError for quantized weights without an adapter: rounded weights cannot take small updates."""
+    if is_quantized(model) and not is_peft_model(model) and not getattr(base_model(model), "_hf_peft_config_loaded", 0):
+        raise ValueError(
+            f"This {type(base_model(model)).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
+        )
+
+
+def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+    """Freeze `model` and put the adapter that `peft_config` describes on it.
+
+    On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+
+    Returns:
+        The `peft.PeftModel`.
+    """
+    peft = require("peft", "posttrain-core[peft]", why="peft_config")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    if is_peft_model(model):
+        raise ValueError(
+            "The model has an adapter already and peft_config asks for another. Train the one it has (leave out "
+            "peft_config), or pass model.merge_and_unload() to build on it."
+        )
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    adapted = peft.get_peft_model(model, peft_config)
+    if checkpointed and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
+    if is_quantized(model):
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted
+
+
+# ------------------------------------------------------------------------------------------- what training does to it
+
+
+def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
+    """Recompute the activations of each layer in the backward; also switches the key/value cache off.
+
+    Args:
+        kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; besides them
+            `every_n_layers` and `offload`, where the installed transformers has them.
+    """
+    base = base_model(model)
+    options = {"use_reentrant": False} | (kwargs or {})
+    extras = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    if hasattr(base, "activation_checkpointing_enable"):
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs=options, **extras)
+    elif hasattr(base, "gradient_checkpointing_enable"):
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **extras)
+    else:
+        raise ValueError(
+            f"{type(base).__name__} has no gradient_checkpointing_enable(). Set activation_checkpointing=False, or "
+            "define that method on the model."
+        )
+    if is_peft_model(model) and hasattr(base, "enable_input_require_grads"):
+        base.enable_input_require_grads()
+    if hasattr(base, "config"):
+        base.config.use_cache = False
+
+
+@contextlib.contextmanager
+def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    r"""Noise on the input embeddings, in training mode only, until the context is left.
+
+    Jain et al. 2023, https://arxiv.org/abs/2310.05914: :math:`x + \frac{\alpha}{\sqrt{Ld}} u` with u uniform in
+    [-1, 1], for L positions of width d. No noise where alpha is None or 0.
+    """
+    if not alpha:
+        yield
+        return
+
+    def add_noise(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return embedded
+        bound = alpha / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
+        return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
+
+    handle = base_model(model).get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability in `model` to 0: of dropout modules, and those kept as a plain number."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(module, name, 0.0)
+
+
+def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str | None:
+    """Replace layers by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
+
+    Returns:
+        None, or a sentence that says why the model was left as it is.
+    """
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
+    except ImportError:
+        return "use_liger_kernel=True has no effect: liger-kernel is not installed. Run: pip install liger-kernel"
+    base = base_model(model)
+    model_type = getattr(getattr(base, "config", None), "model_type", type(base).__name__)
+    if model_type not in SUPPORTED:
+        return f"use_liger_kernel=True has no effect: Liger has no kernels for {model_type!r} models."
+    if not torch.accelerator.is_available():
+        return "use_liger_kernel=True has no effect: Triton kernels need a GPU and none is visible."
+    _apply_liger_kernel_to_instance(model=base, **(config or {}))
+    return None

@@ -1,0 +1,783 @@
+"""The training loop, and every door through which a subclass changes it.
+
+`Trainer.train` is the loop. Each other public method is a door: ten lines or fewer that call into the room below, a module
+that knows nothing of trainers. Override the door to change what happens; use a callback to change when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import data, evaluation, health, models, objective, optim, schedules, trackers
+from posttrain.core.arguments import TrainingArguments
+from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+from posttrain.core.checkpoint import Store, codec, rng, transaction, weights
+from posttrain.core.distributed import Distributed
+from posttrain.core.errors import did_you_mean
+from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
+from posttrain.core.plan import Plan, make_plan, windows
+from posttrain.core.state import EvalLoopOutput, ExportableState, PredictionOutput, TrainerControl, TrainerState, TrainOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains, evaluates and saves a PyTorch model.
+
+    Args:
+        model: a transformers model, or any module that returns a loss (in a dict, or first in a tuple).
+        args: the `TrainingArguments`; defaults are taken where it is omitted.
+        data_collator: makes a batch of a list of rows; by default pads with `processing_class`, or stacks.
+        train_dataset: rows to train on: anything with ``__getitem__`` and ``__len__``, or an iterable dataset.
+        eval_dataset: rows to evaluate on, or a dict of such sets by name.
+        processing_class: tokenizer or processor; saved with the model.
+        model_init: makes a fresh model at each `train`, instead of `model`.
+        compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
+        compute_metrics: ``EvalPrediction -> {name: value}``.
+        callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
+        optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
+        optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
+        preprocess_logits_for_metrics: ``(logits, labels) -> what is kept`` of each evaluation batch.
+    """
+
+    config_class = TrainingArguments
+    #: Columns of the dataset that the collator reads; None: the parameters of the model's forward, and the labels.
+    signature_columns: tuple[str, ...] | None = None
+    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
+    loss_is_scaled_for_ga: bool | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        **old_names: Any,
+    ) -> None:
+        if old_names:
+            processing_class, callbacks = _accept_old_names(type(self).__name__, old_names, processing_class, callbacks)
+        if (model is None) == (model_init is None):
+            raise ValueError(f"{type(self).__name__} needs a model or a model_init, and not both.")
+        if args is None:
+            args = self.config_class()
+            logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
+        self.args = args
+        data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
+        self.dist = Distributed(args, args.gradient_accumulation_steps)
+        self.accelerator = self.dist.accelerator
+        self.processing_class = processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator = data_collator or data.default_collator(processing_class)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
+        self.model_init = model_init
+        self._set_model(model if model is not None else self.call_model_init())
+        self.store = Store(args.output_dir)
+        self.is_in_train = False
+        self.metrics, self.clock = Metrics(), Clock()
+        self._train_batch_size = args.train_batch_size
+        self.control = TrainerControl()
+        builtin = [DefaultFlowCallback, trackers.JSONLinesCallback, *trackers.tracker_callbacks(args.report_to)]
+        self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
+        self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        self.state = self._new_state()
+        self._fire("on_init_end")
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train from the start, or go on from a checkpoint bit for bit.
+
+        Args:
+            resume_from_checkpoint: a checkpoint directory, or True for the newest whole one in ``args.output_dir``.
+            trial: the trial of a hyperparameter search that this run belongs to.
+            ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
+        """
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        loader = self._adopt(self.get_train_dataloader())
+        plan = self.make_plan(loader)
+        with self._training(plan, loader, checkpoint, trial) as model:
+            self._fire("on_train_begin")
+            if self.args.eval_on_start and checkpoint is None:
+                self._evaluate(trial, ignore_keys_for_eval)
+            for self._epoch in range(self._epoch, plan.num_epochs):
+                self._fire("on_epoch_begin")
+                for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
+                    self._fire("on_step_begin")
+                    self.train_on_window(model, window, num_items)
+                    self._advance(plan, len(window))
+                    self._fire("on_step_end")
+                    self._log_evaluate_save(model, trial, ignore_keys_for_eval)
+                    if self.control.should_epoch_stop or self.control.should_training_stop:
+                        break
+                self._end_epoch(plan)
+                self._fire("on_epoch_end")
+                self._log_evaluate_save(model, trial, ignore_keys_for_eval)
+                if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
+                    break
+        return self._finish()
+
+    def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
+        another. Override to make training data on the way, as online reinforcement learning does."""
+        batches = iter(loader)
+        self._restore_rng()  # the first row that is read must find the random numbers of the checkpoint
+        while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            started = time.perf_counter()
+            window, num_items = self.get_batch_samples(batches, plan.accumulation, self.args.device)
+            self.clock.add("data", time.perf_counter() - started)
+            if not window:
+                return
+            yield window, num_items
+
+    def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
+        """One optimizer step over the micro-batches of `window`.
+
+        Args:
+            num_items: items in the window over all processes, shape (); counted here if not given.
+        """
+        if num_items is None:
+            # Counted before the first forward: the divisor must be known when the first micro-batch runs backward.
+            num_items = self._count_window(window)
+        if not model.training:
+            self._set_train_mode(model)
+        loss = None
+        for number, inputs in enumerate(window, start=1):
+            with self.dist.sync_gradients(model, when=number == len(window)):
+                share = self._training_step(model, inputs, num_items)
+            loss = share if loss is None else loss + share
+            if number < len(window):
+                self._fire("on_substep_end")
+        self._grad_norm = self.dist.clip_gradients(self._parameters, self.args.max_grad_norm, self.optimizer)
+        self._fire("on_pre_optimizer_step")
+        self._learning_rate = self._get_learning_rate()  # the one this step uses, for the log
+        if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
+            health.check_finite(loss, self._grad_norm, self.state.global_step)
+        applied = self.dist.optimizer_step(self.optimizer)
+        self._fire("on_optimizer_step")
+        if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_scheduler.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.log_metric("loss", loss)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch; the one place where a loss is scaled.
+
+        Returns:
+            The detached share of the window's loss, shape (); the mean of the processes' sums over a window is its loss.
+        """
+        inputs = self._prepare_inputs(inputs)
+        items = self.count_items(inputs)
+        with self.compute_loss_context_manager():
+            loss, is_mean = self._objective(model, inputs, num_items_in_batch)
+        if is_mean and num_items_in_batch is not None:
+            loss = loss * (items / num_items_in_batch)
+        # Processes average their gradients, and each holds a share of one sum. A filler only keeps them in step.
+        loss = loss * (0 if data.is_filler(inputs) else self._loss_scale)
+        self.dist.backward(loss)
+        return loss.detach()
+
+    # ------------------------------------------------------------------------------------------------ the loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The loss of one micro-batch, shape (). The usual method to override.
+
+        Args:
+            return_outputs: return ``(loss, outputs)``.
+            num_items_in_batch: items in the window of this optimizer step, over all micro-batches and processes, shape
+                (). Return ``sum / num_items_in_batch``; or leave it alone and return a mean, which is then weighted.
+        """
+        options = {"pass_count": self.model_accepts_loss_kwargs, "loss_func": self.compute_loss_func}
+        options |= {"label_smoothing": self.args.label_smoothing_factor, "shifted": self._loss_shifts_labels}
+        loss, outputs = objective.model_loss(model, inputs, num_items_in_batch, **options)
+        return (loss, outputs) if return_outputs else loss
+
+    def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
+        """How many items the loss of this micro-batch is a mean over: predicted tokens, or rows without labels."""
+        return 0 if data.is_filler(inputs) else objective.count_items(inputs, self._loss_shifts_labels)
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
+        return self.dist.autocast()
+
+    autocast_smart_context_manager = compute_loss_context_manager
+
+    def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
+        """Log the mean of `value` from anywhere: weighted, over micro-batches and processes, reduced once per log."""
+        self.metrics.add(name, value, weight)
+
+    # ------------------------------------------------------------------------------------------------ data
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """The loader of training micro-batches, `_train_batch_size` rows each on every process."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        size, sampler = self._train_batch_size, self._get_train_sampler
+        return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """The loader of `eval_dataset`: a dataset, the name of one of several, or the trainer's own."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """The loader that `predict` reads."""
+        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
+
+    def _get_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+    ) -> torch.utils.data.DataLoader:
+        collator, build = self.data_collator, data.build_train_loader if is_training else data.build_eval_loader
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            dataset, collator = data.keep_columns(dataset, collator, self._signature_columns, description)
+        sampler = sampler_fn(dataset) if sampler_fn is not None and data.has_length(dataset) else None
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
+        options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
+        return build(dataset, args=self.args, **options, **place)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        size = self._train_batch_size * self.args.gradient_accumulation_steps
+        options = {"strategy": self.args.train_sampling_strategy, "seed": self._data_seed, "batch_size": size}
+        names = {"length_column_name": self.args.length_column_name, "main_input": self._main_input}
+        return data.make_train_sampler(dataset, **options, **names)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
+        return None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """(the next `num_batches` micro-batches or fewer at the end of an epoch, the items in them on all processes)."""
+        window = next(windows(epoch_iterator, num_batches), [])
+        return window, self._count_window(window) if window else None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return data.to_device(inputs, self.dist.device, non_blocking=self.args.dataloader_pin_memory)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None and self.signature_columns is not None:
+            self._signature_columns = list(self.signature_columns)
+        if self._signature_columns is None:
+            forward = models.base_model(self.model).forward
+            self._signature_columns = [*data.signature_columns(forward), *self.label_names]
+
+    # ------------------------------------------------------------------------------------------------ optimization
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make ``self.optimizer`` and ``self.lr_scheduler`` unless they were given. Override one or the other below."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make ``self.optimizer`` unless one was given. Override to group parameters your own way."""
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optim.build(model, self.args, self.get_decay_parameter_names(model), chosen)
+        return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[type, dict]:
+        """(class, arguments) of the optimizer named by ``args.optim``."""
+        return optim.optimizer_class_and_kwargs(args, model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Parameters under weight decay: all but biases and norms."""
+        return optim.decay_parameter_names(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Make ``self.lr_scheduler`` unless one was given."""
+        if self.lr_scheduler is None:
+            args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
+            warmup = schedules.warmup_steps(args, num_training_steps)
+            options = args.lr_scheduler_kwargs or {}
+            self.lr_scheduler = schedules.build(args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options)
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        rate = self.optimizer.param_groups[0]["lr"]
+        return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate, log and return the metrics; of a dict of datasets each under ``<prefix>_<name>_...``."""
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(datasets, dict):
+            sets = datasets if eval_dataset is not None else {name: name for name in datasets}
+            parts = [self.evaluate(ds, ignore_keys, f"{metric_key_prefix}_{name}") for name, ds in sets.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        metrics = self._timed_pass(self.get_eval_dataloader(eval_dataset), "Evaluation", ignore_keys, metric_key_prefix).metrics
+        self.log(metrics)
+        self._fire("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions and labels of every row, with metrics where there are labels."""
+        output = self._timed_pass(self.get_test_dataloader(test_dataset), "Prediction", ignore_keys, metric_key_prefix, keep=True)
+        self._fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        """One pass over `dataloader` without gradients; `evaluate` and `predict` share it."""
+        args = self.args
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        model = self._evaluation_model()
+        compute_metrics = None if loss_only else self.compute_metrics
+        batch_metrics = compute_metrics if args.batch_eval_metrics else None
+        self.callback_handler.eval_dataloader = dataloader
+        with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
+            kept, named, num_samples = evaluation.run(
+                dataloader,
+                lambda inputs: self.prediction_step(model, inputs, loss_only, ignore_keys),
+                count_items=self.count_items,
+                metrics=metrics,
+                keep=not loss_only,
+                is_filler=data.is_filler,
+                preprocess_logits=self.preprocess_logits_for_metrics,
+                batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
+                include=args.include_for_metrics,
+                main_input=self._main_input,
+                on_batch=lambda: self._fire("on_prediction_step"),
+                gather=self.dist.gather_object,
+                num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                concatenate=args.eval_do_concat_batches,
+            )
+        if compute_metrics is not None and batch_metrics is None and kept.predictions is not None:
+            named |= compute_metrics(kept)
+        prefixed = {n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v for n, v in named.items()}
+        return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
+        inputs = self._prepare_inputs(inputs)
+        options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
+        with self.compute_loss_context_manager():
+            return evaluation.predict_batch(model, inputs, self.compute_loss, loss_only=prediction_loss_only, **options)
+
+    # ------------------------------------------------------------------------------------------------ log and save
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the epoch to a record, keep it in ``state.log_history`` and hand it to the callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._fire("on_log", logs=logs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
+        directory = Path(output_dir or self.args.output_dir)
+        if self.dist.is_main:
+            weights.save_weights(models.unwrap(self.model), directory)
+            processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(str(directory))
+            (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` into the output directory."""
+        if self.dist.is_main:
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(Path(self.args.output_dir) / "trainer_state.json")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process must remember to go on exactly, beside weights, optimizer and random numbers. Extend it in a
+        subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
+        return {
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "epoch_ended": self._epoch_ended,
+            "loader": self._loader.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "total_loss": self._total_loss,
+            "last": (self._last_logged, float(self._grad_norm), self._learning_rate),
+            "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._total_loss = tuple(state["total_loss"])
+        self._last_logged, self._grad_norm, self._learning_rate = state["last"]
+        self.metrics.load_state_dict(state["metrics"])
+        self.control.should_training_stop = state["stopped"]
+        self._epoch, self._batches = state["epoch"], state["batches"]
+        self._loader.load_state_dict(state["loader"])
+        if state["epoch_ended"]:
+            self._epoch += 1
+            self._loader.set_epoch(self._epoch)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        step = self.state.global_step
+        place = {"is_main": self.dist.is_main, "gather": self.dist.gather_object}
+        path = transaction.transact(self.store, step, self._write_checkpoint, **place)
+        if path is not None:
+            keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
+            self.dist.on_main(lambda: self.store.rotate(self.args.save_total_limit, keep=map(Path, keep)))
+            self._fire("on_save")
+        elif self.state.best_global_step == step:
+            self.state.best_model_checkpoint = None
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        self.save_model(str(directory), _internal_call=True)
+        if not self.args.save_only_model:
+            codec.save_tree({"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}")
+        if self.dist.is_main:
+            if not self.args.save_only_model:
+                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
+                codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
+            self.state.collect([*self.callback_handler.callbacks, self.control])
+            self.state.save_to_json(directory / "trainer_state.json")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
+        weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
+
+    # ------------------------------------------------------------------------------------------------ callbacks
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a `TrainerCallback` instance or class, to be heard after those present."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any | None:
+        """Take out a callback, by instance or class, and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out a callback, by instance or class."""
+        self.callback_handler.remove_callback(callback)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks in the order in which they hear events."""
+        return self.callback_handler.callbacks
+
+    @property
+    def tokenizer(self) -> Any:
+        """Earlier name of `processing_class`."""
+        return self.processing_class
+
+    def is_world_process_zero(self) -> bool:
+        return self.dist.is_main
+
+    def is_local_process_zero(self) -> bool:
+        return self.dist.is_local_main
+
+    # ------------------------------------------------------------------------------------------------ behind the doors
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from ``model_init``, called with the trial where it takes one."""
+        takes_trial = len(inspect.signature(self.model_init).parameters) > 0
+        model = self.model_init(trial) if takes_trial else self.model_init()
+        if model is None:
+            raise RuntimeError("model_init returned None; it must return a model.")
+        return model
+
+    def make_plan(self, loader: Any) -> Plan:
+        """How many updates the run has; see `posttrain.core.plan`."""
+        args, length = self.args, len(loader) if data.has_length(loader) else None
+        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
+
+    def _set_model(self, model: nn.Module) -> None:
+        base = models.base_model(model)
+        self.model = self.model_wrapped = model
+        self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
+        self._loss_shifts_labels = objective.shifts_labels(base)
+        self.label_names = self.args.label_names or objective.label_names(base)
+        self.can_return_loss = objective.can_return_loss(base)
+        self._main_input = getattr(base, "main_input_name", "input_ids")
+        self._signature_columns: list[str] | None = None
+        self.dist.place(model)
+        if getattr(model, "config", None) is not None:
+            model.config.use_cache = self.args.use_cache
+
+    def _new_state(self) -> TrainerState:
+        mine = [*self.callback_handler.callbacks, self.control]
+        return TrainerState(
+            is_local_process_zero=self.dist.is_local_main,
+            is_world_process_zero=self.dist.is_main,
+            stateful_callbacks=[callback for callback in mine if isinstance(callback, ExportableState)],
+        )
+
+    @contextlib.contextmanager
+    def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
+        """Everything that is set up before the first step and taken down after the last, whatever happens between."""
+        args, handler = self.args, self.callback_handler
+        if self.model_init is not None:
+            data.set_seed(args.seed)
+            self._set_model(self.call_model_init(trial))
+            self.optimizer = None if self._owns_optimizer else self.optimizer
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        models.align_special_tokens(self.model, self.processing_class)
+        self.model_wrapped = self._wrap_model(self.model)
+        if self._owns_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(plan.max_steps)
+        self.state, self.control = self._new_state(), TrainerControl()
+        self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
+        self._loader, self._epoch, self._batches, self._epoch_ended = loader, 0, 0, False
+        self.metrics, self.clock, self._total_loss, self._rng = Metrics(), Clock(), (0.0, 0), None
+        self._last_logged, self._grad_norm, self._learning_rate = 0, 0.0, 0.0
+        loader.set_epoch(0)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.state.compute_steps(args, plan.max_steps)
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
+        self._first_step = self.state.global_step
+        self._parameters = list(self.model_wrapped.parameters())
+        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
+        self._training_step = objective.with_count(self.training_step)
+        self._loss_scale = self.dist.world_size if args.average_tokens_across_devices else 1
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        handler.train_dataloader = loader
+        self.is_in_train = True
+        logger.info(
+            "Training %s parameters for %d updates of %d x %d x %d rows (batch x accumulation x processes)%s.",
+            f"{sum(p.numel() for p in self._parameters if p.requires_grad):,}", plan.max_steps, self._train_batch_size,
+            plan.accumulation, self.dist.world_size, f", from update {self._first_step}" if self._first_step else "",
+        )  # fmt: skip
+        self._set_train_mode(self.model_wrapped)
+        try:
+            with models.neftune(self.model, args.neftune_noise_alpha):
+                yield self.model_wrapped
+        finally:
+            self.is_in_train = False
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        args = self.args
+        if args.activation_checkpointing:
+            models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+        if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
+            logger.warning("use_liger_kernel: %s", why_not)
+        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        if args.torch_compile:
+            wrapped = torch.compile(wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+        return wrapped
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if not wanted:
+            return None
+        return self.dist.on_main(lambda: self.store.resolve(wanted))
+
+    def _resume(self, checkpoint: Path) -> None:
+        fresh = self.state
+        self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
+        for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
+            setattr(self.state, name, getattr(fresh, name))
+        if not (checkpoint / "optimizer.json").is_file():
+            logger.warning(
+                "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
+                "random numbers start afresh.", checkpoint,
+            )  # fmt: skip
+            return
+        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer"))
+        self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+        mine = checkpoint / f"rank-{self.dist.rank}"
+        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        self.load_state_dict(saved["trainer"])
+        self._rng = saved["rng"]
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None:
+            rng.set_rng_state(self._rng)
+            self._rng = None
+
+    def _adopt(self, loader: Any) -> Any:
+        return data.adopt(loader, rank=self.dist.rank, world_size=self.dist.world_size, seed=self._data_seed)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _fire(self, event: str, **kwargs: Any) -> None:
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
+
+    def _set_train_mode(self, model: nn.Module) -> None:
+        model.train()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def _count_window(self, window: list[Any]) -> torch.Tensor:
+        """Items of the window, shape (), on the device; over all processes unless told to keep to this one."""
+        items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
+        for inputs in window:
+            if not data.is_filler(inputs):
+                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
+        return self.dist.sum(items) if self.args.average_tokens_across_devices else items
+
+    def _advance(self, plan: Plan, num_batches: int) -> None:
+        self._batches += num_batches
+        self._epoch_ended = False
+        self.state.global_step += 1
+        self.state.epoch = plan.epoch_at(self._epoch, self._batches, self.state.global_step)
+
+    def _end_epoch(self, plan: Plan) -> None:
+        if self._batches == 0 and self.state.global_step < plan.max_steps:
+            logger.warning("The training data gave no batch in epoch %d; training stops here.", self._epoch)
+            self.control.should_training_stop = True
+        self._epoch_ended, self._batches = True, 0
+        self._loader.set_epoch(self._epoch + 1)
+
+    def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
+        control = self.control
+        if control.should_log and self.state.global_step > self._last_logged:
+            self._log_training()
+        control.should_log = False
+        if control.should_evaluate:
+            control.should_evaluate = False
+            metrics = self._evaluate(trial, ignore_keys)
+            improved = self._determine_best_metric(metrics)
+            if self.args.save_strategy == "best":
+                self.control.should_save = improved
+        if self.control.should_save:
+            self.control.should_save = False
+            started = time.perf_counter()
+            self._save_checkpoint(model, trial)
+            self.clock.add("save", time.perf_counter() - started)
+
+    def _log_training(self) -> None:
+        pairs = self.metrics.drain(self.dist.gather_object)
+        tokens, slots = pairs.pop("tokens", (0, 0))
+        total, steps = self._total_loss
+        self._total_loss = (total + pairs["loss"][0], steps + pairs["loss"][1])
+        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        logs = {"loss": 0.0} | means(pairs)
+        logs["grad_norm"], logs["learning_rate"] = float(self._grad_norm), self._learning_rate
+        steps, left = self.state.global_step - self._last_logged, self.state.max_steps - self.state.global_step
+        logs |= self.clock.performance(tokens, slots, steps, left)
+        self._last_logged = self.state.global_step
+        self.log(logs)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and self.state.global_step:
+            self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
+        self.clock.add("eval", time.perf_counter() - started)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Remember the metric to keep the best model by; True where it has improved."""
+        if self.args.metric_for_best_model is None:
+            return False
+        value, best = evaluation.named_metric(metrics, self.args.metric_for_best_model), self.state.best_metric
+        better = best is None or (value > best if self.args.greater_is_better else value < best)
+        if better:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            will_save = self.args.save_strategy == "best" or self.control.should_save
+            self.state.best_model_checkpoint = str(self.store.path(self.state.global_step)) if will_save else None
+        return better
+
+    def _finish(self) -> TrainOutput:
+        """The last record, the best model where it was asked for, and what `train` returns."""
+        total, steps = self._total_loss
+        rest = self.metrics.drain(self.dist.gather_object).get("loss", (0.0, 0))
+        train_loss = (total + rest[0]) / max(steps + rest[1], 1)
+        done = self.state.global_step - self._first_step
+        rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
+        metrics = speed_metrics("train", self.clock.total(), rows, done)
+        metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
+        self.log(metrics)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
+            self._load_from_checkpoint(best)
+        self._fire("on_train_end")
+        return TrainOutput(self.state.global_step, train_loss, metrics)
+
+    def _timed_pass(
+        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
+    ) -> EvalLoopOutput:
+        started = time.perf_counter()
+        loss_only = None if keep or self.compute_metrics is not None else True
+        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
+        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        return output
+
+    def _evaluation_model(self) -> nn.Module:
+        # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if not self.is_in_train:
+            self.dist.place(self.model)
+        return self.model
+
+    @contextlib.contextmanager
+    def _metrics_apart(self) -> Iterator[Metrics]:
+        """What `log_metric` takes in here belongs to the evaluation, not to the training step around it."""
+        training, self.metrics = self.metrics, Metrics()
+        try:
+            yield self.metrics
+        finally:
+            self.metrics = training
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _accept_old_names(trainer: str, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
+    """``tokenizer=`` and ``callback=``, as earlier versions called them, with one warning each."""
+    for name, value in old.items():
+        new, current = {"tokenizer": ("processing_class", processing_class), "callback": ("callbacks", callbacks)}.get(
+            name, (None, None)
+        )
+        if new is None:
+            known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
+            raise TypeError(f"{trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")
+        if current is not None:
+            raise ValueError(f"{trainer} got both {new}= and its earlier name {name}=; pass {new}= alone.")
+        warnings.warn(f"{trainer}: {name}= is now {new}=; both work.", FutureWarning, stacklevel=4)
+        processing_class, callbacks = (value, callbacks) if name == "tokenizer" else (processing_class, value)
+    return processing_class, callbacks

@@ -1,0 +1,63 @@
+"""Batches for supervised fine-tuning: padded, packed or without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.collators import IGNORE_INDEX, pad_rows, round_up
+
+
+@dataclass
+class SFTCollator:
+    """Prepared rows -> a batch.
+
+    Plain rows give ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right.
+
+    Packed rows (those with ``seq_lengths``, see `posttrain.sft.packing`) give ``input_ids``, ``labels`` and
+    ``position_ids``, each (B, T). Positions restart at each document and NO attention mask is given: transformers
+    tells documents apart by their positions, but only without a mask and with ``use_cache=False``. The padding at the
+    end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
+
+    Labels are aligned with the inputs (the model shifts them) and -100 at padding and at each packed document's first
+    token.
+
+    Args:
+        pad_token_id: what padding is filled with; the model never sees it, so any id will do.
+        pad_to_multiple_of: round T up to a multiple of this.
+        padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    padding_free: bool = False
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = [row["input_ids"] for row in rows]
+        labels = [row.get("labels", row["input_ids"]) for row in rows]
+        if not self.padding_free and "seq_lengths" not in rows[0]:
+            mask = [np.ones(len(row), dtype=np.int64) for row in ids]
+            return {
+                "input_ids": pad_rows(ids, self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of),
+                "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
+                "attention_mask": pad_rows(mask, 0, pad_to_multiple_of=self.pad_to_multiple_of),
+            }
+        documents = [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]
+        if self.padding_free:
+            ids, labels = ([np.concatenate(column)] for column in (ids, labels))
+            documents = [[length for row in documents for length in row]]
+        batch = {
+            "input_ids": pad_rows(ids, self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of),
+            "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
+        }
+        width = round_up(max(sum(row) for row in documents), self.pad_to_multiple_of)
+        batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+        for i, lengths in enumerate(documents):
+            lengths = [*lengths, width - sum(lengths)]
+            starts = np.cumsum(lengths) - lengths
+            batch["position_ids"][i] = torch.from_numpy(np.arange(width) - np.repeat(starts, lengths))
+            batch["labels"][i, starts[starts < width]] = IGNORE_INDEX
+        return batch

@@ -1,0 +1,82 @@
+"""The arguments of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.arguments import TrainingArguments
+from posttrain.core.fields import opt
+
+
+@dataclass
+class SFTConfig(TrainingArguments):
+    """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
+
+    learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
+    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    activation_checkpointing: bool | None = opt(
+        True, "Recompute activations in the backward pass: about a third slower, far less memory."
+    )
+    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+
+    model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments of from_pretrained, for a model given by name."
+    )
+    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    chat_template_path: str | None = opt(
+        None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
+    )
+    eos_token: str | None = opt(None, "Token that ends a row, instead of the tokenizer's own.")
+    pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
+
+    dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
+    dataset_kwargs: dict[str, Any] | str | None = opt(
+        None, '{"skip_prepare_dataset": True} takes the rows as they are.'
+    )
+    dataset_num_proc: int | None = opt(
+        None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
+    )
+    max_length: int | None = opt(
+        1024, "Longest row in tokens, and the length of packed rows; None: rows stay whole.", min=1,
+        aliases=("max_seq_length",),
+    )  # fmt: skip
+    truncation_mode: str = opt(
+        "keep_start", "Which end of a row longer than max_length is kept.", choices=("keep_start", "keep_end")
+    )
+    shuffle_dataset: bool = opt(False, "Shuffle the training rows once before they are packed.")
+    packing: bool = opt(False, "Lay several documents into each row of max_length, without one seeing another.")
+    packing_strategy: str = opt(
+        "bfd", "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is full.",
+        choices=("bfd", "bfd_split", "wrapped"),
+    )  # fmt: skip
+    eval_packing: bool | None = opt(None, "Pack evaluation rows too; None follows packing.")
+    padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
+    pad_to_multiple_of: int | str | None = opt(
+        "auto", "Pad batches to a multiple of this; auto: 8 on a GPU in half precision, else none."
+    )
+    completion_only_loss: bool | None = opt(
+        None, "Train on completions alone. None: on for rows of prompt and completion, off for others."
+    )
+    assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
+    loss_type: str = opt(
+        "nll", "Token cross-entropy; the logits of a batch are never held whole, so both names mean the same.",
+        choices=("nll", "chunked_nll"),
+    )  # fmt: skip
+
+    def _normalize(self) -> None:
+        import torch
+
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        if self.eval_packing is None:
+            self.eval_packing = self.packing
+
+    def _problems(self) -> Iterator[str]:
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
+        if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
+        if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"

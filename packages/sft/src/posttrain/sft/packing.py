@@ -1,0 +1,271 @@
+"""Packing: several documents in one row, so that a batch holds little padding.
+
+Each document keeps positions of its own, by which attention keeps the documents apart, and the label of its first
+token is -100, so that no document's end predicts the next one's beginning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from posttrain.core.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+BINS_PER_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which pieces of which rows share a bin.
+
+    rows, starts, stops: (P,) each piece is ``row[start:stop]``. Pieces of one bin lie next to each other.
+    bounds: (N + 1,) bin i holds the pieces ``bounds[i]:bounds[i + 1]``.
+    capacity: tokens that fit into a bin.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    bounds: np.ndarray
+    capacity: int
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
+        """The pieces of bin `i` as (row, start, stop)."""
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        pieces = slice(self.bounds[i], self.bounds[i + 1])
+        return list(
+            zip(self.rows[pieces].tolist(), self.starts[pieces].tolist(), self.stops[pieces].tolist(), strict=True)
+        )
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def fill(self) -> float:
+        """The share of all bins' capacity that holds tokens."""
+        return float((self.stops - self.starts).sum() / max(1, len(self) * self.capacity))
+
+
+def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
+    """Distribute rows over bins of `capacity` tokens.
+
+    Args:
+        lengths: (R,) tokens of each row. Rows of no tokens are left out.
+        capacity: tokens of a bin.
+        strategy: "bfd": best fit, longest first (Johnson 1974, "Fast algorithms for bin packing"): rows stay whole,
+            and each goes where it leaves the least room. "bfd_split": the same, after cutting longer rows into pieces
+            of `capacity`. "wrapped": rows end to end, cut every `capacity` tokens.
+
+    Returns:
+        The bins, in the order of their first row; deterministic.
+
+    Raises:
+        ValueError: an unknown strategy or a capacity below 1.
+        DataError: "bfd" and a row that fits no bin.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"packing strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity} must be >= 1")
+    if strategy == "bfd" and len(lengths) and lengths.max() > capacity:
+        row = int(lengths.argmax())
+        raise DataError(
+            f"Row {row} has {lengths[row]} tokens and fits no bin of {capacity}. Truncate the rows to {capacity} "
+            'first, raise max_length, or set packing_strategy="bfd_split", which cuts them.'
+        )
+    first = np.cumsum(lengths) - lengths if strategy == "wrapped" else np.zeros_like(lengths)
+    rows, starts, stops = _cut(lengths, first, capacity)
+    if strategy == "wrapped":
+        bins = (first[rows] + starts) // capacity
+    else:
+        bins = _best_fit(stops - starts, capacity)
+        # Numbered by their first piece: a dataset in a meaningful order stays in it.
+        _, first_piece, bins = np.unique(bins, return_index=True, return_inverse=True)
+        bins = np.argsort(np.argsort(first_piece))[bins]
+    order = np.argsort(bins, kind="stable")
+    count = int(bins.max()) + 1 if len(bins) else 0
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(bins, minlength=count))])
+    return Packing(rows[order], starts[order], stops[order], bounds, capacity)
+
+
+def _cut(lengths: np.ndarray, first: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows, laid from position `first` on, at each multiple of `capacity`: (P,) rows, starts and stops."""
+    begin, end = first // capacity, -(-(first + lengths) // capacity)
+    counts = np.where(lengths > 0, end - begin, 0)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    edge = (begin[rows] + nth) * capacity - first[rows]
+    return rows, np.maximum(edge, 0), np.minimum(edge + capacity, lengths[rows])
+
+
+def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """(P,) the bin of each piece under best fit, longest first.
+
+    Pieces of one length are placed together: the fullest bins that still take one come first, and a bin keeps its turn
+    for as long as another fits, which is what placing them one by one does too. `rooms` has bit r set when a bin with
+    room r exists, so that the fullest bin that fits is found by a shift.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    cuts = np.flatnonzero(np.diff(lengths[order])) + 1
+    by_room: dict[int, list[int]] = {}
+    rooms, num_bins = 0, 0
+    for group in np.split(order, cuts) if len(order) else []:
+        length, placed = int(lengths[group[0]]), 0
+        while placed < len(group):
+            missing = len(group) - placed
+            fitting = rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                per_bin = room // length
+                needed = -(-missing // per_bin)
+                used, by_room[room] = by_room[room][:needed], by_room[room][needed:]
+                if not by_room[room]:
+                    rooms &= ~(1 << room)
+            else:
+                room, per_bin = capacity, capacity // length
+                used = list(range(num_bins, num_bins - (-missing // per_bin)))
+                num_bins += len(used)
+            targets = np.repeat(used, per_bin)[:missing]
+            bins[group[placed : placed + len(targets)]] = targets
+            placed += len(targets)
+            in_last = len(targets) - (len(used) - 1) * per_bin  # the last bin may take fewer than it could
+            for members, pieces in ((used[:-1], per_bin), (used[-1:], in_last)):
+                left = room - pieces * length
+                if members and left:
+                    by_room.setdefault(left, []).extend(members)
+                    rooms |= 1 << left
+    return bins
+
+
+def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Dataset:
+    """Pack a prepared dataset.
+
+    Args:
+        dataset: rows of ``input_ids`` and ``labels``.
+        capacity: tokens of a packed row; usually ``max_length``.
+        strategy: see `pack`. Under "bfd_split" and "wrapped" rows should not have been truncated before.
+
+    Returns:
+        Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
+        document. Kept in datasets' cache next to `dataset`, if that is on disk.
+    """
+    from datasets import Dataset, Features, List, Value
+
+    tokens = _TokenRows(dataset)
+    packing = pack(tokens.lengths, capacity, strategy)
+    columns = ("input_ids", "labels", "seq_lengths")
+    features = Features({name: List(Value("int32")) for name in columns})
+    cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy)
+    bins = Dataset.from_dict({"bin": np.arange(len(packing))})
+    return bins.map(
+        lambda batch: tokens.gather(packing, batch["bin"]),
+        batched=True,
+        batch_size=BINS_PER_BATCH,
+        remove_columns=["bin"],
+        features=features,
+        cache_file_name=cache_file,
+        keep_in_memory=cache_file is None,
+        new_fingerprint=fingerprint,
+        desc="Packing",
+    )
+
+
+def documents_leak(model: torch.nn.Module, length: int = 8) -> float:
+    """By how much a document's logits change when the one packed before it does, relative to the largest logit.
+
+    0 where the model keeps documents apart by their positions. Transformers' models do so in attention only if they
+    hand ``position_ids`` to their mask; recurrent, state-space and convolution layers do not, and neither do BLOOM,
+    MPT, OPT and GPT-OSS (transformers 5.23). Costs two forward passes of ``2 * length`` tokens, without dropout.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, 2 * length + 1, device=device).remainder(model.config.vocab_size)
+    positions = torch.arange(length, device=device).repeat(2)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            before, after = (
+                model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, length:].float()
+                for ids in (tokens, torch.cat([tokens[:length].flip(0), tokens[length:]]))
+            )
+    except TypeError:  # the model takes no positions
+        return 1.0
+    finally:
+        model.train(was_training)
+    return float((before - after).abs().max() / before.abs().max().clamp_min(1e-12))
+
+
+def cache_location(dataset: Dataset, *what: object) -> tuple[str | None, str]:
+    """The file that caches a transformation of `dataset`, None where it has none on disk, and its fingerprint."""
+    from datasets import is_caching_enabled
+    from datasets.fingerprint import Hasher
+
+    fingerprint = Hasher.hash([dataset._fingerprint, *what])
+    folder = os.path.dirname(dataset.cache_files[0]["filename"]) if dataset.cache_files else None
+    if folder is None or not is_caching_enabled() or not os.access(folder, os.W_OK):
+        return None, fingerprint
+    return os.path.join(folder, f"cache-{fingerprint}.arrow"), fingerprint
+
+
+class _TokenRows:
+    """The token columns of a dataset as slices of flat arrays, read from disk only where they are used."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        table = dataset.with_format("arrow")[:]
+        self.columns = {name: self._flatten(table.column(name)) for name in ("input_ids", "labels")}
+        self.lengths = np.concatenate([np.diff(offsets) for _, offsets in self.columns["input_ids"]] or [[]])
+
+    @staticmethod
+    def _flatten(column) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in column.chunks if len(chunk)]
+
+    def _pieces(self, name: str, packing: Packing, pieces: slice) -> list[np.ndarray]:
+        chunks = self.columns[name]
+        sizes = np.array([len(offsets) - 1 for _, offsets in chunks])
+        chunk_of = np.searchsorted(np.cumsum(sizes), packing.rows[pieces], side="right")
+        row_in_chunk = packing.rows[pieces] - (np.cumsum(sizes) - sizes)[chunk_of]
+        result = []
+        for chunk, row, start, stop in zip(
+            chunk_of, row_in_chunk, packing.starts[pieces], packing.stops[pieces], strict=True
+        ):
+            values, offsets = chunks[chunk]
+            result.append(values[offsets[row] + start : offsets[row] + stop])
+        return result
+
+    def gather(self, packing: Packing, bins: list[int]):
+        """The table of the packed rows `bins`, which follow one another."""
+        import pyarrow as pa
+
+        bounds = packing.bounds[bins[0] : bins[-1] + 2]
+        pieces = slice(bounds[0], bounds[-1])
+        lengths = (packing.stops - packing.starts)[pieces].astype(np.int32)
+        first = np.cumsum(lengths) - lengths
+        ids = np.concatenate(self._pieces("input_ids", packing, pieces)).astype(np.int32)
+        labels = np.concatenate(self._pieces("labels", packing, pieces)).astype(np.int32)
+        labels[first] = -100
+        documents = (bounds - bounds[0]).astype(np.int32)
+        tokens = np.concatenate([first, [len(ids)]]).astype(np.int32)[documents]
+        return pa.table(
+            {
+                "input_ids": pa.ListArray.from_arrays(tokens, ids),
+                "labels": pa.ListArray.from_arrays(tokens, labels),
+                "seq_lengths": pa.ListArray.from_arrays(documents, lengths),
+            }
+        )

@@ -1,0 +1,102 @@
+"""What became of the rows of a dataset: counted while they are prepared, told before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+INDICES_SHOWN = 5
+
+FACTS = ("row", "fault", "truncated", "doubled_bos", "cut", "ends", "trained")
+"""Columns that a prepared row carries until the report is made: its row, why it was dropped ("" if kept), and so on."""
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a dataset.
+
+    rows_in: rows read. rows_kept: rows to train on (more than were read where rows are split).
+    dropped: reason -> (count, first row indices). truncated: rows cut to the maximum length.
+    tokens: of the kept rows. trained_tokens: those that the loss predicts. longest: tokens of the longest kept row.
+    eos_share: share of kept rows whose last trained token ends a text or a turn; without it a model does not stop.
+    doubled_bos: rows that began with bos twice; one was taken out.
+    notes: further remarks, as sentences.
+    """
+
+    name: str = "train"
+    rows_in: int = 0
+    rows_kept: int = 0
+    dropped: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    truncated: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    ended: int = 0
+    longest: int = 0
+    doubled_bos: int = 0
+    cut: int = 0
+
+    @property
+    def eos_share(self) -> float:
+        return self.ended / self.rows_kept if self.rows_kept else 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        notes = []
+        if self.rows_kept and self.eos_share < 0.5:
+            notes.append(
+                f"Only {self.eos_share:.0%} of the rows end in a trained end-of-sequence token: the model may not "
+                "learn to stop. Check eos_token and max_length."
+            )
+        if self.doubled_bos:
+            notes.append(f"{self.doubled_bos:,} rows began with the bos token twice; one of the two was taken out.")
+        if self.cut:
+            notes.append(
+                f"In {self.cut:,} rows a token would have crossed the border between prompt and completion; the two "
+                "were tokenized apart, as they are when the model generates."
+            )
+        return notes
+
+    def add(self, facts: Mapping[str, np.ndarray], lengths: np.ndarray) -> None:
+        """Count a batch of prepared rows: its columns `FACTS` and the tokens of each row."""
+        kept = facts["fault"] == ""
+        self.rows_in += len(np.unique(facts["row"]))
+        self.rows_kept += int(kept.sum())
+        for reason in dict.fromkeys(facts["fault"][~kept].tolist()):
+            rows = facts["row"][facts["fault"] == reason]
+            count, first = self.dropped.get(reason, (0, []))
+            self.dropped[reason] = (count + len(rows), (first + rows.tolist())[:INDICES_SHOWN])
+        self.truncated += int(facts["truncated"].sum())
+        self.tokens += int(lengths[kept].sum())
+        self.trained_tokens += int(facts["trained"][kept].sum())
+        self.ended += int(facts["ends"][kept].sum())
+        self.longest = max(self.longest, int(lengths[kept].max(initial=0)))
+        self.doubled_bos += int(facts["doubled_bos"].sum())
+        self.cut += int(facts["cut"].sum())
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.__init__(self.name)
+
+    def lines(self) -> list[str]:
+        """The report as sentences for the log."""
+        share = self.trained_tokens / self.tokens if self.tokens else 0.0
+        lines = [
+            f"{self.name}: {self.rows_in:,} rows read, {self.rows_kept:,} kept, {self.tokens:,} tokens of which "
+            f"{self.trained_tokens:,} ({share:.1%}) are trained on; longest {self.longest:,}, "
+            f"{self.eos_share:.1%} end in a trained end token"
+        ]
+        if self.truncated:
+            lines.append(f"  truncated: {self.truncated:,} rows")
+        for reason, (count, first) in self.dropped.items():
+            more = ", ..." if count > len(first) else ""
+            lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more})")
+        return lines + [f"  note: {note}" for note in self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, ready for JSON."""
+        counts = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("ended", "cut")}
+        return counts | {"eos_share": self.eos_share, "notes": self.notes}

@@ -1,0 +1,277 @@
+"""One row at a time: what it says is to be trained on, its tokens, and its labels.
+
+Labels are aligned with the inputs (the model shifts them, not the data) and -100 where nothing is to be learned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from posttrain.core import chat
+from posttrain.core.errors import DataError
+
+TRUNCATION = ("keep_start", "keep_end")
+TOO_LONG = ("truncate", "drop", "split", "error")
+
+
+@dataclass
+class Draft:
+    """A row on its way: a text with the spans to train on (None: all), or tokens that came as such."""
+
+    row: int
+    text: str = ""
+    spans: list[chat.Span] | None = None
+    is_chat: bool = False
+    ids: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    fault: str = ""
+    truncated: bool = False
+    doubled_bos: bool = False
+    cut: bool = False
+    ends: bool = False
+    trained: int = 0
+
+
+@dataclass
+class Preparation:
+    """Turns raw rows into tokens and labels; the arguments are those of `prepare_dataset`."""
+
+    tokenizer: Any
+    text_field: str = "text"
+    max_length: int | None = None
+    truncation: str = "keep_start"
+    too_long: str = "truncate"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None
+    eos_token: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATION:
+            raise ValueError(f"truncation={self.truncation!r} is not one of {', '.join(TRUNCATION)}")
+        if self.too_long not in TOO_LONG:
+            raise ValueError(f"too_long={self.too_long!r} is not one of {', '.join(TOO_LONG)}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length} must be >= 2: one token to read and one to predict")
+        # A processor (of a model that also sees) holds its tokenizer.
+        self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        self.eos_token_id = self.tokenizer.eos_token_id
+        if self.eos_token is not None:
+            self.eos_token_id = self.tokenizer.convert_tokens_to_ids(self.eos_token)
+            if self.eos_token_id in (None, self.tokenizer.unk_token_id):
+                raise ValueError(f"eos_token={self.eos_token!r} is not a token of the tokenizer")
+        self.before, after = chat.special_tokens_around(self.tokenizer)
+        has_end = self.eos_token_id is None or after[-1:] == [self.eos_token_id]
+        self.after = after if has_end else [*after, self.eos_token_id]
+        self.end_tokens = chat.end_tokens(self.tokenizer, self.eos_token_id)
+        self.is_space: dict[int, bool] = {}
+        self.takes_batches: bool | None = None
+
+    def __call__(self, rows: Sequence[Any], indices: Sequence[int]) -> list[Draft]:
+        """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their `fault`."""
+        drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
+        texts = [draft for draft in drafts if draft.ids is None and not draft.fault]
+        encodings = chat.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
+        for draft, encoding in zip(texts, encodings, strict=True):
+            self._label(draft, encoding)
+        fitted = []
+        for draft in drafts:
+            fitted += [draft] if draft.fault else self._fit(draft)
+        for draft in fitted:
+            if not draft.fault:
+                self._judge(draft)
+        return fitted
+
+    def _read(self, row: Any, index: int) -> list[Draft]:
+        try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            formatted = [row] if self.formatting_func is None else self._format(row)
+        except DataError as error:
+            return [Draft(index, fault=str(error))]
+        drafts = []
+        for part in formatted:
+            try:
+                drafts.append(self._read_one(part, index))
+            except DataError as error:
+                drafts.append(Draft(index, fault=str(error)))
+        return drafts
+
+    def _format(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows that the user's function makes of one: a text, a conversation, or a list of texts."""
+        if self.takes_batches is None:
+            self.takes_batches = self._reads_batches(row)
+        result = self.formatting_func({key: [value] for key, value in row.items()} if self.takes_batches else dict(row))
+        if isinstance(result, list) and result and not isinstance(result[0], Mapping):
+            return [{self.text_field: text} for text in result]
+        return [{"messages" if isinstance(result, list) else self.text_field: result}]
+
+    def _reads_batches(self, row: Mapping[str, Any]) -> bool:
+        """Whether the function loops over a batch, a dict of lists, as older trainers asked of it."""
+        try:
+            if not isinstance(self.formatting_func(dict(row)), list):
+                return False
+        except (TypeError, IndexError, KeyError):
+            pass
+        try:
+            result = self.formatting_func({key: [value] for key, value in row.items()})
+        except (TypeError, AttributeError, KeyError):
+            return False
+        return isinstance(result, list) and len(result) == 1 and isinstance(result[0], str)
+
+    def _read_one(self, row: Mapping[str, Any], index: int) -> Draft:
+        if self.formatting_func is None and "input_ids" in row:
+            return self._read_tokens(row, index)
+        if "prompt" in row and "completion" in row:
+            return self._read_completion(row, index)
+        for name in ("messages", "conversations"):
+            if name in row and not isinstance(row.get(self.text_field), str):
+                return self._read_chat(chat.to_messages(row[name], name), row, index)
+        text = row.get(self.text_field)
+        if isinstance(text, list):
+            return self._read_chat(chat.to_messages(text, self.text_field), row, index)
+        if self.assistant_only_loss:
+            raise DataError("assistant_only_loss=True needs conversations, and the row is a text")
+        return Draft(index, text=_text(text, self.text_field))
+
+    def _read_chat(self, messages: list[chat.Message], row: Mapping[str, Any], index: int) -> Draft:
+        template = self._template(row)
+        if self.assistant_only_loss:
+            text, spans = template.assistant_spans(messages)
+            return Draft(index, text, spans, is_chat=True)
+        return Draft(index, template.render(messages), is_chat=True)
+
+    def _read_completion(self, row: Mapping[str, Any], index: int) -> Draft:
+        prompt, completion = row["prompt"], row["completion"]
+        completion_only = self.completion_only_loss is not False
+        if not isinstance(prompt, list) and not isinstance(completion, list):
+            if self.assistant_only_loss:
+                raise DataError("assistant_only_loss=True needs conversations, and the row is a text")
+            text = _text(prompt, "prompt", may_be_empty=True) + _text(completion, "completion")
+            return Draft(index, text, [(len(prompt), len(text))] if completion_only else None)
+        prompt, completion = chat.to_messages(prompt, "prompt"), chat.to_messages(completion, "completion")
+        messages = prompt + completion
+        if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # the completion goes on where the prompt stops
+            turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
+            messages = [*prompt[:-1], turn, *completion[1:]]
+        template = self._template(row)
+        if self.assistant_only_loss:
+            text, spans = template.assistant_spans(messages)
+        else:
+            text = template.render(messages)
+            spans = [(0, len(text))]
+        if completion_only:
+            start = template.prompt_length(prompt, text)
+            spans = [(max(start, a), b) for a, b in spans if b > start]
+        return Draft(index, text, spans, is_chat=True)
+
+    def _read_tokens(self, row: Mapping[str, Any], index: int) -> Draft:
+        ids = _whole_numbers(row["input_ids"], "input_ids")
+        given = row.get("labels")
+        labels = ids.copy() if given is None else _whole_numbers(given, "labels")
+        for name, wanted in (
+            ("completion_mask", self.completion_only_loss is not False),
+            ("assistant_masks", True),
+        ):
+            if wanted and given is None and row.get(name) is not None:
+                mask = _whole_numbers(row[name], name)
+                if len(mask) != len(ids):
+                    raise DataError(f"{name} and input_ids differ in length")
+                labels[mask == 0] = -100
+        if len(labels) != len(ids):
+            raise DataError("labels and input_ids differ in length")
+        return Draft(index, ids=ids, labels=labels)
+
+    def _template(self, row: Mapping[str, Any]) -> chat.Template:
+        if not row.get("tools") and not row.get("chat_template_kwargs"):
+            return self._plain_template
+        own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+        return chat.Template(self.tokenizer, chat.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own)
+
+    @cached_property
+    def _plain_template(self) -> chat.Template:
+        return chat.Template(self.tokenizer, None, self.chat_template_kwargs)
+
+    def _label(self, draft: Draft, encoding: chat.Encoding) -> None:
+        ids, before, after, dropped = encoding.ids, [], [], 0
+        if draft.is_chat:  # a template writes its own bos and ends of turns
+            draft.doubled_bos = chat.has_doubled_bos(self.tokenizer, ids)
+            dropped = int(draft.doubled_bos)
+        else:
+            draft.doubled_bos = bool(self.before) and ids[: len(self.before)] == self.before
+            before = [] if draft.doubled_bos else self.before
+            after = [] if self.after and ids[-len(self.after) :] == self.after else self.after
+        draft.cut = encoding.cut
+        draft.ids = np.array([*before, *ids[dropped:], *after], dtype=np.int32)
+        draft.labels = draft.ids.copy()
+        if encoding.mask is not None:
+            draft.labels[: len(before)] = -100
+            draft.labels[len(before) : len(draft.ids) - len(after)][~encoding.mask[dropped:]] = -100
+
+    def _fit(self, draft: Draft) -> list[Draft]:
+        """The row, cut to the maximum length in the way that was asked for."""
+        length, most = len(draft.ids), self.max_length
+        if most is None or length <= most:
+            return [draft]
+        if self.too_long == "error":
+            raise DataError(
+                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set what "
+                "becomes of such rows: truncate, drop or split."
+            )
+        if self.too_long == "drop":
+            draft.fault = f"longer than max_length={most}"
+            return [draft]
+        if self.too_long == "split":  # a piece begins with the last token of the one before, so that all are predicted
+            return [
+                dataclasses.replace(draft, ids=draft.ids[i : i + most], labels=draft.labels[i : i + most])
+                for i in range(0, length - 1, most - 1)
+            ]
+        kept = slice(0, most) if self.truncation == "keep_start" else slice(length - most, length)
+        draft.ids, draft.labels, draft.truncated = draft.ids[kept], draft.labels[kept], True
+        return [draft]
+
+    def _judge(self, draft: Draft) -> None:
+        """Count the trained tokens, and look whether the last of them is one to stop at."""
+        positions = np.flatnonzero(draft.labels[1:] != -100) + 1  # nothing predicts a row's first token
+        draft.trained = len(positions)
+        if not len(positions):
+            draft.fault = "nothing to train on" + (" is left after truncation" if draft.truncated else "")
+            return
+        last = len(positions) - 1
+        while last > 0 and self._is_white_space(int(draft.ids[positions[last]])):  # "<|im_end|>\n"
+            last -= 1
+        draft.ends = int(draft.ids[positions[last]]) in self.end_tokens
+
+    def _is_white_space(self, token: int) -> bool:
+        if token not in self.is_space:
+            self.is_space[token] = self.tokenizer.decode([token]).isspace()
+        return self.is_space[token]
+
+
+def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
+    if value is None:
+        raise DataError(f"{name} is null")
+    if not isinstance(value, str):
+        raise DataError(f"{name} is not a text but of type {type(value).__name__}")
+    if not value and not may_be_empty:
+        raise DataError(f"{name} is empty")
+    return value
+
+
+def _whole_numbers(value: Any, name: str) -> np.ndarray:
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        numbers = np.empty((), dtype=object)
+    if numbers.shape == (0,):
+        raise DataError(f"{name} is empty")
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
+        raise DataError(f"{name} is not a list of whole numbers")
+    return numbers.astype(np.int32)

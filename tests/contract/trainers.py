@@ -1,0 +1,130 @@
+"""Every trainer that keeps the promises of this folder. Adding an algorithm is adding one line to `TRAINERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+
+ROWS = 22  # 8 + 8 + 6: the last window of an epoch is short
+
+
+class ThreeArguments(Trainer):
+    """`compute_loss` as code of earlier years has it: three arguments, a mean."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.get("logits")[:, :-1]
+        loss = F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1))
+        return (loss, outputs) if return_outputs else loss
+
+
+class IgnoresTheCount(Trainer):
+    """`compute_loss` that accepts `num_items_in_batch` and returns a mean all the same."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator: rows filled up on the right, their labels with -100."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {k: torch.tensor([row[k] + [v] * (longest - len(row[k])) for row in rows]) for k, v in fill.items()}
+
+
+def classification_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    rows = tiny.token_rows(num_rows, seed)
+    return [{"input_ids": r["input_ids"], "attention_mask": r["attention_mask"], "label": sum(r["labels"]) % 3} for r in rows]
+
+
+def text_rows(num_rows: int) -> list[dict[str, str]]:
+    words = " ".join(tiny.CORPUS).split()
+    return [
+        {"prompt": " ".join(words[i : i + 3 + i % 5]), "completion": " " + " ".join(words[i + 7 : i + 10 + i % 7])}
+        for i in range(num_rows)
+    ]
+
+
+def arguments(config: type, output_dir: Path | str, **changes: Any) -> Any:
+    usual = dict(
+        output_dir=str(output_dir), per_device_train_batch_size=8, num_train_epochs=2, learning_rate=0.05, optim="sgd",
+        lr_scheduler_type="linear", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return config(**(usual | changes))
+
+
+def causal_lm(trainer_class: type[Trainer] = Trainer, **model: Any) -> Callable[..., Trainer]:
+    def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+        return trainer_class(
+            model=tiny.causal_lm(**model),
+            args=arguments(TrainingArguments, output_dir, **changes),
+            data_collator=pad,
+            train_dataset=tiny.token_rows(ROWS),
+            eval_dataset=tiny.token_rows(7, seed=1),
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+def classifier(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+    return Trainer(
+        model=tiny.classifier(),
+        args=arguments(TrainingArguments, output_dir, **changes),
+        processing_class=tiny.tokenizer(),
+        train_dataset=classification_rows(ROWS),
+        eval_dataset=classification_rows(7, seed=1),
+        callbacks=callbacks,
+    )
+
+
+def sft(**options: Any) -> Callable[..., Trainer]:
+    options, lora = dict(options), options.get("lora", False)
+    options.pop("lora", None)
+
+    def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+        peft_config = None
+        if lora:
+            from peft import LoraConfig
+
+            peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        changes = {"max_length": 32, "gradient_checkpointing": False} | options | changes
+        return SFTTrainer(
+            model=tiny.causal_lm(),
+            args=arguments(SFTConfig, output_dir, **changes),
+            processing_class=tiny.tokenizer(),
+            train_dataset=text_rows(ROWS),
+            eval_dataset=text_rows(7),
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
+TRAINERS: dict[str, Callable[..., Trainer]] = {
+    "causal-lm": causal_lm(),
+    "dropout": causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1),
+    "classifier": classifier,
+    "three-arguments": causal_lm(ThreeArguments),
+    "ignores-the-count": causal_lm(IgnoresTheCount),
+    "sft": sft(),
+    "sft-packed": sft(packing=True, max_length=48),
+    "sft-lora": sft(lora=True),
+}
+#: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
+EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}

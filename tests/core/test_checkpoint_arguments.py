@@ -1,0 +1,60 @@
+"""`CheckpointArguments`: the defaults that users know, and refusals that say what to set."""
+
+import pytest
+
+from posttrain.core.checkpoint import CheckpointArguments
+from posttrain.core.errors import ConfigError
+from posttrain.core.fields import validate
+
+
+def problems(**kwargs):
+    try:
+        validate(CheckpointArguments(**kwargs))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {},
+        {"save_steps": 0.1},
+        {"save_steps": 1},
+        {"save_steps": 10.0},
+        {"save_strategy": "no"},
+        {"save_strategy": "epoch", "save_total_limit": 1},
+        {"save_total_limit": 0},
+        {"resume_from_checkpoint": "out/checkpoint-5"},
+    ],
+)
+def test_what_makes_sense_is_taken(good):
+    assert problems(**good) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"save_steps": 0}, "save_steps=0 must be > 0"),
+        ({"save_steps": -5}, "save_steps=-5 must be > 0"),
+        ({"save_steps": 2.5}, "whole number of updates"),
+        ({"save_steps": float("inf")}, "whole number of updates"),
+        ({"save_strategy": "step"}, "did you mean 'steps'"),
+        ({"save_total_limit": -1}, "save_total_limit=-1 must be >= 0"),
+        ({"save_total_limit": 1.5}, "save_total_limit=1.5 must be of type int"),
+    ],
+)
+def test_what_does_not_is_refused_with_its_value(bad, words):
+    (problem,) = problems(**bad)
+    assert words in problem
+
+
+def test_the_defaults_are_those_of_transformers():
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field.default for field in fields(TrainingArguments)}
+    for field in fields(CheckpointArguments):
+        default = theirs[field.name]
+        assert field.default == getattr(default, "value", default), field.name

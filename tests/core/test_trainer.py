@@ -1,0 +1,297 @@
+"""What users of a Trainer count on: events, logs, doors, checkpoints, evaluation."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from posttrain.core.callbacks import EVENTS
+from posttrain.core.errors import CheckpointError, NonFiniteError
+from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
+from tests import tiny
+
+make = TRAINERS["causal-lm"]
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+
+for _event in EVENTS:
+    setattr(Recorder, _event, lambda self, args, state, control, _name=_event, **kwargs: self.events.append(_name[3:]))
+
+
+class Regression(nn.Module):
+    """A plain module: no config, a loss in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.0)), nn.Parameter(torch.tensor(0.0))
+        self.double()
+
+    def forward(self, input_x, labels=None):
+        y = input_x * self.a + self.b
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def line(count=64):
+    x = torch.linspace(-1, 1, count, dtype=torch.double)
+    return [{"input_x": value, "labels": 2 * value + 3} for value in x]
+
+
+def regression(tmp_path, callbacks=None, model=None, **changes):
+    defaults = dict(output_dir=str(tmp_path), learning_rate=0.1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)
+    options = {k: changes.pop(k) for k in list(changes) if k in ("compute_metrics", "eval_dataset", "optimizers", "train_dataset")}
+    options = {"train_dataset": line(), "eval_dataset": line(20)} | options
+    return Trainer(model or Regression(), TrainingArguments(**(defaults | changes)), callbacks=callbacks, **options)
+
+
+def test_events_come_in_the_documented_order(tmp_path):
+    recorder = Recorder()
+    trainer = make(
+        tmp_path, [recorder], max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        logging_steps=2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    step = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"]
+    evaluation = ["prediction_step", "log", "evaluate"]
+    assert recorder.events == [
+        "init_end", "train_begin", "epoch_begin", *step, *step, "log", *evaluation, "save", *step, *evaluation, "save",
+        "epoch_end", "log", "train_end",
+    ]  # fmt: skip
+
+
+def test_a_plain_module_learns_a_line_and_is_saved(tmp_path):
+    trainer = regression(tmp_path, num_train_epochs=20)
+    output = trainer.train()
+    assert trainer.model.a.item() == pytest.approx(2, abs=0.05) and trainer.model.b.item() == pytest.approx(3, abs=0.05)
+    assert output.global_step == 160 and output.training_loss == trainer.state.log_history[-1]["train_loss"]
+    trainer.save_model(str(tmp_path / "final"))
+    twin = Regression()
+    Trainer(twin, TrainingArguments(str(tmp_path), use_cpu=True))._load_from_checkpoint(tmp_path / "final")
+    assert torch.equal(twin.a, trainer.model.a)
+
+
+def test_the_mean_of_the_logged_losses_is_the_training_loss(tmp_path):
+    trainer = regression(tmp_path, num_train_epochs=3, logging_steps=5)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert len(losses) == 4  # updates 5, 10, 15, 20 of 24
+    steps = regression(tmp_path / "each", num_train_epochs=3, logging_steps=1)
+    expected = steps.train().training_loss
+    each = [record["loss"] for record in steps.state.log_history if "loss" in record]
+    assert expected == pytest.approx(sum(each) / 24)
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(expected)
+    assert losses[0] == pytest.approx(sum(each[:5]) / 5)
+
+
+def test_the_learning_rate_logged_is_the_one_the_step_used(tmp_path):
+    trainer = regression(tmp_path, max_steps=10, logging_steps=1, learning_rate=1.0)
+    trainer.train()
+    rates = [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
+    assert rates == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_the_log_file_is_strict_json_and_has_each_step_once_after_a_resume(tmp_path):
+    options = dict(max_steps=8, logging_steps=1, save_strategy="steps", save_steps=4)
+    regression(tmp_path, **options).train()
+    again = regression(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    records = [json.loads(text, parse_constant=pytest.fail) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(records) == len(again.state.log_history)
+
+
+def test_a_progress_bar_shows_loss_speed_real_tokens_and_time_left(tmp_path, capsys):
+    make(tmp_path, disable_tqdm=False, max_steps=4, logging_steps=2).train()
+    shown = capsys.readouterr().err
+    assert "4/4" in shown and "tok/s" in shown and "% real" in shown and "left" in shown
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run_and_never_reaches_the_weights(bad, tmp_path):
+    class Poisoned(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss * bad if self.state.global_step == 2 else loss
+
+    trainer = Poisoned(Regression(), TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True), train_dataset=line())
+    with pytest.raises(NonFiniteError, match="Update 3: .*weights are those of update 2"):
+        trainer.train()
+    assert all(torch.isfinite(value) for value in weights(trainer).values())
+
+
+def test_the_best_model_is_loaded_at_the_end_and_never_rotated_away(tmp_path):
+    scores = iter([0.3, 0.9, 0.5, 0.4])
+    trainer = regression(
+        tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_total_limit=1,
+        load_best_model_at_end=True, metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric == 0.9 and trainer.state.best_global_step == 4
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
+    best = regression(tmp_path / "other")
+    best._load_from_checkpoint(tmp_path / "checkpoint-4")
+    assert torch.equal(best.model.a, trainer.model.a)
+
+
+def test_save_strategy_best_saves_improvements_alone(tmp_path):
+    scores = iter([0.3, 0.9, 0.5, 0.95])
+    regression(
+        tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="best", metric_for_best_model="score",
+        greater_is_better=True, compute_metrics=lambda p: {"score": next(scores)},
+    ).train()  # fmt: skip
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+
+
+def test_a_wrong_metric_name_is_answered_at_the_first_evaluation(tmp_path):
+    trainer = regression(
+        tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="acuracy",
+        compute_metrics=lambda p: {"accuracy": 1.0},
+    )  # fmt: skip
+    with pytest.raises(KeyError, match="eval_accuracy, eval_loss.*did you mean 'eval_accuracy'"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_early_stopping_stops(tmp_path):
+    scores = iter([0.5, 0.4, 0.3, 0.2])
+    trainer = regression(
+        tmp_path, [EarlyStoppingCallback(early_stopping_patience=2)], max_steps=8, eval_strategy="steps", eval_steps=2,
+        save_strategy="no", metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+    )  # fmt: skip
+    assert trainer.train().global_step == 6
+
+
+def test_resuming_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises((CheckpointError, ValueError), match="No valid checkpoint found in output directory"):
+        regression(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises((CheckpointError, ValueError), match="Can't find a valid checkpoint"):
+        regression(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_several_evaluation_sets_have_metrics_of_their_own(tmp_path):
+    trainer = regression(tmp_path, eval_dataset={"a": line(5), "b": line(9)})
+    metrics = trainer.evaluate()
+    assert {"eval_a_loss", "eval_b_loss"} <= metrics.keys()
+    assert trainer.evaluate(line(5))["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
+
+
+def test_predict_gives_every_row_in_order(tmp_path):
+    trainer = regression(tmp_path, per_device_eval_batch_size=3)
+    with torch.no_grad():
+        trainer.model.a.fill_(1.0)
+    output = trainer.predict(line(10))
+    assert output.predictions.tolist() == pytest.approx([float(row["input_x"]) for row in line(10)])
+    assert output.label_ids.tolist() == pytest.approx([float(row["labels"]) for row in line(10)])
+    assert {"test_loss", "test_runtime", "test_samples_per_second"} <= output.metrics.keys()
+
+
+def test_metrics_are_computed_from_predictions_and_labels(tmp_path):
+    def accuracy(prediction):
+        logits, labels = prediction
+        return {"accuracy": float((logits.argmax(-1) == labels).mean())}
+
+    trainer = classifier(tmp_path)
+    trainer.compute_metrics = accuracy
+    expected = trainer.predict(classification_rows(7, seed=1))
+    assert trainer.evaluate()["eval_accuracy"] == (expected.predictions.argmax(-1) == expected.label_ids).mean()
+
+
+def test_old_names_are_accepted_and_unknown_ones_answered(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.warns(FutureWarning, match="tokenizer= is now processing_class="):
+        trainer = Trainer(tiny.classifier(), args, tokenizer=tiny.tokenizer())
+    assert trainer.tokenizer is trainer.processing_class is not None
+    with pytest.warns(FutureWarning, match="callback= is now callbacks="):
+        trainer = Trainer(tiny.classifier(), args, callback=[Recorder])
+    assert isinstance(trainer.callbacks[-2], Recorder)
+    with pytest.raises(TypeError, match="'train_datset', did you mean 'train_dataset'"):
+        Trainer(tiny.classifier(), args, train_datset=[])
+
+
+def test_a_log_of_one_argument_and_a_training_step_of_two_still_work(tmp_path):
+    calls = []
+
+    class Old(Trainer):
+        def log(self, logs):
+            calls.append("log")
+            super().log(logs)
+
+        def training_step(self, model, inputs):
+            calls.append("step")
+            return super().training_step(model, inputs)
+
+    Old(Regression(), TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1), train_dataset=line()).train()
+    assert calls == ["step", "log", "step", "log", "log"]
+
+
+def test_log_metric_is_averaged_over_the_steps_between_logs(tmp_path):
+    class Logs(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.log_metric("progress", float(self.state.global_step))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=4, logging_steps=2, eval_strategy="steps")
+    trainer = Logs(Regression(), args, train_dataset=line(), eval_dataset=line(4))
+    trainer.train()
+    assert [r["progress"] for r in trainer.state.log_history if "loss" in r] == [0.5, 2.5]
+    assert [r["eval_progress"] for r in trainer.state.log_history if "eval_loss" in r] == [2.0, 4.0]
+
+
+def test_model_init_starts_from_scratch_each_time(tmp_path):
+    def model_init():
+        return tiny.causal_lm()
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_strategy="no")
+    trainer = Trainer(None, args, pad, tiny.token_rows(16), model_init=model_init)
+    trainer.train()
+    first = weights(trainer)
+    trainer.train()
+    assert all(torch.equal(value, first[key]) for key, value in weights(trainer).items())
+    with pytest.raises(ValueError, match="a model or a model_init"):
+        Trainer(tiny.classifier(), args, model_init=model_init)
+
+
+def test_an_optimizer_and_schedule_that_were_given_are_left_alone(tmp_path):
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    trainer = regression(tmp_path, model=model, optimizers=(optimizer, schedule), max_steps=2)
+    trainer.train()
+    assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_saving_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):
+    trainer = regression(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    commit = type(trainer.store).commit
+    failed = []
+
+    def fails_once(store, temp, extra=None):
+        if not failed:
+            failed.append(temp)
+            raise OSError(28, "No space left on device")
+        return commit(store, temp, extra)
+
+    monkeypatch.setattr(type(trainer.store), "commit", fails_once)
+    assert trainer.train().global_step == 4
+    assert "checkpoint-2 was not saved" in caplog.text and not failed[0].exists()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_no_training_set_is_said_plainly(tmp_path):
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        regression(tmp_path, train_dataset=None).train()
+    with pytest.raises(ValueError, match="requires an eval_dataset"):
+        regression(tmp_path, eval_dataset=None).evaluate()
+
+
+def test_train_loss_is_finite_and_arguments_are_untouched(tmp_path):
+    trainer = regression(tmp_path, max_steps=3)
+    before = trainer.args.to_dict()
+    assert math.isfinite(trainer.train().training_loss)
+    assert trainer.args.to_dict() == before

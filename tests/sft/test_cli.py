@@ -1,0 +1,71 @@
+"""``posttrain sft`` trains for real: from files on the disk to a model on the disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from posttrain.core.cli import main
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    tiny.causal_lm().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch, model):
+    """A YAML file that trains on twelve rows and evaluates on four."""
+    monkeypatch.chdir(tmp_path)
+    for name, texts in (("train.jsonl", tiny.CORPUS[:4] * 3), ("eval.jsonl", tiny.CORPUS[:4])):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "run.yaml").write_text(
+        f"model_name_or_path: {model}\ndataset_name: train.jsonl\neval_dataset_name: eval.jsonl\noutput_dir: out\n"
+        "max_length: 48\nmax_steps: 4\nper_device_train_batch_size: 2\nlearning_rate: 1e-2\nlogging_steps: 1\n"
+        "eval_strategy: steps\neval_steps: 2\nsave_steps: 2\nuse_cpu: yes\nreport_to: none\ndisable_tqdm: true\n"
+    )
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_leaves_a_model_that_can_be_loaded_and_that_learned(run_file, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert main(["sft", "run.yaml", "--dtype", "float32"]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
+    history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    losses = [record["eval_loss"] for record in history if "eval_loss" in record]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert [record["learning_rate"] for record in history if "learning_rate" in record][0] == 1e-2
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(run_file, tmp_path):
+    assert main(["sft", "run.yaml", "--max_steps", "2", "--lr_scheduler_type", "constant"]) == 0
+    words = ["sft", "run.yaml", "--resume_from_checkpoint", "true", "--lr_scheduler_type", "constant"]
+    assert main(words) == 0
+    history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert [record["step"] for record in history if "loss" in record] == [1, 2, 3, 4]
+
+
+def test_adapters_are_trained_when_asked_for(run_file, tmp_path):
+    assert main(["sft", "run.yaml", "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]) == 0
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and set(config["target_modules"]) == {"q_proj", "v_proj"}
+
+
+def test_evaluations_without_rows_are_refused_before_the_model_is_loaded(run_file, capsys):
+    words = ["sft", "run.yaml", "--eval_dataset_name", "null", "--model_name_or_path", "/nowhere/at/all"]
+    assert main(words) == 1
+    assert "Set eval_dataset_name or eval_share" in capsys.readouterr().err
+
+
+def test_a_smoke_run_passes_and_keeps_nothing(run_file, tmp_path, capsys):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["sft", "run.yaml", "--smoke"]) == 0
+    assert "smoke run passed" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

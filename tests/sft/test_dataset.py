@@ -1,0 +1,393 @@
+import copy
+import json
+import os
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
+
+from posttrain.core.errors import DataError
+from posttrain.sft.dataset import prepare_dataset
+from tests.tiny import CORPUS, tokenizer
+
+EOS = "<|endoftext|>"
+CHAT = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is 4."}]
+CHAT_TEXT = "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+
+
+@pytest.fixture
+def tok():
+    return tokenizer()
+
+
+def trained_text(tok, row):
+    """What the loss predicts: labels are aligned with the inputs, and nothing predicts the first token."""
+    assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    return tok.decode([label for label in row["labels"] if label != -100])
+
+
+def prepare_one(tok, row, **kwargs):
+    dataset, report = prepare_dataset([row], tok, **kwargs)
+    return dataset[0], report
+
+
+# What each format is trained on
+
+
+def test_text_is_trained_on_whole_with_an_eos_at_its_end(tok):
+    row, report = prepare_one(tok, {"text": CORPUS[0], "label": 1})
+    assert tok.decode(row["input_ids"]) == trained_text(tok, row) == CORPUS[0] + EOS
+    assert set(row) == {"input_ids", "labels"}
+    assert report.eos_share == 1.0 and report.trained_tokens == report.tokens - 1 == len(row["input_ids"]) - 1
+
+
+def test_an_eos_that_is_there_is_not_doubled(tok):
+    assert prepare_one(tok, {"text": "Two" + EOS})[0]["input_ids"].count(tok.eos_token_id) == 1
+
+
+def test_the_text_column_and_the_eos_can_be_named(tok):
+    row, report = prepare_one(tok, {"body": "Two", "text": "Three"}, text_field="body", eos_token="<|im_end|>")
+    assert tok.decode(row["input_ids"]) == "Two<|im_end|>" and report.eos_share == 1.0
+    with pytest.raises(ValueError, match="eos_token='<nope>'"):
+        prepare_dataset([{"text": "Two"}], tok, eos_token="<nope>")
+
+
+def test_an_eos_that_is_also_the_pad_token_is_trained_on():
+    tok = copy.deepcopy(tokenizer())
+    tok.pad_token = tok.eos_token
+    row, _ = prepare_one(tok, {"prompt": "Two and two?", "completion": " 4"})
+    assert row["labels"][-1] == tok.eos_token_id
+
+
+def test_only_the_completion_is_trained_on_unless_told_otherwise(tok):
+    row = {"prompt": "Two and two?", "completion": " It is 4.", "label": True}
+    prepared, _ = prepare_one(tok, row)
+    assert trained_text(tok, prepared) == " It is 4." + EOS
+    assert tok.decode(prepared["input_ids"]) == "Two and two? It is 4." + EOS
+    everything, _ = prepare_one(tok, row, completion_only_loss=False)
+    assert everything["labels"] == everything["input_ids"] == prepared["input_ids"]
+
+
+def test_a_token_across_the_border_of_prompt_and_completion_is_cut_and_counted(tok):
+    word = next(word for word in map(tok.decode, range(260, 384)) if len(word) >= 2 and word.isalpha())
+    row, report = prepare_one(tok, {"prompt": word[:1], "completion": word[1:]})
+    assert trained_text(tok, row) == word[1:] + EOS
+    assert row["input_ids"][:1] == tok(word[:1])["input_ids"]  # the prompt's own tokens, as when generating
+    assert report.cut == 1 and "border" in report.notes[0]
+
+
+def test_conversations_are_rendered_by_the_template_and_get_no_second_end(tok):
+    for row in ({"messages": CHAT}, {"conversations": [{"from": "human", "value": CHAT[0]["content"]},
+                                                       {"from": "gpt", "value": CHAT[1]["content"]}]}):  # fmt: skip
+        prepared, report = prepare_one(tok, row)
+        assert tok.decode(prepared["input_ids"]) == trained_text(tok, prepared) == CHAT_TEXT
+        assert report.eos_share == 1.0  # the turn's end counts, though a line break follows it
+
+
+def test_assistant_only_loss_trains_on_every_turn_of_the_assistant(tok):
+    more = [*CHAT, {"role": "user", "content": "And one more?"}, {"role": "assistant", "content": "5"}]
+    prepared, report = prepare_one(tok, {"messages": more}, assistant_only_loss=True)
+    assert trained_text(tok, prepared) == "It is 4.<|im_end|>\n5<|im_end|>\n"
+    assert report.trained_tokens < report.tokens and report.eos_share == 1.0
+
+
+def test_conversational_prompts_and_completions(tok):
+    row = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    prepared, _ = prepare_one(tok, row)
+    assert tok.decode(prepared["input_ids"]) == CHAT_TEXT
+    assert trained_text(tok, prepared) == "It is 4.<|im_end|>\n"
+    assert prepare_one(tok, row, completion_only_loss=False)[0]["labels"] == prepared["input_ids"]
+
+
+def test_completion_and_assistant_masks_together_train_on_what_is_in_both(tok):
+    completion = [CHAT[1], {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes"}]
+    prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, CHAT[0]]
+    row = {"prompt": prompt, "completion": completion}
+    both, _ = prepare_one(tok, row, assistant_only_loss=True)
+    assert trained_text(tok, both) == "It is 4.<|im_end|>\nYes<|im_end|>\n"
+    assistant, _ = prepare_one(tok, row, assistant_only_loss=True, completion_only_loss=False)
+    assert trained_text(tok, assistant) == "Hello<|im_end|>\nIt is 4.<|im_end|>\nYes<|im_end|>\n"
+
+
+def test_a_completion_may_go_on_where_the_prompts_assistant_stops(tok):
+    prompt = [CHAT[0], {"role": "assistant", "content": "It is"}]
+    prepared, _ = prepare_one(tok, {"prompt": prompt, "completion": [{"role": "assistant", "content": " 4."}]})
+    assert tok.decode(prepared["input_ids"]) == CHAT_TEXT and trained_text(tok, prepared) == " 4.<|im_end|>\n"
+
+
+def test_tokens_pass_through_with_their_masks(tok):
+    ids = [5, 6, 7, 8]
+    assert prepare_one(tok, {"input_ids": ids, "text": "x"})[0] == {"input_ids": ids, "labels": ids}
+    own = {"input_ids": ids, "labels": [-100, 6, -100, 8], "completion_mask": [0, 0, 0, 1]}
+    assert prepare_one(tok, own)[0]["labels"] == own["labels"]  # labels that are given are the last word
+    masks = {"input_ids": ids, "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 0, 1, 1]}
+    assert prepare_one(tok, masks)[0]["labels"] == [-100, -100, 7, 8]
+    assert prepare_one(tok, masks, completion_only_loss=False)[0]["labels"] == [5, -100, 7, 8]
+
+
+def test_a_rows_own_tools_and_template_variables_are_used():
+    template = (
+        "{% if tools %}{{ tools[0].name }} {% endif %}{{ mood }}:{% for m in messages %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tok = tokenizer(chat_template=template)
+    row = {"messages": CHAT, "tools": '[{"name": "add"}]', "chat_template_kwargs": {"mood": "sad"}}
+    prepared, _ = prepare_dataset([row, {"messages": CHAT}], tok, chat_template_kwargs={"mood": "glad"})
+    assert tok.decode(prepared[0]["input_ids"]).startswith("add sad:")
+    assert tok.decode(prepared[1]["input_ids"]).startswith("glad:")
+
+
+@pytest.mark.parametrize(
+    ("formatting_func", "expected"),
+    [
+        (lambda row: f"Q {row['q']}", ["Q one", "Q two"]),
+        (lambda row: [f"Q {row['q']}", "again"], ["Q one", "again", "Q two", "again"]),
+        (lambda rows: [f"Q {rows['q'][i]}" for i in range(len(rows["q"]))], ["Q one", "Q two"]),  # a batch of rows
+        (
+            lambda row: [{"role": "user", "content": row["q"]}],
+            [f"<|im_start|>user\n{q}<|im_end|>\n" for q in ("one", "two")],
+        ),
+    ],
+    ids=["text", "texts", "batch", "messages"],
+)
+def test_formatting_func_may_return_texts_or_messages(tok, formatting_func, expected):
+    rows = [{"q": "one"}, {"q": "two"}]
+    for dataset in (rows, Dataset.from_list(rows)):
+        prepared, _ = prepare_dataset(dataset, tok, formatting_func=formatting_func)
+        assert [tok.decode(ids).removesuffix(EOS) for ids in prepared["input_ids"]] == expected
+
+
+def test_bos_is_put_before_texts_once():
+    from tokenizers import processors
+
+    tok = copy.deepcopy(tokenizer())
+    tok.bos_token = "<|im_start|>"
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 2)]
+    )
+    rows = [{"prompt": "Two?", "completion": " 4"}, {"prompt": "<|im_start|>Two?", "completion": " 4"}]
+    prepared, report = prepare_dataset(rows, tok)
+    assert prepared[0] == prepared[1]
+    assert tok.decode(prepared[0]["input_ids"]) == "<|im_start|>Two? 4" + EOS
+    assert trained_text(tok, prepared[0]) == " 4" + EOS
+    assert report.doubled_bos == 1 and "bos token twice" in report.notes[0]
+    assert prepare_one(tok, {"messages": CHAT})[0]["input_ids"].count(2) == 2  # the template's own
+
+
+# Rows that are too long
+
+
+def test_rows_are_cut_at_the_end_that_is_asked_for(tok):
+    whole = prepare_one(tok, {"text": CORPUS[0]})[0]["input_ids"]
+    start, report = prepare_one(tok, {"text": CORPUS[0]}, max_length=8)
+    assert start["input_ids"] == whole[:8] and report.truncated == 1 and report.longest == 8
+    assert report.eos_share == 0.0 and "may not learn to stop" in report.notes[0]
+    assert prepare_one(tok, {"text": CORPUS[0]}, max_length=8, truncation="keep_end")[0]["input_ids"] == whole[-8:]
+
+
+def test_rows_that_are_too_long_may_be_dropped_split_or_refused(tok):
+    rows = [{"text": "Two"}, {"text": CORPUS[0]}]
+    whole = prepare_one(tok, rows[1])[0]["input_ids"]
+    dropped, report = prepare_dataset(rows, tok, max_length=8, too_long="drop")
+    assert len(dropped) == 1 and report.dropped == {"longer than max_length=8": (1, [1])}
+    split, report = prepare_dataset(rows, tok, max_length=8, too_long="split")
+    pieces = split["input_ids"][1:]
+    assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == whole  # each token is predicted once
+    assert report.rows_in == 2 and report.rows_kept == len(split) == 1 + -(-(len(whole) - 1) // 7)
+    assert report.trained_tokens == len(whole) - 1 + len(split["input_ids"][0]) - 1
+    with pytest.raises(DataError, match="Row 1 has .* more than max_length=8"):
+        prepare_dataset(rows, tok, max_length=8, too_long="error")
+    with pytest.raises(ValueError, match="max_length=1 "):
+        prepare_dataset(rows, tok, max_length=1)
+
+
+def test_rows_left_with_nothing_to_train_on_are_dropped_and_counted(tok):
+    rows = [{"prompt": CORPUS[0], "completion": " 4"}, {"prompt": "Two?", "completion": " 4"}]
+    prepared, report = prepare_dataset(rows, tok, max_length=10)
+    assert len(prepared) == 1 and report.rows_kept == 1
+    assert report.dropped == {"nothing to train on is left after truncation": (1, [0])}
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"text": None}, "text is null"),
+        ({"text": ""}, "text is empty"),
+        ({"text": 3}, "text is not a text but of type int"),
+        ({"other": "x"}, "text is null"),
+        ("just a string", "the row is not a dict but of type str"),
+    ],
+)
+def test_bad_rows_are_dropped_with_reason_and_index(tok, bad, reason):
+    prepared, report = prepare_dataset([{"text": "Two"}, bad, {"text": "Four"}], tok)
+    assert [tok.decode(ids) for ids in prepared["input_ids"]] == ["Two" + EOS, "Four" + EOS]
+    assert report.dropped == {reason: (1, [1])} and report.rows_in == 3
+    assert f"dropped 1: {reason} (rows 1)" in "\n".join(report.lines())
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "reason"),
+    [
+        ({"messages": CHAT}, {"messages": []}, "messages is empty"),
+        ({"messages": CHAT}, {"messages": None}, "messages is null"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"}, "prompt is null"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {"prompt": CHAT, "completion": "b"}, "completion is not a list"),
+        ({"input_ids": [5, 6]}, {"input_ids": []}, "input_ids is empty"),
+        ({"input_ids": [5, 6]}, {"input_ids": None}, "input_ids is not a list of whole numbers"),
+        ({"input_ids": [5, 6]}, {"input_ids": [[5], [6, 7]]}, "input_ids is not a list of whole numbers"),
+        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5]}, "differ in length"),
+        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5, -100]}, "nothing to train on"),
+        ({"input_ids": [5, 6]}, {"input_ids": [5]}, "nothing to train on"),
+    ],
+)
+def test_bad_rows_of_every_format_are_dropped_with_the_reason(tok, good, bad, reason):
+    prepared, report = prepare_dataset([good, bad], tok)
+    assert len(prepared) == 1
+    ((found, where),) = report.dropped.items()
+    assert reason in found and where == (1, [1])
+
+
+def test_a_dataset_without_a_row_to_train_on_is_refused_with_the_reasons(tok):
+    with pytest.raises(DataError, match=r"(?s)no row can be trained on.*dropped 2: text is null \(rows 0, 1\)"):
+        prepare_dataset([{"text": None}] * 2, tok)
+    with pytest.raises(DataError, match="no rows"):
+        prepare_dataset([], tok)
+    with pytest.raises(DataError, match="needs conversations, and the row is a text"):
+        prepare_dataset([{"text": "Two"}], tok, assistant_only_loss=True)
+
+
+def test_columns_that_fit_no_format_are_named(tok):
+    for dataset in ([{"question": "a"}], Dataset.from_list([{"question": "a"}])):
+        with pytest.raises(DataError, match=r"\['question'\].*completion\+prompt.*dataset_text_field"):
+            prepare_dataset(dataset, tok)
+    with pytest.raises(DataError, match="completion_only_loss=True needs the columns prompt and completion"):
+        prepare_dataset([{"text": "a"}], tok, completion_only_loss=True)
+    with pytest.raises(DataError, match="packed already"):
+        prepare_dataset([{"input_ids": [5, 6], "seq_lengths": [1, 1]}], tok)
+
+
+def test_conversations_need_a_chat_template():
+    with pytest.raises(DataError, match="no chat template"):
+        prepare_dataset([{"messages": CHAT}], tokenizer(chat_template=None))
+
+
+def test_what_is_no_dataset_is_refused(tok):
+    with pytest.raises(TypeError, match=r"one dataset, not a dict of \['train'\]"):
+        prepare_dataset(DatasetDict(train=Dataset.from_list([{"text": "a"}])), tok)
+    lazy = Dataset.from_list([{"text": "a"}]).with_transform(lambda batch: batch)
+    with pytest.raises(DataError, match="skip_prepare_dataset"):
+        prepare_dataset(lazy, tok)
+
+
+# Kinds of datasets
+
+
+class TorchDataset(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+class TorchStream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def as_generator(rows):
+    def generate():
+        yield from rows
+
+    return generate
+
+
+def test_every_kind_of_dataset_gives_the_same_rows_and_report(tok):
+    rows = [{"text": text, "label": 1} for text in CORPUS * 60] + [{"text": None, "label": 1}]
+    expected, report = prepare_dataset(rows, tok, max_length=24)
+    assert isinstance(expected, Dataset) and report.rows_kept == len(CORPUS) * 60
+    kinds = {
+        "datasets": Dataset.from_list(rows),
+        "formatted": Dataset.from_list(rows).with_format("numpy"),
+        "torch": TorchDataset(rows),
+        "stream": Dataset.from_list(rows).to_iterable_dataset(),
+        "generator": IterableDataset.from_generator(as_generator(rows)),
+        "torch stream": TorchStream(rows),
+    }
+    for name, dataset in kinds.items():
+        prepared, own = prepare_dataset(dataset, tok, max_length=24)
+        assert list(prepared) == list(expected), name
+        assert own == report, name
+
+
+def test_a_streams_report_counts_one_pass(tok):
+    stream, report = prepare_dataset(Dataset.from_list([{"text": "Two"}] * 5).to_iterable_dataset(), tok)
+    assert report.rows_in == 0
+    for _ in range(2):
+        assert len(list(stream)) == report.rows_in == 5
+
+
+def test_several_processes_give_the_same_rows(tok):
+    dataset = Dataset.from_list([{"text": text} for text in CORPUS])
+    one, two = (prepare_dataset(dataset, tok, num_proc=processes)[0] for processes in (None, 2))
+    assert list(one) == list(two)
+
+
+def test_a_dataset_on_disk_is_prepared_once_per_content(tok, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*CORPUS, ""]))
+    dataset = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path), split="train")
+    calls = []
+
+    def files(**kwargs):
+        prepared, report = prepare_dataset(dataset, kwargs.pop("tok", tok), **kwargs)
+        calls.append((list(prepared), report))
+        return [os.path.basename(file["filename"]) for file in prepared.cache_files]
+
+    first = files()
+    assert len(first) == 1 and files() == first
+    assert calls[0] == calls[1] and calls[0][1].dropped  # the report survives the cache
+    assert files(tok=copy.deepcopy(tok)) == first  # the same content in another object
+    assert files(max_length=8) != first
+    other = copy.deepcopy(tok)
+    other.add_tokens(["Natalia"])
+    assert files(tok=other) != first
+
+
+# The report
+
+
+def test_the_report_adds_up(tok):
+    rows = [
+        {"prompt": "Two?", "completion": " 4"},
+        {"prompt": CORPUS[0], "completion": " 8"},
+        {"prompt": "x", "completion": None},
+    ]
+    prepared, report = prepare_dataset(rows, tok, name="eval")
+    assert report.tokens == sum(len(ids) for ids in prepared["input_ids"])
+    assert report.trained_tokens == sum(label != -100 for labels in prepared["labels"] for label in labels)
+    assert report.longest == max(len(ids) for ids in prepared["input_ids"])
+    assert report.lines()[0].startswith("eval: 3 rows read, 2 kept")
+    numbers = json.loads(json.dumps(report.to_dict()))
+    assert numbers["eos_share"] == 1.0 and numbers["dropped"] == {"completion is null": [1, [2]]}
+
+
+@pytest.mark.skipif("POSTTRAIN_DATA" not in os.environ, reason="POSTTRAIN_DATA does not name a folder of real data")
+def test_real_problems_are_prepared_without_losses(tok):
+    with open(os.path.join(os.environ["POSTTRAIN_DATA"], "gsm8k", "test.jsonl")) as file:
+        rows = [json.loads(line) for line in file]
+    pairs = [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
+    prepared, report = prepare_dataset(pairs, tok)
+    assert report.rows_kept == len(rows) and report.eos_share == 1.0
+    for row, pair in zip(prepared, pairs, strict=True):
+        assert tok.decode(row["input_ids"]) == pair["prompt"] + pair["completion"] + EOS
+        assert trained_text(tok, row) == pair["completion"] + EOS
