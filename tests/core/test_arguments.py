@@ -22,14 +22,15 @@ from posttrain.core.fields import check, opt
 
 # Defaults that differ from transformers' on purpose, each with its reason.
 MEANT = {
-    "logging_nan_inf_filter": (False, "a NaN is shown as NaN; transformers logs the mean of the other losses"),
+    "restore_callback_states_from_checkpoint": (True, "a resumed run stops early when the straight one would have"),
 }
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
     "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
     "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
     "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
-    "debug",  # non-finite numbers stop a run anyway
+    "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
+    "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
 }  # fmt: skip
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir"}

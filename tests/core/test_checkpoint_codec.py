@@ -81,7 +81,9 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, mmap, tmp_path):
         "none": tensor[:0].view(0, 4),
     }
     save_tree(tree, tmp_path / "state")
-    assert bits(load_tree(tmp_path / "state", mmap=mmap)) == bits(tree)
+    loaded = load_tree(tmp_path / "state", mmap=mmap)
+    assert bits(loaded) == bits(tree)
+    assert loaded["b"].data_ptr() % dtype.itemsize == 0  # some processors and kernels cannot read it elsewhere
 
 
 def test_tensors_in_every_layout_come_back_with_their_values(tmp_path):

@@ -492,15 +492,17 @@ def test_a_random_sampler_of_somebody_else_resumes_exactly(own_generator):
 
     straight = loader()
     epochs = [list(straight)]
+    boundary = straight.state_dict()
     batches = iter(straight)
     epochs.append([next(batches) for _ in range(3)])
     state = straight.state_dict()
     rest = list(batches)
-    torch.manual_seed(1234)
-    resumed = loader()
-    resumed.load_state_dict(state)
-    assert list(resumed) == rest
     assert epochs[0][:3] != epochs[1]
+    for saved, expected in ((boundary, epochs[1] + rest), (state, rest)):
+        torch.manual_seed(1234)
+        resumed = loader()
+        resumed.load_state_dict(saved)
+        assert list(resumed) == expected
     if own_generator:
         expected = list(WeightedRandomSampler([1.0, 2.0, 3.0] * 5, 15, generator=torch.Generator().manual_seed(11)))
         assert sum(epochs[0], []) == expected

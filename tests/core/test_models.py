@@ -619,14 +619,21 @@ def test_the_head_takes_the_loss_through_ddp_and_fsdp(wrapper, one_process_group
     if wrapper == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
-        for module in (*model.model.layers, model):
+        for module in (
+            *model.model.layers,
+            model.lm_head,
+            model,
+        ):  # the head is freed after forward, and gathered again
             fully_shard(module)
         wrapped = model
     assert models.supports_loss_in_head(wrapped) is None
     assert (models.causal_head(wrapped) is None) == (wrapper == "fsdp2")  # its weight is in pieces between forwards
     with models.loss_in_head(wrapped, labels):
         loss = wrapped(input_ids=ids).logits[0]
-    loss.backward()
-    assert_close(loss, expected)
-    found = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()}
-    assert_same_gradients(found, wanted)
+    with models.logps_in_head(wrapped, labels):
+        logps = wrapped(input_ids=ids).logits
+    for total in (loss, -logps.sum()):
+        assert_close(total, expected)
+        total.backward()
+        found = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()}
+        assert_same_gradients(found, wanted)

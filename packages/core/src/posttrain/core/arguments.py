@@ -89,6 +89,11 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "hub_private_repo": _later("create the repository with `hf repo create --private`", False),
     "hub_always_push": _later("upload the saved model with `hf upload`", False),
     "hub_revision": _later("upload the saved model with `hf upload --revision`"),
+    "auto_find_batch_size": _later("lower per_device_train_batch_size and raise gradient_accumulation_steps", False),
+    "skip_memory_metrics": _later("watch memory from outside", True),
+    "enable_jit_checkpoint": _later("save more often, with save_steps", False),
+    # The first loss that is not finite stops the run, so there is never one to filter.
+    "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
     "accelerator_config": _later("gradient accumulation and data loading have arguments of their own"),
     "parallelism_config": _later("start data parallel training with torchrun"),
     "fsdp": _later("start data parallel training with torchrun", False, "", []),
@@ -117,9 +122,6 @@ class RunArguments:
     )
     num_train_epochs: float = opt(3.0, "Passes over the training data; a fraction stops within one.", above=0)
     max_steps: int = opt(-1, "Updates to make, whatever `num_train_epochs` says; -1 follows the epochs.", min=-1)
-    auto_find_batch_size: bool = opt(
-        False, "Where memory runs out, make micro-batches smaller and accumulate more, until it fits."
-    )
     label_smoothing_factor: float = opt(
         0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1
     )
@@ -129,7 +131,6 @@ class RunArguments:
     torch_empty_cache_steps: int | None = opt(
         None, "Give cached device memory back every so many updates: a lower peak, slower steps.", min=1
     )
-    skip_memory_metrics: bool = opt(True, "Leave memory use out of the metrics; measuring it costs time.")
 
     def _normalize(self) -> None:
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
@@ -514,7 +515,6 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         prefetch_factor: int | None = None,
         multiprocessing_context: str | None = None,
         in_order: bool = True,
-        auto_find_batch_size: bool = False,
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> TrainingArguments:
@@ -529,7 +529,6 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             dataloader_prefetch_factor=prefetch_factor,
             dataloader_multiprocessing_context=multiprocessing_context,
             dataloader_in_order=in_order,
-            auto_find_batch_size=auto_find_batch_size,
             ignore_data_skip=ignore_data_skip,
             data_seed=sampler_seed,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from posttrain.core.errors import did_you_mean
-from posttrain.core.state import ExportableState, TrainerControl, TrainerState
+from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,19 @@ class CallbackHandler:
                 self._listen()
                 return present
         return None
+
+    def restore(self, states: dict[str, Any]) -> None:
+        """Put callbacks saved in a checkpoint in place of those present, class by class and in order.
+
+        Args:
+            states: `TrainerState.stateful_callbacks`.
+        """
+        for name, saved in states.items():
+            saved = saved if isinstance(saved, list) else [saved]
+            places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
+            for place, entry in zip(places, saved, strict=False):
+                self.callbacks[place] = type(self.callbacks[place]).from_state(entry)
+        self._listen()
 
     def remove_callback(self, callback: Any) -> None:
         self.pop_callback(callback)

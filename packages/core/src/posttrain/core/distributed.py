@@ -119,10 +119,10 @@ class Distributed:
         if self.precision == "fp16" and (args.use_cpu or not _accelerator_present()):
             raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
         group = InitProcessGroupKwargs(backend=args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))
-        # Autocast is entered by `autocast` below: accelerate's own would patch the forward of the user's model.
+        # Autocast is entered by `autocast` below: accelerate's own would patch the forward of the user's model. Its
+        # precision is left open, because a process has one for all accelerators, and the user may have made one.
         self.accelerator = Accelerator(
             cpu=args.use_cpu or None,
-            mixed_precision="no",
             gradient_accumulation_steps=accumulation,
             kwargs_handlers=[group],
         )
@@ -204,6 +204,11 @@ class Distributed:
         self.scaler.step(optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= before
+
+    def empty_cache(self) -> None:
+        """Give cached device memory back; nothing to do on the CPU."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     # ---- between processes ----
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -29,6 +30,27 @@ from posttrain.core.samplers import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Position:
+    """A place in an epoch.
+
+    Attributes:
+        given: rows given out by each stream: by each worker, or by the only one.
+        turn: the worker whose turn it is.
+        to_drop: batches that are still to be read and dropped.
+        dataset: the position of the dataset itself where the iteration started, if it has one.
+        sampler: the state of a foreign sampler's generator when the epoch started.
+        is_reading: the iteration has given a batch.
+    """
+
+    given: list[int]
+    turn: int = 0
+    to_drop: int = 0
+    dataset: dict[str, Any] | None = None
+    sampler: torch.Tensor | None = None
+    is_reading: bool = False
 
 
 class Loader(DataLoader):
@@ -107,14 +129,13 @@ class Loader(DataLoader):
             shown = {"batch_sampler": batch_sampler}
         else:
             shown = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last and batch_size is not None}
-        super().__init__(
-            dataset, collate_fn=collate_fn, **shown
-        )  # the attributes that users read; the engine reads rows
+        # Of itself this DataLoader only shows what users look at; the one that reads has rows and batches of our own.
+        super().__init__(dataset, collate_fn=collate_fn, **shown)
         collate = _Collate(self.collate_fn, streamed=self._stream is not None)
         self._engine = DataLoader(source, collate_fn=collate, **engine)
         for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
             self.__dict__[name] = getattr(self._engine, name)
-        self._rewind()
+        self._now = self._next = self._beginning()
 
     @property
     def total_batch_size(self) -> int | None:
@@ -125,83 +146,76 @@ class Loader(DataLoader):
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._rewind()
+            self._now = self._next = self._beginning()
 
     def skip(self, num_batches: int) -> None:
         """Let the next iteration start after so many batches of its epoch. No row is read unless the data is a stream."""
-        self._rewind()
-        if len(self._given) > 1:  # which worker gave how many, only reading tells: some may have run out of rows
-            self._to_drop = num_batches
+        start = self._beginning()
+        if len(start.given) == 1:
+            start.given[0] = num_batches * self._unit
         else:
-            self._given, self._start = [num_batches * self._unit], [num_batches * self._unit]
+            start.to_drop = num_batches  # which worker gives how many, only reading tells: some may run out of rows
+        self._now = self._next = start
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch and what was given out of it, in rows, so that it holds for any number of processes."""
-        state = {"epoch": self.epoch, "given": list(self._given), "turn": self._turn, "to_drop": self._to_drop}
-        if self._sampler_state is not None:
-            state["sampler"] = self._sampler_state
-        if self._stream is not None and self._stream.keeps_state:
-            dataset_state = self._stream.dataset.state_dict() if self._is_reading else self._dataset_state
-            state |= {"dataset": dataset_state} if dataset_state is not None else {}
+        now = self._now
+        state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
+        if self._stream is None:
+            if self._draws.generator is not None:
+                state["sampler"] = self._draws.generator.get_state() if now.sampler is None else now.sampler
+        elif now.is_reading and self._stream.keeps_state:
+            state["dataset"] = self._stream.dataset.state_dict()
+        elif now.dataset is not None:
+            state["dataset"] = now.dataset
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration start where `state` was taken."""
-        self.epoch = state["epoch"]
-        given = list(state["given"])
-        if len(given) == len(self._given):
-            self._rewind()
-            self._given, self._start, self._turn = given, list(given), state["turn"]
-            self._to_drop = state["to_drop"]
+        self.epoch, given = state["epoch"], list(state["given"])
+        start = self._beginning()
+        if len(given) == len(start.given):
+            start = _Position(given, state["turn"], state["to_drop"], sampler=state.get("sampler"))
+            if self._stream is not None and self._stream.keeps_state:
+                start.dataset = state.get("dataset")
+            self._now = self._next = start
         else:
             self.skip(sum(given) // self._unit)
             logger.warning(
                 "The stream was read by %s workers and is now read by %s: resumed rows come in another order. Set "
-                "dataloader_num_workers as it was to resume exactly.", len(given), len(self._given),
+                "dataloader_num_workers as it was to resume exactly.", len(given), len(start.given),
             )  # fmt: skip
-        self._sampler_state = self._next_sampler_state = state.get("sampler")
-        if self._stream is not None and any(given):
-            if self._stream.keeps_state and "dataset" in state:
-                self._dataset_state = state["dataset"]
-            else:
-                self._warn_about_replay()
+        if self._stream is not None and any(given) and start.dataset is None:
+            self._warn_about_replay(sum(given))
 
     def __len__(self) -> int:
         """Batches of an epoch on this process."""
         return len(self._draws if self._stream is None else self._stream)
 
     def __iter__(self) -> Iterator[Any]:
-        start, turn, dataset_state, sampler_state = (
-            self._start,
-            self._turn,
-            self._dataset_state,
-            self._next_sampler_state,
-        )
-        to_drop = self._to_drop
-        self._rewind()
-        self._given, self._turn, self._to_drop, self._dataset_state = list(start), turn, to_drop, dataset_state
+        now = replace(self._next, given=list(self._next.given))
+        self._now, self._next = now, self._beginning()
         self._generator.manual_seed(mix(self._seed, self.epoch))
         if self._stream is not None:
-            self._stream.seek(self.epoch, start, turn, dataset_state)
-            return self._give_from_stream(iter(self._engine), self._given)
-        generator = self._draws.generator
-        if generator is not None:
-            if sampler_state is not None:
-                generator.set_state(sampler_state)
-            self._sampler_state = generator.get_state()
-        self._draws.epoch, self._draws.start = self.epoch, start[0]
-        return self._give(iter(self._engine), self._given)
+            self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
+            return self._give_from_stream(iter(self._engine), now)
+        if (generator := self._draws.generator) is not None:
+            if now.sampler is not None:
+                generator.set_state(now.sampler)
+            now.sampler = generator.get_state()
+        self._draws.epoch, self._draws.start = self.epoch, now.given[0]
+        return self._give(iter(self._engine), now)
 
-    def _give(self, batches: Iterator[Any], given: list[int]) -> Iterator[Any]:
-        unit = self._unit
+    def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
+        given, unit = now.given, self._unit
         for batch in batches:
             given[0] += unit
-            self._given = given  # of several iterations at a time, the position is that of the one that moved last
+            self._now = now  # of several iterations at a time, the position is that of the one that moved last
             yield batch
-        self._end(given)
+        self._end(now)
 
-    def _give_from_stream(self, batches: Iterator[Any], given: list[int]) -> Iterator[Any]:
-        last, unit, any_rank = None, self._unit, self._any_rank
+    def _give_from_stream(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
+        last, any_rank = None, self._any_rank
         while True:
             worker, batch = next(batches, (None, None))
             if worker == _GAP:
@@ -213,24 +227,21 @@ class Loader(DataLoader):
             elif worker is None:
                 break
             if worker is not None:
-                given[worker] += unit
-                self._turn, self._is_reading = (worker + 1) % len(given), True
-            if self._to_drop:
-                self._to_drop -= 1
+                now.given[worker] += self._unit
+                now.turn, now.is_reading = (worker + 1) % len(now.given), True
+            self._now = now
+            if now.to_drop:
+                now.to_drop -= 1
                 continue
             yield batch
-        self._end(given)
+        self._end(now)
 
-    def _end(self, given: list[int]) -> None:
-        if self._advance and given is self._given:
+    def _end(self, now: _Position) -> None:
+        if self._advance and now is self._now:
             self.set_epoch(self.epoch + 1)
 
-    def _rewind(self) -> None:
-        streams = max(self.num_workers, 1) if self._stream is not None else 1
-        # Rows given by each stream (a worker's, or the only one), where the next iteration starts, whose turn it is.
-        self._given, self._start, self._turn, self._to_drop = [0] * streams, [0] * streams, 0, 0
-        self._is_reading, self._dataset_state = False, None  # the dataset's own position, where it has one
-        self._sampler_state = self._next_sampler_state = None
+    def _beginning(self) -> _Position:
+        return _Position([0] * (max(self.num_workers, 1) if self._stream is not None else 1))
 
     def _first_batch(self) -> Any:
         with private_random_numbers(self._seed):
@@ -241,8 +252,8 @@ class Loader(DataLoader):
                 )
             return self.collate_fn(rows if self.batch_size is not None else rows[0])
 
-    def _warn_about_replay(self) -> None:
-        dataset, rows = self._stream.dataset, sum(self._start)
+    def _warn_about_replay(self, rows: int) -> None:
+        dataset = self._stream.dataset
         what = f"Resuming a stream of type {type(dataset).__name__} reads its first {rows} rows again and drops them"
         if _is_one_shot(dataset):
             logger.warning(

@@ -79,6 +79,11 @@ class Objective:
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
 
+    @property
+    def may_be_mean(self) -> bool:
+        """Whether the next loss could be a mean, as far as is known."""
+        return self.returns_mean is not False
+
     def __call__(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
         """(loss, whether it is a mean over this micro-batch alone)."""
         if not self.takes_count:

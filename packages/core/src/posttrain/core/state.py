@@ -32,6 +32,11 @@ class ExportableState:
         return instance
 
 
+def has_state(callback: Any) -> bool:
+    """Whether `callback` is an `ExportableState`, of ours or of transformers."""
+    return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
+
+
 @dataclass
 class TrainerState:
     """Where a run stands; saved as ``trainer_state.json`` in each checkpoint and handed to every callback.
@@ -77,7 +82,7 @@ class TrainerState:
         """Take in the state of every `ExportableState` among `callbacks`; several of one class keep their order."""
         self.stateful_callbacks = {}
         for callback in callbacks:
-            if isinstance(callback, ExportableState):
+            if has_state(callback):
                 name, entry = type(callback).__name__, callback.state()
                 present = self.stateful_callbacks.get(name)
                 if present is None:

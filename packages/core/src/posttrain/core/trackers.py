@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,6 @@ class LoggingArguments:
                                 choices=("no", "steps", "epoch"))  # fmt: skip
     logging_steps: float = opt(500, "Updates between log records; below 1 a share of all updates.", above=0)
     logging_first_step: bool = opt(False, "Also log after the very first update.")
-    logging_nan_inf_filter: bool = opt(
-        False, "Leave NaN and infinite losses out of the logged mean. Off: the log shows what happened."
-    )
     log_level: str = opt("passive", "Level of messages on the main process; passive keeps the program's own (INFO).",
                          choices=LOG_LEVELS)  # fmt: skip
     log_level_replica: str = opt("warning", "Level of messages on all other processes.", choices=LOG_LEVELS)
@@ -56,6 +54,16 @@ class LoggingArguments:
                 f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r} "
                 "is not one of no, all, non_padding, True, False"
             )
+
+
+def set_verbosity(level: int) -> None:
+    """Let messages of posttrain from `level` on be seen: on the program's own handlers, or on stderr if it has none."""
+    log = logging.getLogger("posttrain")
+    log.setLevel(level)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        log.addHandler(handler)
 
 
 class JSONLinesCallback(TrainerCallback):

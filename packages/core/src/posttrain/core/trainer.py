@@ -26,7 +26,7 @@ from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, make_plan, windows
-from posttrain.core.state import EvalLoopOutput, ExportableState, PredictionOutput, TrainerControl, TrainerState, TrainOutput
+from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Trainer:
             args = self.config_class()
             logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
         self.args = args
+        trackers.set_verbosity(args.get_process_log_level())
         data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
         self.dist = Distributed(args, args.gradient_accumulation_steps)
         self.accelerator = self.dist.accelerator
@@ -120,6 +121,7 @@ class Trainer:
             trial: the trial of a hyperparameter search that this run belongs to.
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
+        self.args.validate()  # what was assigned since construction
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
         plan = self.make_plan(loader)
@@ -197,13 +199,16 @@ class Trainer:
             The detached share of the window's loss, shape (); the mean of the processes' sums over a window is its loss.
         """
         inputs = self._prepare_inputs(inputs)
-        items = self.count_items(inputs)
+        # Counted before the loss is computed: old code pops the labels from its inputs.
+        items = self.count_items(inputs) if self._objective.may_be_mean else None
         with self.compute_loss_context_manager():
             loss, is_mean = self._objective(model, inputs, num_items_in_batch)
         if is_mean and num_items_in_batch is not None:
             loss = loss * (items / num_items_in_batch)
-        # Processes average their gradients, and each holds a share of one sum. A filler only keeps them in step.
-        loss = loss * (0 if data.is_filler(inputs) else self._loss_scale)
+        if data.is_filler(inputs):  # it only keeps the processes in step
+            loss = loss * 0
+        if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
+            loss = loss * self._loss_scale
         self.dist.backward(loss)
         return loss.detach()
 
@@ -268,10 +273,10 @@ class Trainer:
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ) -> torch.utils.data.DataLoader:
         collator, build = self.data_collator, data.build_train_loader if is_training else data.build_eval_loader
+        sampler = sampler_fn(dataset) if sampler_fn is not None and data.has_length(dataset) else None
         if self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()
             dataset, collator = data.keep_columns(dataset, collator, self._signature_columns, description)
-        sampler = sampler_fn(dataset) if sampler_fn is not None and data.has_length(dataset) else None
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
         options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
         return build(dataset, args=self.args, **options, **place)
@@ -546,7 +551,7 @@ class Trainer:
         return TrainerState(
             is_local_process_zero=self.dist.is_local_main,
             is_world_process_zero=self.dist.is_main,
-            stateful_callbacks=[callback for callback in mine if isinstance(callback, ExportableState)],
+            stateful_callbacks=mine,
         )
 
     @contextlib.contextmanager
@@ -607,15 +612,24 @@ class Trainer:
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if not wanted:
-            return None
-        return self.dist.on_main(lambda: self.store.resolve(wanted))
+        self.dist.on_main(self.store.clean)
+        if wanted:
+            return self.dist.on_main(lambda: self.store.resolve(wanted))
+        if self.store.checkpoints() and not self.args.overwrite_output_dir:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, and this one starts afresh among them. Pass "
+                "resume_from_checkpoint=True to go on instead, another output_dir, or overwrite_output_dir=True.",
+                self.args.output_dir,
+            )  # fmt: skip
+        return None
 
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
         self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
         for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
             setattr(self.state, name, getattr(fresh, name))
+        if self.args.restore_callback_states_from_checkpoint:
+            self.callback_handler.restore(self.state.stateful_callbacks)
         if not (checkpoint / "optimizer.json").is_file():
             logger.warning(
                 "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
@@ -634,8 +648,9 @@ class Trainer:
             rng.set_rng_state(self._rng)
             self._rng = None
 
-    def _adopt(self, loader: Any) -> Any:
-        return data.adopt(loader, rank=self.dist.rank, world_size=self.dist.world_size, seed=self._data_seed)
+    def _adopt(self, loader: Any, is_training: bool = True) -> Any:
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self._data_seed}
+        return data.adopt(loader, is_training=is_training, **place)
 
     @property
     def _data_seed(self) -> int:
@@ -662,6 +677,9 @@ class Trainer:
         self._epoch_ended = False
         self.state.global_step += 1
         self.state.epoch = plan.epoch_at(self._epoch, self._batches, self.state.global_step)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.dist.empty_cache()
 
     def _end_epoch(self, plan: Plan) -> None:
         if self._batches == 0 and self.state.global_step < plan.max_steps:
@@ -740,7 +758,7 @@ class Trainer:
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
-        started = time.perf_counter()
+        started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
         loss_only = None if keep or self.compute_metrics is not None else True
         output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
@@ -751,6 +769,8 @@ class Trainer:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
         if not self.is_in_train:
             self.dist.place(self.model)
+            if self.args.bf16_full_eval or self.args.fp16_full_eval:
+                self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
         return self.model
 
     @contextlib.contextmanager

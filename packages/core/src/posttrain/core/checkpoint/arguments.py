@@ -31,7 +31,6 @@ class CheckpointArguments:
     save_on_each_node: bool = opt(
         False, "Write the checkpoint once on every node, for nodes that do not share a file system."
     )
-    enable_jit_checkpoint: bool = opt(False, "On SIGTERM, finish the update under way, save, and stop.")
     load_best_model_at_end: bool = opt(
         False, "After training, load the checkpoint whose metric_for_best_model was best. It is never deleted."
     )
@@ -45,7 +44,7 @@ class CheckpointArguments:
         False, "When resuming, start the epoch's data afresh instead of going on where the checkpoint stood."
     )
     restore_callback_states_from_checkpoint: bool = opt(
-        False, "When resuming, give callbacks the state that they had, in place of what they were constructed with."
+        True, "When resuming, give callbacks the state that they had, in place of what they were constructed with."
     )
     resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to go on from.")
 

@@ -38,7 +38,7 @@ def write_manifest(directory: Path, step: int, extra: dict[str, Any]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "step": step,
-        "written": time.time(),
+        "written": round(time.time(), 6),
         "block": BLOCK,
         "files": {name: {"size": size, "sha256": digests[name]} for name, size in sorted(files.items())},
         "extra": extra,

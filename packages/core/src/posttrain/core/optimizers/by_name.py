@@ -21,8 +21,10 @@ from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.optimizers.adafactor import Adafactor
 from posttrain.core.optimizers.apollo import Apollo
 from posttrain.core.optimizers.galore import SIDES, galore
+from posttrain.core.optimizers.grokadamw import GrokAdamW
 from posttrain.core.optimizers.layerwise import Layerwise
 from posttrain.core.optimizers.muon import MuonWithAdamW
+from posttrain.core.optimizers.torchao import torchao_adamw
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +219,20 @@ def layerwise(factory: Factory) -> Factory:
     return make
 
 
+def grokadamw(
+    args: Any,
+    model: Any,
+    *,
+    alpha_init: float = 0.98,
+    lamb: float = 2.0,
+    gamma: float = 0.1,
+    grokking_signal_decay_rate: float = 0.1,
+    gradient_clipping: float = 1.0,
+) -> ClassAndArguments:
+    kwargs = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
+    return GrokAdamW, _adam(args) | kwargs | {"grokking_signal_decay_rate": grokking_signal_decay_rate}
+
+
 # --------------------------------------------------------------------------------------------------------- by libraries
 
 
@@ -264,13 +280,12 @@ def bnb_ademamix(
     return _bitsandbytes().AdEMAMix, {"lr": args.learning_rate} | kwargs
 
 
-def torchao_adamw(
+def torchao(
     bits: int, args: Any, model: Any, *, block_size: int = 256, bf16_stochastic_round: bool = False
 ) -> ClassAndArguments:
     """State in blocks of 8 or 4 bits; stochastic rounding lets weights in bfloat16 train without a float32 copy."""
-    library = require("torchao.optim", "torchao>=0.11", why=f"optim='adamw_torch_{bits}bit'")
     kwargs = {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
-    return getattr(library, f"AdamW{bits}bit"), _adam(args) | kwargs
+    return torchao_adamw(bits), _adam(args) | kwargs
 
 
 def schedule_free(
@@ -287,22 +302,6 @@ def schedule_free(
         kwargs["warmup_steps"] = schedules.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
     return getattr(library, f"{kind}ScheduleFree"), kwargs
-
-
-def grokadamw(
-    args: Any,
-    model: Any,
-    *,
-    alpha_init: float = 0.98,
-    lamb: float = 2.0,
-    gamma: float = 0.1,
-    grokking_signal_decay_rate: float = 0.1,
-    gradient_clipping: float = 1.0,
-) -> ClassAndArguments:
-    """AdamW that amplifies slow gradients, after Lee et al. 2024, https://arxiv.org/abs/2405.20233."""
-    library = require("grokadamw", "grokadamw", why="optim='grokadamw'")
-    kwargs = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
-    return library.GrokAdamW, _adam(args) | kwargs | {"grokking_signal_decay_rate": grokking_signal_decay_rate}
 
 
 def stable_adamw(
@@ -351,8 +350,8 @@ OPTIMIZERS: dict[str, Factory] = {
     "adamw_torch_npu_fused": npu_adamw,
     "adafactor": adafactor,
     "adamw_anyprecision": anyprecision_adamw,
-    "adamw_torch_4bit": partial(torchao_adamw, 4),
-    "adamw_torch_8bit": partial(torchao_adamw, 8),
+    "adamw_torch_4bit": partial(torchao, 4),
+    "adamw_torch_8bit": partial(torchao, 8),
     "sgd": sgd,
     "adagrad": adagrad,
     "rmsprop": rmsprop,

@@ -1,0 +1,29 @@
+"""One thread per worker, no network, and a throw-away cache: a test leaves nothing behind and waits for nobody."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first process.
+if "POSTTRAIN_TEST_CACHE" not in os.environ:
+    os.environ["POSTTRAIN_TEST_CACHE"] = tempfile.mkdtemp(prefix="posttrain-tests-")
+    atexit.register(shutil.rmtree, os.environ["POSTTRAIN_TEST_CACHE"], ignore_errors=True)
+os.environ["HF_HOME"] = os.environ["POSTTRAIN_TEST_CACHE"]
+for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_TOKEN"):
+    os.environ.pop(name, None)
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,301 @@
+"""What keeps the house a house: floors, no circles, siblings that never meet, short doors, cheap imports.
+
+A failure names the import to move. When the plan itself changes, change the tables here and `docs/architecture.md` together.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Modules of posttrain.core by floor: each may import its own floor and those below.
+FLOORS = {
+    0: "plan schedules metrics losses state collators errors fields objective health".split(),
+    1: "arguments callbacks chat checkpoint data distributed evaluation heads hub loader models optim optimizers registry report samplers trackers".split(),
+    2: "trainer search cli".split(),
+}
+FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
+# The ground needs nothing that has to be installed besides these.
+GROUND_PACKAGES = {"torch", "numpy"}
+
+ALLOWED = {"core": {"core"}, "seq2seq": {"seq2seq", "core"}, "sft": {"sft", "core"}, "rl": {"rl", "core"}}
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
+# Only these may know how processes are started, wrapped and sharded.
+BACKENDS = {"accelerate": {"core/distributed.py"}, "deepspeed": {"core/distributed.py"}}
+BACKENDS |= {"torch.nn.parallel": {"core/distributed.py"}, "torch.distributed.fsdp": {"core/distributed.py"}}
+FORBIDDEN_NAMES = {"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"}
+FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
+
+# Files of more than 500 lines, and why they are one file.
+LONG = {
+    "core/trainer.py": "the loop and every door are read together",
+    "core/loader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
+    "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
+    "sft/dataset.py": "each dataset format is a branch of one preparation",
+}
+# The methods that users override, under the names of transformers' Trainer.
+DOORS = """
+    get_train_dataloader get_eval_dataloader get_test_dataloader _get_train_sampler _get_eval_sampler
+    create_optimizer get_decay_parameter_names get_optimizer_cls_and_kwargs create_scheduler create_optimizer_and_scheduler
+    train get_batch_samples training_step compute_loss prediction_step evaluation_loop evaluate predict log
+    save_model _save_checkpoint _load_from_checkpoint add_callback pop_callback remove_callback
+    _prepare_inputs _set_signature_columns_if_needed
+    log_metric state_dict load_state_dict count_items windows
+""".split()
+LONG_DOORS = {
+    "train": "the loop itself",
+    "training_step": "the one place where a loss is scaled, with every case in sight",
+    "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
+    "evaluation_loop": "the loop of evaluate and predict",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: `where` is the importing file, `target` a dotted module or a name in one."""
+
+    where: str
+    line: int
+    target: str
+    only_typing: bool
+    at_import_time: bool
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.line} imports {self.target}"
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the product: ``"core/trainer.py"`` -> path."""
+    found = {}
+    for package in ALLOWED:
+        base = ROOT / "packages" / package / "src" / "posttrain"
+        found |= {str(path.relative_to(base)): path for path in sorted(base.rglob("*.py"))}
+    return found
+
+
+@cache
+def tree(where: str) -> ast.Module:
+    return ast.parse(sources()[where].read_text(encoding="utf-8"))
+
+
+def module_of(where: str) -> str:
+    """``core/cli/__init__.py`` -> ``posttrain.core.cli``."""
+    return "posttrain." + where.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@cache
+def modules() -> dict[str, str]:
+    return {module_of(where): where for where in sources()}
+
+
+def walk(node: ast.AST, only_typing: bool = False, at_import_time: bool = True) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Every node below `node`, with whether it is read by type checkers alone and whether importing the file runs it."""
+    for child in ast.iter_child_nodes(node):
+        typing, runs = only_typing, at_import_time and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+            typing = True
+        yield child, typing, runs
+        yield from walk(child, typing, runs)
+
+
+@cache
+def imports(where: str) -> tuple[Import, ...]:
+    found = []
+    for node, typing, runs in walk(tree(where)):
+        if isinstance(node, ast.Import):
+            found += [Import(where, node.lineno, name.name, typing, runs) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = (
+                    module_of(where).split(".") if where.endswith("__init__.py") else module_of(where).split(".")[:-1]
+                )
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            found += [Import(where, node.lineno, f"{base}.{name.name}", typing, runs) for name in node.names]
+    return tuple(found)
+
+
+def all_imports() -> list[Import]:
+    return [one for where in sources() for one in imports(where)]
+
+
+def our_module(target: str) -> str | None:
+    """The module of ours that `target` is, or is a name in."""
+    while target.startswith("posttrain."):
+        if target in modules():
+            return target
+        target = target.rpartition(".")[0]
+    return None
+
+
+def floor(module: str) -> int:
+    """Of a module of core. The face of the package, which gathers all of them, is above them all."""
+    parts = module.split(".")
+    return FLOOR.get(parts[2], 1) if len(parts) > 2 else 3
+
+
+def test_the_search_finds_the_code():
+    assert len(sources()) > 15 and "core/trainer.py" in sources()
+    assert any(one.target == "torch" for one in all_imports())
+
+
+def test_nobody_owns_the_namespace():
+    assert sorted(ROOT.glob("packages/*/src/posttrain/__init__.py")) == []
+    assert sorted(ROOT.glob("packages/*/src/posttrain/*.py")) == []
+
+
+def test_each_package_is_typed():
+    assert [name for name in ALLOWED if not (ROOT / f"packages/{name}/src/posttrain/{name}/py.typed").is_file()] == []
+
+
+def test_siblings_never_meet():
+    wrong = []
+    for one in all_imports():
+        package = one.where.split("/")[0]
+        if one.target.split(".")[0] == "posttrain" and one.target.split(".")[1] not in ALLOWED[package]:
+            wrong.append(str(one))
+    assert wrong == []
+
+
+def test_every_module_of_core_has_its_floor():
+    names = {module.split(".")[2] for module in modules() if module.startswith("posttrain.core.")}
+    assert sorted(names - set(FLOOR)) == []
+
+
+def test_imports_point_down_or_along_a_floor():
+    wrong = []
+    for one in all_imports():
+        here, there = module_of(one.where), our_module(one.target)
+        if here.startswith("posttrain.core.") and there is not None and floor(there) > floor(here):
+            wrong.append(f"{one}: floor {floor(here)} imports floor {floor(there)}")
+    assert wrong == []
+
+
+def test_the_ground_stands_on_torch_numpy_and_the_standard_library():
+    allowed = GROUND_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
+    ground = [one for one in all_imports() if one.where.startswith("core/") and floor(module_of(one.where)) == 0]
+    assert ground and [str(one) for one in ground if one.target.split(".")[0] not in allowed] == []
+
+
+def test_no_import_goes_in_a_circle():
+    graph = {module: set() for module in modules()}
+    for one in all_imports():
+        there = our_module(one.target)
+        if there is not None and not one.only_typing and there != module_of(one.where):
+            graph[module_of(one.where)].add(there)
+    assert circles(graph) == []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (strongly connected components of more than one), Tarjan 1972."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for neighbour in graph[node]:
+            if neighbour not in number:
+                visit(neighbour)
+                low[node] = min(low[node], low[neighbour])
+            elif neighbour in stack:
+                low[node] = min(low[node], number[neighbour])
+        if low[node] == number[node]:
+            start = stack.index(node)
+            group = stack[start:]
+            del stack[start:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in number:
+            visit(node)
+    return found
+
+
+def test_the_search_for_circles_finds_one():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+
+
+def test_rooms_take_what_they_need_and_no_trainer():
+    wrong = []
+    for where in sources():
+        if where.startswith("core/") and floor(module_of(where)) < 2:
+            for node in ast.walk(tree(where)):
+                if isinstance(node, ast.arg) and node.arg == "trainer":
+                    wrong.append(f"{where}:{node.lineno} takes a trainer")
+    assert wrong == []
+
+
+def test_files_are_named_for_what_they_hold():
+    assert [where for where in sources() if set(where.removesuffix(".py").split("/")) & EMPTY_NAMES] == []
+
+
+def test_long_files_say_why():
+    long = {w for w, path in sources().items() if len(path.read_text(encoding="utf-8").splitlines()) > 500}
+    assert sorted(long - set(LONG)) == []
+
+
+def test_doors_are_short():
+    trainer = next(n for n in tree("core/trainer.py").body if isinstance(n, ast.ClassDef) and n.name == "Trainer")
+    lengths = {n.name: body_lines(n, "core/trainer.py") for n in trainer.body if isinstance(n, ast.FunctionDef)}
+    assert sorted(set(DOORS) - set(lengths)) == [], "a door that users of transformers know is missing"
+    doors = {*DOORS, *(name for name in lengths if not name.startswith("_"))}
+    assert {name: lengths[name] for name in doors if lengths[name] > 10 and name not in LONG_DOORS} == {}
+
+
+def body_lines(function: ast.FunctionDef, where: str) -> int:
+    """Lines of code in the body: without docstring, comments and empty lines."""
+    first = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    text = sources()[where].read_text(encoding="utf-8").splitlines()
+    lines = text[first[0].lineno - 1 : function.end_lineno] if first else []
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+
+
+def test_no_trainer_of_others_is_used():
+    wrong = []
+    for one in all_imports():
+        parts = one.target.split(".")
+        foreign = parts[0] == "transformers" and (
+            parts[-1] in FORBIDDEN_NAMES or (len(parts) > 1 and parts[1].startswith(("trainer", "training_args")))
+        )
+        if foreign or parts[0] in ("trl", "lightning", "composer"):
+            wrong.append(str(one))
+    assert wrong == []
+
+
+def test_backends_are_known_in_one_file():
+    wrong = []
+    for one in all_imports():
+        for backend, files in BACKENDS.items():
+            if (one.target == backend or one.target.startswith(backend + ".")) and one.where not in files:
+                wrong.append(str(one))
+    assert wrong == []
+
+
+HEAVY = """
+    datasets peft pandas bitsandbytes deepspeed transformers.modeling_utils transformers.trainer
+    transformers.training_args trl wandb tensorboard mlflow matplotlib
+""".split()
+
+
+@pytest.mark.parametrize(
+    "statement", ["from posttrain.core import Trainer, TrainingArguments", "import posttrain.core.cli"]
+)
+def test_importing_is_cheap(statement):
+    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
