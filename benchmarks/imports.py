@@ -1,6 +1,6 @@
 """What importing a trainer costs on top of torch, in fresh processes that take turns.
 
-    python benchmarks/imports.py [--rounds 7]
+python benchmarks/imports.py [--rounds 7]
 """
 
 from __future__ import annotations

@@ -132,8 +132,9 @@ def main() -> None:
 
     vocab, tokens, width = (8192, 1024, 64) if args.small else (151_936, 4096, 256)
     rounds = 1 if args.small else args.rounds
+    print(f"vocabulary {vocab} x {tokens} tokens x {width} wide, forward and backward, median of {rounds}")
     runs: dict[tuple[str, str], list[dict]] = {}
-    for _ in range(rounds):
+    for done in range(1, rounds + 1):
         for dtype in args.dtypes:
             for method in METHODS:
                 command = [sys.executable, __file__, "--one", method, dtype, str(vocab), str(tokens), str(width)]
@@ -144,28 +145,34 @@ def main() -> None:
                 run = json.loads(finished.stdout.splitlines()[-1])
                 print(f"  {dtype} {method}: {run}", file=sys.stderr, flush=True)
                 runs.setdefault((dtype, method), []).append(run)
-
-    results = []
-    print(f"vocabulary {vocab} x {tokens} tokens x {width} wide, forward and backward, median of {rounds}")
-    for (dtype, method), measured in runs.items():
-        if "skipped" in measured[0]:
-            print(f"{dtype:9} {method:40} {measured[0]['skipped']}")
-            continue
-        row = {key: statistics.median(run[key] for run in measured) for key in measured[0]}
-        row["all_seconds"] = [round(run["seconds"], 3) for run in measured]
-        baseline = "transformers, 20 % labelled" if "20 %" in method else BASELINE
-        plain = [run for run in results if (run["dtype"], run["method"]) == (dtype, baseline)]
-        for key, ratio in (("seconds", "times_faster"), ("extra_mib", "times_less_memory")):
-            row[ratio] = round((plain[0] if plain else row)[key] / row[key], 2)
-            row[key] = round(row[key], 3)
-        results.append({"dtype": dtype, "method": method, **row})
+        if args.output:  # after every round: an interrupted run leaves what it has measured
+            size = {"vocabulary": vocab, "tokens": tokens, "width": width, "rounds": done}
+            results = {"machine": machine(), "size": size, "results": summarize(runs)}
+            args.output.write_text(json.dumps(results, indent=1) + "\n")
+    for row in summarize(runs):
         print(
-            f"{dtype:9} {method:40} {row['seconds']:7.2f} s ({row['times_faster']:5.2f}x)"
+            f"{row['dtype']:9} {row['method']:40} {row['seconds']:7.2f} s ({row['times_faster']:5.2f}x)"
             f"  {row['extra_mib']:7.0f} MiB ({row['times_less_memory']:5.1f}x less)  loss {row['loss']:.5f}"
+            if "skipped" not in row
+            else f"{row['dtype']:9} {row['method']:40} {row['skipped']}"
         )
-    if args.output:
-        size = {"vocabulary": vocab, "tokens": tokens, "width": width, "rounds": rounds}
-        args.output.write_text(json.dumps({"machine": machine(), "size": size, "results": results}, indent=1) + "\n")
+
+
+def summarize(runs: dict[tuple[str, str], list[dict]]) -> list[dict]:
+    """One row for each dtype and method: medians over the rounds, and ratios to the loss of transformers."""
+    rows: dict[tuple[str, str], dict] = {}
+    for (dtype, method), measured in runs.items():
+        row = {"dtype": dtype, "method": method}
+        rows[dtype, method] = row
+        if "skipped" in measured[0]:
+            row |= measured[0]
+            continue
+        row |= {key: round(statistics.median(run[key] for run in measured), 4) for key in measured[0]}
+        row["all_seconds"] = [round(run["seconds"], 3) for run in measured]
+        plain = rows[dtype, "transformers, 20 % labelled" if "20 %" in method else BASELINE]
+        row["times_faster"] = round(plain["seconds"] / row["seconds"], 2)
+        row["times_less_memory"] = round(plain["extra_mib"] / row["extra_mib"], 2)
+    return list(rows.values())
 
 
 if __name__ == "__main__":

@@ -39,4 +39,6 @@ def test_cutting_a_window_differently_changes_nothing(name, batch, accumulation,
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_evaluation_loss_does_not_depend_on_its_batch_size(name, batch, tmp_path):
     expected = EXACT[name](tmp_path, per_device_eval_batch_size=7).evaluate()["eval_loss"]
-    assert EXACT[name](tmp_path, per_device_eval_batch_size=batch).evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert EXACT[name](tmp_path, per_device_eval_batch_size=batch).evaluate()["eval_loss"] == pytest.approx(
+        expected, rel=1e-6
+    )

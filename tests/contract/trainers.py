@@ -44,7 +44,10 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def classification_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
     rows = tiny.token_rows(num_rows, seed)
-    return [{"input_ids": r["input_ids"], "attention_mask": r["attention_mask"], "label": sum(r["labels"]) % 3} for r in rows]
+    return [
+        {"input_ids": r["input_ids"], "attention_mask": r["attention_mask"], "label": sum(r["labels"]) % 3}
+        for r in rows
+    ]
 
 
 def text_rows(num_rows: int) -> list[dict[str, str]]:

@@ -88,7 +88,11 @@ def test_add_pop_remove_by_class_and_instance(caplog):
 )  # fmt: skip
 def test_default_flow_raises_the_flags_that_are_due(strategy, step, expected):
     args = SimpleNamespace(
-        logging_strategy=strategy, eval_strategy=strategy, save_strategy=strategy, logging_first_step=False, eval_delay=0
+        logging_strategy=strategy,
+        eval_strategy=strategy,
+        save_strategy=strategy,
+        logging_first_step=False,
+        eval_delay=0,
     )
     state = TrainerState(global_step=step, max_steps=7, logging_steps=2, eval_steps=3, save_steps=5)
     control = TrainerControl()

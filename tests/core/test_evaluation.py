@@ -63,7 +63,9 @@ def test_batch_metrics_see_each_batch_and_the_last_one_is_marked():
 
 
 def test_logits_are_replaced_before_they_are_kept_and_extras_are_kept_on_demand():
-    kept, _, _ = run(loader(2), preprocess_logits=lambda logits, labels: logits > 4, include=["inputs", "loss"], main_input="x")
+    kept, _, _ = run(
+        loader(2), preprocess_logits=lambda logits, labels: logits > 4, include=["inputs", "loss"], main_input="x"
+    )
     assert kept.predictions.dtype == bool and kept.inputs.tolist() == VALUES.tolist() and kept.losses[0] == 1.5
 
 

@@ -28,7 +28,9 @@ def watch(compute_loss):
     ],
 )
 def test_a_loss_that_divides_by_the_count_is_a_sum(divide):
-    loss, is_mean = watch(lambda m, i, return_outputs=False, num_items_in_batch=None: divide(LOSSES.sum(), num_items_in_batch))
+    loss, is_mean = watch(
+        lambda m, i, return_outputs=False, num_items_in_batch=None: divide(LOSSES.sum(), num_items_in_batch)
+    )
     assert not is_mean
     assert type(loss) is torch.Tensor and loss == 3.0
 
@@ -79,7 +81,9 @@ def test_the_stock_losses_of_transformers_divide_and_a_classifier_does_not():
     labels = ids.clone()
     labels[0, :5] = -100
     lm, count = tiny.causal_lm(), torch.tensor(10)
-    ask = Objective(lambda m, i, num_items_in_batch=None: objective.model_loss(m, i, num_items_in_batch, pass_count=True)[0])
+    ask = Objective(
+        lambda m, i, num_items_in_batch=None: objective.model_loss(m, i, num_items_in_batch, pass_count=True)[0]
+    )
     summed, is_mean = ask(lm, {"input_ids": ids, "labels": labels}, count)
     mean, _ = objective.model_loss(lm, {"input_ids": ids, "labels": labels}, pass_count=True)
     assert not is_mean and count_items({"labels": labels}, shifted=True) == 3 + 7
@@ -115,7 +119,11 @@ def test_label_smoothing_and_loss_functions_keep_the_labels_from_the_model():
     x, labels = torch.randn(2, 3), torch.tensor([0, 2])
     batch = {"x": x, "labels": labels}
     loss, _ = objective.model_loss(
-        Model(), batch, N, pass_count=False, loss_func=lambda out, y, num_items_in_batch: out["logits"].sum() / num_items_in_batch
+        Model(),
+        batch,
+        N,
+        pass_count=False,
+        loss_func=lambda out, y, num_items_in_batch: out["logits"].sum() / num_items_in_batch,
     )
     torch.testing.assert_close(loss, x.sum() / 4)
     smoothed, _ = objective.model_loss(Model(), batch, pass_count=False, label_smoothing=0.2)

@@ -10,8 +10,8 @@ from torch import nn
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.callbacks import EVENTS
 from posttrain.core.errors import CheckpointError, NonFiniteError
-from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 from tests import tiny
+from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 
 make = TRAINERS["causal-lm"]
 
@@ -44,8 +44,19 @@ def line(count=64):
 
 
 def regression(tmp_path, callbacks=None, model=None, **changes):
-    defaults = dict(output_dir=str(tmp_path), learning_rate=0.1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)
-    options = {k: changes.pop(k) for k in list(changes) if k in ("compute_metrics", "eval_dataset", "optimizers", "train_dataset")}
+    defaults = dict(
+        output_dir=str(tmp_path),
+        learning_rate=0.1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    options = {
+        k: changes.pop(k)
+        for k in list(changes)
+        if k in ("compute_metrics", "eval_dataset", "optimizers", "train_dataset")
+    }
     options = {"train_dataset": line(), "eval_dataset": line(20)} | options
     return Trainer(model or Regression(), TrainingArguments(**(defaults | changes)), callbacks=callbacks, **options)
 
@@ -101,7 +112,9 @@ def test_the_log_file_is_strict_json_and_has_each_step_once_after_a_resume(tmp_p
     regression(tmp_path, **options).train()
     again = regression(tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    records = [json.loads(text, parse_constant=pytest.fail) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(text, parse_constant=pytest.fail) for text in (tmp_path / "log.jsonl").read_text().splitlines()
+    ]
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len(records) == len(again.state.log_history)
 
@@ -119,7 +132,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_never_reaches_the_weights(b
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss * bad if self.state.global_step == 2 else loss
 
-    trainer = Poisoned(Regression(), TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True), train_dataset=line())
+    trainer = Poisoned(
+        Regression(), TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True), train_dataset=line()
+    )
     with pytest.raises(NonFiniteError, match="Update 3: .*weights are those of update 2"):
         trainer.train()
     assert all(torch.isfinite(value) for value in weights(trainer).values())
@@ -226,7 +241,9 @@ def test_a_log_of_one_argument_and_a_training_step_of_two_still_work(tmp_path):
             calls.append("step")
             return super().training_step(model, inputs)
 
-    Old(Regression(), TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1), train_dataset=line()).train()
+    Old(
+        Regression(), TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1), train_dataset=line()
+    ).train()
     assert calls == ["step", "log", "step", "log", "log"]
 
 
@@ -263,7 +280,9 @@ def test_an_optimizer_and_schedule_that_were_given_are_left_alone(tmp_path):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     trainer = regression(tmp_path, model=model, optimizers=(optimizer, schedule), max_steps=2)
     trainer.train()
-    assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule and optimizer.param_groups[0]["lr"] == 0.5
+    assert (
+        trainer.optimizer is optimizer and trainer.lr_scheduler is schedule and optimizer.param_groups[0]["lr"] == 0.5
+    )
 
 
 def test_saving_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):

@@ -36,10 +36,8 @@ from posttrain.core.fields import (
 )
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
-from posttrain.core.schedules import ScheduleArguments
+from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.trackers import LoggingArguments
-
-NEEDS_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that follow the evaluation's metric
 
 
 def _later(instead: str, *harmless: Any) -> Removed:
@@ -188,7 +186,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             if isinstance(value, float) and value.is_integer():
                 setattr(self, name, int(value))
         if self.metric_for_best_model is None and (
-            self.load_best_model_at_end or self.lr_scheduler_type in NEEDS_EVALUATION
+            self.load_best_model_at_end or self.lr_scheduler_type in FOLLOW_A_METRIC
         ):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
@@ -206,7 +204,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 ("load_best_model_at_end=True", self.load_best_model_at_end),
                 ("save_strategy='best'", self.save_strategy == "best"),
                 ("eval_on_start=True", self.eval_on_start),
-                (f"lr_scheduler_type={str(self.lr_scheduler_type)!r}", self.lr_scheduler_type in NEEDS_EVALUATION),
+                (f"lr_scheduler_type={str(self.lr_scheduler_type)!r}", self.lr_scheduler_type in FOLLOW_A_METRIC),
             ):
                 if asks:
                     yield f"{name} needs evaluations and eval_strategy is 'no'; set eval_strategy='steps' or 'epoch'"

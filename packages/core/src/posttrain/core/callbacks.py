@@ -277,7 +277,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix_str(_summary(logs), refresh=False)
         elif self.training_bar is not None and logs:
-            self.training_bar.write(_line({k: v for k, v in logs.items() if not k.startswith("perf/")}, self.max_str_len))
+            self.training_bar.write(
+                _line({k: v for k, v in logs.items() if not k.startswith("perf/")}, self.max_str_len)
+            )
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:

@@ -38,7 +38,9 @@ class DistributedArguments:
         None, "Backend of torch.distributed; None takes nccl on GPUs and gloo on CPUs.",
         choices=("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"),
     )  # fmt: skip
-    ddp_timeout: int = opt(1800, "Seconds after which a collective that does not finish raises, on every device.", min=1)
+    ddp_timeout: int = opt(
+        1800, "Seconds after which a collective that does not finish raises, on every device.", min=1
+    )
     ddp_find_unused_parameters: bool | None = opt(
         None, "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed."
     )
@@ -254,7 +256,7 @@ class Distributed:
         if self.is_main:
             try:
                 result = work()
-            except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
+            except Exception as caught:
                 error = caught
         if self.world_size > 1:
             result, error = self.broadcast_object((result, error))

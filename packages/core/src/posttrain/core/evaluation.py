@@ -33,11 +33,15 @@ class EvaluationArguments:
     eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
     per_device_eval_batch_size: int = opt(8, "Rows of one evaluation batch on each device; metrics do not depend on it.",
                                           min=1, aliases=("per_gpu_eval_batch_size",))  # fmt: skip
-    prediction_loss_only: bool = opt(False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run.")
+    prediction_loss_only: bool = opt(
+        False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run."
+    )
     eval_accumulation_steps: int | None = opt(
         None, "Move kept predictions to host memory every so many batches; None: after every batch.", min=1
     )
-    eval_do_concat_batches: bool = opt(True, "Join the batches' predictions into one array; off keeps a list of batches.")
+    eval_do_concat_batches: bool = opt(
+        True, "Join the batches' predictions into one array; off keeps a list of batches."
+    )
     eval_use_gather_object: bool = opt(False, "Kept for old scripts: predictions of any kind are gathered as they are.")
     batch_eval_metrics: bool = opt(
         False, "Call `compute_metrics(batch, compute_result)` after each batch, so that no prediction is stored."

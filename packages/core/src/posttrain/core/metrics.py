@@ -71,6 +71,16 @@ class Clock:
         self._phases: dict[str, float] = {}
         self._started = self._last = time.perf_counter()
 
+    def __call__(self, phase: str) -> Clock:
+        """A context whose seconds are those of `phase`; phases do not nest."""
+        self._phase, self._entered = phase, time.perf_counter()
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.add(self._phase, time.perf_counter() - self._entered)
+
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
@@ -90,7 +100,10 @@ class Clock:
         self._last, self._phases = now, {}
         # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
         training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
-        values = {"perf/step_seconds": training / max(steps, 1), "perf/time_left_seconds": seconds / max(steps, 1) * steps_left}
+        values = {
+            "perf/step_seconds": training / max(steps, 1),
+            "perf/time_left_seconds": seconds / max(steps, 1) * steps_left,
+        }
         if slots:
             values |= {"perf/tokens_per_second": tokens / training, "perf/real_token_share": tokens / slots}
         return values | {f"perf/{phase}_seconds": spent for phase, spent in phases.items()}

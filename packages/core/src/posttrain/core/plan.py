@@ -49,6 +49,27 @@ class Plan:
         return epoch + min(batches, self.batches_per_epoch) / max(self.batches_per_epoch, 1)
 
 
+@dataclass
+class Progress:
+    """Where a run stands in its data and its log, beside what `TrainerState` tells callbacks; saved in checkpoints.
+
+    Attributes:
+        epoch: number of the pass over the data. epoch_ended: nothing more is drawn from it.
+        batches: micro-batches that this process drew in this pass.
+        loss_sum, loss_count: of the steps whose losses were logged already.
+        last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
+    """
+
+    epoch: int = 0
+    epoch_ended: bool = False
+    batches: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    last_logged: int = 0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+
+
 def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs: float, max_steps: int) -> Plan:
     """Plan a run; `max_steps` > 0 beats `num_train_epochs`.
 
@@ -70,7 +91,9 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
     steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
     if max_steps > 0:
         return Plan(accumulation, batches_per_epoch, max_steps, math.ceil(max_steps / steps_per_epoch))
-    return Plan(accumulation, batches_per_epoch, math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs))
+    return Plan(
+        accumulation, batches_per_epoch, math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
+    )
 
 
 def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:

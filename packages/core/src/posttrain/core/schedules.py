@@ -22,6 +22,9 @@ from posttrain.core.fields import opt
 
 logger = logging.getLogger(__name__)
 
+#: Schedules that are stepped by the metric of an evaluation.
+FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+
 Curve = Callable[[int], float]
 WSD_SHAPES: dict[str, Curve] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
     "linear": lambda progress: progress,

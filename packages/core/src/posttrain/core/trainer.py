@@ -7,9 +7,9 @@ that knows nothing of trainers. Override the door to change what happens; use a 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,17 +21,18 @@ from torch import nn
 from posttrain.core import data, evaluation, health, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
-from posttrain.core.checkpoint import Store, codec, rng, transaction, weights
+from posttrain.core.checkpoint import Store, transaction, weights
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
-from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
-from posttrain.core.plan import Plan, make_plan, windows
-from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
+from posttrain.core.lifecycle import Lifecycle
+from posttrain.core.metrics import Clock, Metrics
+from posttrain.core.plan import Plan, Progress, make_plan, windows
+from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Lifecycle):
     """Trains, evaluates and saves a PyTorch model.
 
     Args:
@@ -129,8 +130,8 @@ class Trainer:
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval)
-            for self._epoch in range(self._epoch, plan.num_epochs):
-                self._fire("on_epoch_begin")
+            for epoch in range(self.progress.epoch, plan.num_epochs):
+                self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
                     self._fire("on_step_begin")
                     self.train_on_window(model, window, num_items)
@@ -140,11 +141,15 @@ class Trainer:
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
                 self._end_epoch(plan)
-                self._fire("on_epoch_end")
                 self._log_evaluate_save(model, trial, ignore_keys_for_eval)
                 if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
                     break
         return self._finish()
+
+    def make_plan(self, loader: Any) -> Plan:
+        """How many updates the run has; see `posttrain.core.plan`."""
+        args, length = self.args, len(loader) if data.has_length(loader) else None
+        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
@@ -152,9 +157,8 @@ class Trainer:
         batches = iter(loader)
         self._restore_rng()  # the first row that is read must find the random numbers of the checkpoint
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            started = time.perf_counter()
-            window, num_items = self.get_batch_samples(batches, plan.accumulation, self.args.device)
-            self.clock.add("data", time.perf_counter() - started)
+            with self.clock("data"):
+                window, num_items = self.get_batch_samples(batches, plan.accumulation, self.args.device)
             if not window:
                 return
             yield window, num_items
@@ -177,11 +181,13 @@ class Trainer:
             loss = share if loss is None else loss + share
             if number < len(window):
                 self._fire("on_substep_end")
-        self._grad_norm = self.dist.clip_gradients(self._parameters, self.args.max_grad_norm, self.optimizer)
+        grad_norm = self.progress.grad_norm = self.dist.clip_gradients(
+            self._parameters, self.args.max_grad_norm, self.optimizer
+        )
         self._fire("on_pre_optimizer_step")
-        self._learning_rate = self._get_learning_rate()  # the one this step uses, for the log
+        self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
-            health.check_finite(loss, self._grad_norm, self.state.global_step)
+            health.check_finite(loss, grad_norm, self.state.global_step)
         applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -308,6 +314,14 @@ class Trainer:
             forward = models.base_model(self.model).forward
             self._signature_columns = [*data.signature_columns(forward), *self.label_names]
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from ``model_init``, called with the trial where it takes one."""
+        takes_trial = len(inspect.signature(self.model_init).parameters) > 0
+        model = self.model_init(trial) if takes_trial else self.model_init()
+        if model is None:
+            raise RuntimeError("model_init returned None; it must return a model.")
+        return model
+
     # ------------------------------------------------------------------------------------------------ optimization
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -337,8 +351,12 @@ class Trainer:
         if self.lr_scheduler is None:
             args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
             warmup = schedules.warmup_steps(args, num_training_steps)
-            options = args.lr_scheduler_kwargs or {}
-            self.lr_scheduler = schedules.build(args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options)
+            options = dict(args.lr_scheduler_kwargs or {})
+            if args.lr_scheduler_type in schedules.FOLLOW_A_METRIC and args.greater_is_better:
+                options.setdefault("mode", "max")
+            self.lr_scheduler = schedules.build(
+                args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options
+            )
         return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:
@@ -356,7 +374,9 @@ class Trainer:
             sets = datasets if eval_dataset is not None else {name: name for name in datasets}
             parts = [self.evaluate(ds, ignore_keys, f"{metric_key_prefix}_{name}") for name, ds in sets.items()]
             return {name: value for part in parts for name, value in part.items()}
-        metrics = self._timed_pass(self.get_eval_dataloader(eval_dataset), "Evaluation", ignore_keys, metric_key_prefix).metrics
+        metrics = self._timed_pass(
+            self.get_eval_dataloader(eval_dataset), "Evaluation", ignore_keys, metric_key_prefix
+        ).metrics
         self.log(metrics)
         self._fire("on_evaluate", metrics=metrics)
         return metrics
@@ -365,7 +385,9 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions and labels of every row, with metrics where there are labels."""
-        output = self._timed_pass(self.get_test_dataloader(test_dataset), "Prediction", ignore_keys, metric_key_prefix, keep=True)
+        output = self._timed_pass(
+            self.get_test_dataloader(test_dataset), "Prediction", ignore_keys, metric_key_prefix, keep=True
+        )
         self._fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -398,7 +420,9 @@ class Trainer:
             )
         if compute_metrics is not None and batch_metrics is None and kept.predictions is not None:
             named |= compute_metrics(kept)
-        prefixed = {n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v for n, v in named.items()}
+        prefixed = {
+            n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v for n, v in named.items()
+        }
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
 
     def prediction_step(
@@ -441,27 +465,21 @@ class Trainer:
         """What this process must remember to go on exactly, beside weights, optimizer and random numbers. Extend it in a
         subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
         return {
-            "epoch": self._epoch,
-            "batches": self._batches,
-            "epoch_ended": self._epoch_ended,
+            "progress": dataclasses.asdict(self.progress) | {"grad_norm": float(self.progress.grad_norm)},
             "loader": self._loader.state_dict(),
             "metrics": self.metrics.state_dict(),
-            "total_loss": self._total_loss,
-            "last": (self._last_logged, float(self._grad_norm), self._learning_rate),
             "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self._total_loss = tuple(state["total_loss"])
-        self._last_logged, self._grad_norm, self._learning_rate = state["last"]
+        self.progress = Progress(**state["progress"])
         self.metrics.load_state_dict(state["metrics"])
         self.control.should_training_stop = state["stopped"]
-        self._epoch, self._batches = state["epoch"], state["batches"]
         self._loader.load_state_dict(state["loader"])
-        if state["epoch_ended"]:
-            self._epoch += 1
-            self._loader.set_epoch(self._epoch)
+        if self.progress.epoch_ended:
+            self.progress.epoch += 1
+            self._loader.set_epoch(self.progress.epoch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         step = self.state.global_step
@@ -473,17 +491,6 @@ class Trainer:
             self._fire("on_save")
         elif self.state.best_global_step == step:
             self.state.best_model_checkpoint = None
-
-    def _write_checkpoint(self, directory: Path) -> None:
-        self.save_model(str(directory), _internal_call=True)
-        if not self.args.save_only_model:
-            codec.save_tree({"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}")
-        if self.dist.is_main:
-            if not self.args.save_only_model:
-                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
-                codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
-            self.state.collect([*self.callback_handler.callbacks, self.control])
-            self.state.save_to_json(directory / "trainer_state.json")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
@@ -517,270 +524,6 @@ class Trainer:
 
     def is_local_process_zero(self) -> bool:
         return self.dist.is_local_main
-
-    # ------------------------------------------------------------------------------------------------ behind the doors
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model from ``model_init``, called with the trial where it takes one."""
-        takes_trial = len(inspect.signature(self.model_init).parameters) > 0
-        model = self.model_init(trial) if takes_trial else self.model_init()
-        if model is None:
-            raise RuntimeError("model_init returned None; it must return a model.")
-        return model
-
-    def make_plan(self, loader: Any) -> Plan:
-        """How many updates the run has; see `posttrain.core.plan`."""
-        args, length = self.args, len(loader) if data.has_length(loader) else None
-        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
-
-    def _set_model(self, model: nn.Module) -> None:
-        base = models.base_model(model)
-        self.model = self.model_wrapped = model
-        self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
-        self._loss_shifts_labels = objective.shifts_labels(base)
-        self.label_names = self.args.label_names or objective.label_names(base)
-        self.can_return_loss = objective.can_return_loss(base)
-        self._main_input = getattr(base, "main_input_name", "input_ids")
-        self._signature_columns: list[str] | None = None
-        self.dist.place(model)
-        if getattr(model, "config", None) is not None:
-            model.config.use_cache = self.args.use_cache
-
-    def _new_state(self) -> TrainerState:
-        mine = [*self.callback_handler.callbacks, self.control]
-        return TrainerState(
-            is_local_process_zero=self.dist.is_local_main,
-            is_world_process_zero=self.dist.is_main,
-            stateful_callbacks=mine,
-        )
-
-    @contextlib.contextmanager
-    def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
-        """Everything that is set up before the first step and taken down after the last, whatever happens between."""
-        args, handler = self.args, self.callback_handler
-        if self.model_init is not None:
-            data.set_seed(args.seed)
-            self._set_model(self.call_model_init(trial))
-            self.optimizer = None if self._owns_optimizer else self.optimizer
-        if checkpoint is not None:
-            self._load_from_checkpoint(checkpoint)
-        models.align_special_tokens(self.model, self.processing_class)
-        self.model_wrapped = self._wrap_model(self.model)
-        if self._owns_scheduler:
-            self.lr_scheduler = None
-        self.create_optimizer_and_scheduler(plan.max_steps)
-        self.state, self.control = self._new_state(), TrainerControl()
-        self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
-        self._loader, self._epoch, self._batches, self._epoch_ended = loader, 0, 0, False
-        self.metrics, self.clock, self._total_loss, self._rng = Metrics(), Clock(), (0.0, 0), None
-        self._last_logged, self._grad_norm, self._learning_rate = 0, 0.0, 0.0
-        loader.set_epoch(0)
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        self.state.compute_steps(args, plan.max_steps)
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
-        self._first_step = self.state.global_step
-        self._parameters = list(self.model_wrapped.parameters())
-        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
-        self._training_step = objective.with_count(self.training_step)
-        self._loss_scale = self.dist.world_size if args.average_tokens_across_devices else 1
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.train_dataloader = loader
-        self.is_in_train = True
-        logger.info(
-            "Training %s parameters for %d updates of %d x %d x %d rows (batch x accumulation x processes)%s.",
-            f"{sum(p.numel() for p in self._parameters if p.requires_grad):,}", plan.max_steps, self._train_batch_size,
-            plan.accumulation, self.dist.world_size, f", from update {self._first_step}" if self._first_step else "",
-        )  # fmt: skip
-        self._set_train_mode(self.model_wrapped)
-        try:
-            with models.neftune(self.model, args.neftune_noise_alpha):
-                yield self.model_wrapped
-        finally:
-            self.is_in_train = False
-
-    def _wrap_model(self, model: nn.Module) -> nn.Module:
-        args = self.args
-        if args.activation_checkpointing:
-            models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
-        if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
-            logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
-        if args.torch_compile:
-            wrapped = torch.compile(wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
-        return wrapped
-
-    def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
-        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self.dist.on_main(self.store.clean)
-        if wanted:
-            return self.dist.on_main(lambda: self.store.resolve(wanted))
-        if self.store.checkpoints() and not self.args.overwrite_output_dir:
-            logger.warning(
-                "%s holds checkpoints of an earlier run, and this one starts afresh among them. Pass "
-                "resume_from_checkpoint=True to go on instead, another output_dir, or overwrite_output_dir=True.",
-                self.args.output_dir,
-            )  # fmt: skip
-        return None
-
-    def _resume(self, checkpoint: Path) -> None:
-        fresh = self.state
-        self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
-        for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
-            setattr(self.state, name, getattr(fresh, name))
-        if self.args.restore_callback_states_from_checkpoint:
-            self.callback_handler.restore(self.state.stateful_callbacks)
-        if not (checkpoint / "optimizer.json").is_file():
-            logger.warning(
-                "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
-                "random numbers start afresh.", checkpoint,
-            )  # fmt: skip
-            return
-        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer"))
-        self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
-        mine = checkpoint / f"rank-{self.dist.rank}"
-        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
-        self.load_state_dict(saved["trainer"])
-        self._rng = saved["rng"]
-
-    def _restore_rng(self) -> None:
-        if self._rng is not None:
-            rng.set_rng_state(self._rng)
-            self._rng = None
-
-    def _adopt(self, loader: Any, is_training: bool = True) -> Any:
-        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self._data_seed}
-        return data.adopt(loader, is_training=is_training, **place)
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    def _fire(self, event: str, **kwargs: Any) -> None:
-        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
-
-    def _set_train_mode(self, model: nn.Module) -> None:
-        model.train()
-        if hasattr(self.optimizer, "train"):
-            self.optimizer.train()
-
-    def _count_window(self, window: list[Any]) -> torch.Tensor:
-        """Items of the window, shape (), on the device; over all processes unless told to keep to this one."""
-        items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
-        for inputs in window:
-            if not data.is_filler(inputs):
-                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
-        return self.dist.sum(items) if self.args.average_tokens_across_devices else items
-
-    def _advance(self, plan: Plan, num_batches: int) -> None:
-        self._batches += num_batches
-        self._epoch_ended = False
-        self.state.global_step += 1
-        self.state.epoch = plan.epoch_at(self._epoch, self._batches, self.state.global_step)
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            self.dist.empty_cache()
-
-    def _end_epoch(self, plan: Plan) -> None:
-        if self._batches == 0 and self.state.global_step < plan.max_steps:
-            logger.warning("The training data gave no batch in epoch %d; training stops here.", self._epoch)
-            self.control.should_training_stop = True
-        self._epoch_ended, self._batches = True, 0
-        self._loader.set_epoch(self._epoch + 1)
-
-    def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
-        control = self.control
-        if control.should_log and self.state.global_step > self._last_logged:
-            self._log_training()
-        control.should_log = False
-        if control.should_evaluate:
-            control.should_evaluate = False
-            metrics = self._evaluate(trial, ignore_keys)
-            improved = self._determine_best_metric(metrics)
-            if self.args.save_strategy == "best":
-                self.control.should_save = improved
-        if self.control.should_save:
-            self.control.should_save = False
-            started = time.perf_counter()
-            self._save_checkpoint(model, trial)
-            self.clock.add("save", time.perf_counter() - started)
-
-    def _log_training(self) -> None:
-        pairs = self.metrics.drain(self.dist.gather_object)
-        tokens, slots = pairs.pop("tokens", (0, 0))
-        total, steps = self._total_loss
-        self._total_loss = (total + pairs["loss"][0], steps + pairs["loss"][1])
-        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
-        logs = {"loss": 0.0} | means(pairs)
-        logs["grad_norm"], logs["learning_rate"] = float(self._grad_norm), self._learning_rate
-        steps, left = self.state.global_step - self._last_logged, self.state.max_steps - self.state.global_step
-        logs |= self.clock.performance(tokens, slots, steps, left)
-        self._last_logged = self.state.global_step
-        self.log(logs)
-
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        started = time.perf_counter()
-        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and self.state.global_step:
-            self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
-        self.clock.add("eval", time.perf_counter() - started)
-        return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Remember the metric to keep the best model by; True where it has improved."""
-        if self.args.metric_for_best_model is None:
-            return False
-        value, best = evaluation.named_metric(metrics, self.args.metric_for_best_model), self.state.best_metric
-        better = best is None or (value > best if self.args.greater_is_better else value < best)
-        if better:
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            will_save = self.args.save_strategy == "best" or self.control.should_save
-            self.state.best_model_checkpoint = str(self.store.path(self.state.global_step)) if will_save else None
-        return better
-
-    def _finish(self) -> TrainOutput:
-        """The last record, the best model where it was asked for, and what `train` returns."""
-        total, steps = self._total_loss
-        rest = self.metrics.drain(self.dist.gather_object).get("loss", (0.0, 0))
-        train_loss = (total + rest[0]) / max(steps + rest[1], 1)
-        done = self.state.global_step - self._first_step
-        rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
-        metrics = speed_metrics("train", self.clock.total(), rows, done)
-        metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
-        self.log(metrics)
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None:
-            logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
-            self._load_from_checkpoint(best)
-        self._fire("on_train_end")
-        return TrainOutput(self.state.global_step, train_loss, metrics)
-
-    def _timed_pass(
-        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
-    ) -> EvalLoopOutput:
-        started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
-        loss_only = None if keep or self.compute_metrics is not None else True
-        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
-        seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
-        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
-        return output
-
-    def _evaluation_model(self) -> nn.Module:
-        # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
-        if not self.is_in_train:
-            self.dist.place(self.model)
-            if self.args.bf16_full_eval or self.args.fp16_full_eval:
-                self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
-        return self.model
-
-    @contextlib.contextmanager
-    def _metrics_apart(self) -> Iterator[Metrics]:
-        """What `log_metric` takes in here belongs to the evaluation, not to the training step around it."""
-        training, self.metrics = self.metrics, Metrics()
-        try:
-            yield self.metrics
-        finally:
-            self.metrics = training
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, chat, models
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import DataReport, prepare_dataset
-from posttrain.sft.packing import pack_dataset
+from posttrain.sft.packing import documents_leak, pack_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ class SFTTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             **old_names,
         )
+        if args.packing or args.eval_packing or args.padding_free:
+            _refuse_leaks(self.model)
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
         if isinstance(eval_dataset, dict):
@@ -175,9 +177,15 @@ class SFTTrainer(Trainer):
                 completion_only_loss=args.completion_only_loss,
                 assistant_only_loss=args.assistant_only_loss,
                 formatting_func=self._formatting_func,
+                eos_token=args.eos_token,
                 num_proc=args.dataset_num_proc,
                 name=name,
             )
+            if packing and not hasattr(dataset, "__len__"):
+                raise DataError(
+                    f"{name}: packing fits whole documents together, so it must know them all, and a stream ends nobody "
+                    "knows where. Set packing=False, or load the rows with streaming=False."
+                )
             if packing:
                 dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset and name == "train" else dataset
                 dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
@@ -208,6 +216,16 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     if problems:
         raise ConfigError("SFTTrainer", problems)
     return dataclasses.replace(args, **changes) if changes else args
+
+
+def _refuse_leaks(model: nn.Module) -> None:
+    leak = documents_leak(model)
+    if leak > 1e-4:
+        raise ValueError(
+            f"{type(models.base_model(model)).__name__} lets the documents of a packed row see each other (its logits differ "
+            f"by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or load the model with "
+            "attn_implementation='sdpa' or 'flash_attention_2' if it knows them."
+        )
 
 
 def _collator(args: SFTConfig, tokenizer: Any) -> SFTCollator:

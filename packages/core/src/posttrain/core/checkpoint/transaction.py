@@ -41,9 +41,13 @@ def transact(
     temp = gather(temp)[0]
     if temp is not None:
         try:
-            write(temp)
+            with store.writing(temp):
+                write(temp)
         except (OSError, CheckpointError) as error:
             failure = f"{type(error).__name__}: {error}"
+        except BaseException:
+            store.abort(temp)
+            raise
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(gather(failure)) if text]
     final = None
     if is_main and not failures:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,11 +20,25 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(str(directory))
+        with _without_progress_bar():
+            model.save_pretrained(str(directory))
     else:
         from safetensors.torch import save_model
 
         save_model(model, str(directory / WEIGHTS), metadata={"format": "pt", "class": type(model).__name__})
+
+
+@contextlib.contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
@@ -62,7 +78,9 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
         if Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not a file in its own folder; refusing to read it.")
+            raise CheckpointError(
+                f"{index} names {name!r}, which is not a file in its own folder; refusing to read it."
+            )
         tensors |= load_file(str(directory / name))
     return tensors
 

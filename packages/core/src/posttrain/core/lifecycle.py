@@ -1,0 +1,318 @@
+"""A training run from its set-up to its end: what lies behind the doors of `Trainer`.
+
+The loop itself is `Trainer.train`. Here is what it calls between the steps: set-up and resuming before the first, logging,
+evaluating and saving after each, and the last record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from posttrain.core import data, evaluation, models, objective
+from posttrain.core.checkpoint import codec, rng
+from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
+from posttrain.core.plan import Plan, Progress
+from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
+
+if TYPE_CHECKING:
+    from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.callbacks import CallbackHandler
+    from posttrain.core.checkpoint import Store
+    from posttrain.core.distributed import Distributed
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
+
+    args: TrainingArguments
+    dist: Distributed
+    store: Store
+    model: nn.Module
+    callback_handler: CallbackHandler
+    state: TrainerState
+    control: TrainerControl
+    metrics: Metrics
+    clock: Clock
+    progress: Progress
+
+    def _set_model(self, model: nn.Module) -> None:
+        base = models.base_model(model)
+        self.model = self.model_wrapped = model
+        self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
+        self._loss_shifts_labels = objective.shifts_labels(base)
+        self.label_names = self.args.label_names or objective.label_names(base)
+        self.can_return_loss = objective.can_return_loss(base)
+        self._main_input = getattr(base, "main_input_name", "input_ids")
+        self._signature_columns: list[str] | None = None
+        self.dist.place(model)
+        if getattr(model, "config", None) is not None:
+            model.config.use_cache = self.args.use_cache
+
+    def _new_state(self) -> TrainerState:
+        mine = [*self.callback_handler.callbacks, self.control]
+        return TrainerState(
+            is_local_process_zero=self.dist.is_local_main,
+            is_world_process_zero=self.dist.is_main,
+            stateful_callbacks=mine,
+        )
+
+    @contextlib.contextmanager
+    def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
+        """Everything that is set up before the first step and taken down after the last, whatever happens between."""
+        args, handler = self.args, self.callback_handler
+        if self.model_init is not None:
+            data.set_seed(args.seed)
+            self._set_model(self.call_model_init(trial))
+            self.optimizer = None if self._owns_optimizer else self.optimizer
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        models.align_special_tokens(self.model, self.processing_class)
+        self.model_wrapped = self._wrap_model(self.model)
+        if self._owns_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(plan.max_steps)
+        self.state, self.control = self._new_state(), TrainerControl()
+        self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
+        self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
+        self._loader, self._rng = loader, None
+        loader.set_epoch(0)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.state.compute_steps(args, plan.max_steps)
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
+        first = self._first_step = self.state.global_step
+        self._parameters = list(self.model_wrapped.parameters())
+        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
+        self._training_step = objective.with_count(self.training_step)
+        self._loss_scale = self.dist.world_size if args.average_tokens_across_devices else 1
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        handler.train_dataloader = loader
+        self.is_in_train = True
+        logger.info(
+            "Training %s parameters for %d updates of %d x %d x %d rows (batch x accumulation x processes)%s.",
+            f"{sum(p.numel() for p in self._parameters if p.requires_grad):,}", plan.max_steps, self._train_batch_size,
+            plan.accumulation, self.dist.world_size, f", from update {first}" if first else "",
+        )  # fmt: skip
+        self._set_train_mode(self.model_wrapped)
+        try:
+            with models.neftune(self.model, args.neftune_noise_alpha):
+                yield self.model_wrapped
+        finally:
+            self.is_in_train = False
+            if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
+                self.optimizer.eval()
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        args = self.args
+        if args.activation_checkpointing:
+            models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+        if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
+            logger.warning("use_liger_kernel: %s", why_not)
+        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        if args.torch_compile:
+            wrapped = torch.compile(
+                wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
+            )
+        return wrapped
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self.dist.on_main(self.store.clean)
+        if wanted:
+            return self.dist.on_main(lambda: self.store.resolve(wanted))
+        if self.store.checkpoints() and not self.args.overwrite_output_dir:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, and this one starts afresh among them. Pass "
+                "resume_from_checkpoint=True to go on instead, another output_dir, or overwrite_output_dir=True.",
+                self.args.output_dir,
+            )  # fmt: skip
+        return None
+
+    def _resume(self, checkpoint: Path) -> None:
+        fresh = self.state
+        self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
+        for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
+            setattr(self.state, name, getattr(fresh, name))
+        if self.args.restore_callback_states_from_checkpoint:
+            self.callback_handler.restore(self.state.stateful_callbacks)
+        if not (checkpoint / "optimizer.json").is_file():
+            logger.warning(
+                "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
+                "random numbers start afresh.", checkpoint,
+            )  # fmt: skip
+            return
+        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
+        self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+        mine = checkpoint / f"rank-{self.dist.rank}"
+        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        self.load_state_dict(saved["trainer"])
+        self._rng = saved["rng"]
+
+    def _write_checkpoint(self, directory: Path) -> None:
+        self.save_model(str(directory), _internal_call=True)
+        if not self.args.save_only_model:
+            codec.save_tree(
+                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
+            )
+        if self.dist.is_main:
+            if not self.args.save_only_model:
+                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
+                codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
+            self.state.collect([*self.callback_handler.callbacks, self.control])
+            self.state.save_to_json(directory / "trainer_state.json")
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None:
+            rng.set_rng_state(self._rng)
+            self._rng = None
+
+    def _adopt(self, loader: Any, is_training: bool = True) -> Any:
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self._data_seed}
+        return data.adopt(loader, is_training=is_training, **place)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _fire(self, event: str, **kwargs: Any) -> None:
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
+
+    def _set_train_mode(self, model: nn.Module) -> None:
+        model.train()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def _count_window(self, window: list[Any]) -> torch.Tensor:
+        """Items of the window, shape (), on the device; over all processes unless told to keep to this one."""
+        items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
+        for inputs in window:
+            if not data.is_filler(inputs):
+                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
+        return self.dist.sum(items) if self.args.average_tokens_across_devices else items
+
+    def _advance(self, plan: Plan, num_batches: int) -> None:
+        self.progress.batches += num_batches
+        self.state.global_step += 1
+        self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.dist.empty_cache()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.progress.epoch, self.progress.epoch_ended = epoch, False
+        self._fire("on_epoch_begin")
+
+    def _end_epoch(self, plan: Plan) -> None:
+        progress = self.progress
+        if progress.batches == 0 and self.state.global_step < plan.max_steps:
+            logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
+            self.control.should_training_stop = True
+        progress.epoch_ended, progress.batches = True, 0
+        self._loader.set_epoch(progress.epoch + 1)
+        self._fire("on_epoch_end")
+
+    def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
+        """Do what the flags of the control ask for, and clear them."""
+        if self.control.should_log and self.state.global_step > self.progress.last_logged:
+            self._log_training()
+        self.control.should_log = False
+        if self.control.should_evaluate:
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
+            if self.args.save_strategy == "best":
+                self.control.should_save = improved
+        if self.control.should_save:
+            self.control.should_save = False
+            with self.clock("save"):
+                self._save_checkpoint(model, trial)
+
+    def _log_training(self) -> None:
+        """A record of the steps since the last: the one place of a run that waits for the device."""
+        progress, step = self.progress, self.state.global_step
+        pairs = self.metrics.drain(self.dist.gather_object)
+        tokens, slots = pairs.pop("tokens", (0, 0))
+        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        progress.loss_sum, progress.loss_count = (
+            a + b for a, b in zip(self._loss_so_far(), pairs["loss"], strict=True)
+        )
+        progress.grad_norm = float(progress.grad_norm)
+        logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
+        logs |= self.clock.performance(tokens, slots, step - progress.last_logged, self.state.max_steps - step)
+        progress.last_logged = step
+        self.log(logs)
+
+    def _loss_so_far(self) -> tuple[float, int]:
+        return self.progress.loss_sum, self.progress.loss_count
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+        with self.clock("eval"):
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and self.state.global_step:
+            self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Remember the metric to keep the best model by; True where it has improved."""
+        if self.args.metric_for_best_model is None:
+            return False
+        value, best = evaluation.named_metric(metrics, self.args.metric_for_best_model), self.state.best_metric
+        better = best is None or (value > best if self.args.greater_is_better else value < best)
+        if better:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            will_save = self.args.save_strategy == "best" or self.control.should_save
+            self.state.best_model_checkpoint = str(self.store.path(self.state.global_step)) if will_save else None
+        return better
+
+    def _finish(self) -> TrainOutput:
+        """The last record, the best model where it was asked for, and what `train` returns."""
+        pairs = zip(self._loss_so_far(), self.metrics.drain(self.dist.gather_object).get("loss", (0.0, 0)), strict=True)
+        loss_sum, loss_count = (logged + rest for logged, rest in pairs)
+        train_loss = loss_sum / max(loss_count, 1)
+        done = self.state.global_step - self._first_step
+        rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
+        metrics = speed_metrics("train", self.clock.total(), rows, done)
+        metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
+        self.log(metrics)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
+            self._load_from_checkpoint(best)
+        self._fire("on_train_end")
+        return TrainOutput(self.state.global_step, train_loss, metrics)
+
+    def _timed_pass(
+        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
+    ) -> EvalLoopOutput:
+        started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
+        loss_only = None if keep or self.compute_metrics is not None else True
+        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
+        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        return output
+
+    def _evaluation_model(self) -> nn.Module:
+        # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if not self.is_in_train:
+            self.dist.place(self.model)
+            if self.args.bf16_full_eval or self.args.fp16_full_eval:
+                self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
+        return self.model
+
+    @contextlib.contextmanager
+    def _metrics_apart(self) -> Iterator[Metrics]:
+        """What `log_metric` takes in here belongs to the evaluation, not to the training step around it."""
+        training, self.metrics = self.metrics, Metrics()
+        try:
+            yield self.metrics
+        finally:
+            self.metrics = training

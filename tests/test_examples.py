@@ -1,0 +1,87 @@
+"""The examples run from end to end, on rows and models small enough for a test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> str:
+    folder = str(tmp_path / "model")
+    tiny.causal_lm(vocab_size=384).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def quickstart(tmp_path, monkeypatch):
+    module = load("quickstart")
+    whole = module.read
+    monkeypatch.setattr(module, "read", lambda split: whole(split).select(range(24 if split == "train" else 4)))
+    monkeypatch.chdir(tmp_path)
+    return module
+
+
+def test_quickstart_trains_from_nothing(quickstart, monkeypatch, capsys):
+    monkeypatch.delenv("MODEL", raising=False)
+    quickstart.main()
+    printed = capsys.readouterr().out
+    before, after = (float(n) for n in printed.split("Held-out loss")[1].split(" nats")[0].split("->"))
+    assert after < before
+    assert Path("out/quickstart/loss.html").read_text(encoding="utf-8").count("<polyline") >= 1
+    assert Path("out/quickstart/model.safetensors").is_file() and Path("out/quickstart/tokenizer.json").is_file()
+    assert printed.rstrip().splitlines()[-1].startswith("Next: make ")
+
+
+def test_quickstart_fine_tunes_a_model_by_name(quickstart, model_folder, monkeypatch, capsys):
+    monkeypatch.setenv("MODEL", model_folder)
+    config_class = quickstart.SFTConfig
+    monkeypatch.setattr(quickstart, "SFTConfig", lambda **fields: config_class(**fields | {"max_steps": 3}))
+    quickstart.main()
+    assert "Held-out loss" in capsys.readouterr().out
+    assert Path("out/quickstart/adapter_model.safetensors").is_file()
+
+
+def test_quickstart_reads_the_answer_of_a_solution(quickstart):
+    assert quickstart.result("2 + 2 = 4\n#### 4") == "4"
+    assert quickstart.result("#### $1,200") == "1200"
+    assert quickstart.result("it is 4") is None
+
+
+def test_sft(model_folder, tmp_path, monkeypatch, capsys):
+    talk = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join([json.dumps({"messages": talk})] * 40), encoding="utf-8")
+    argv = ["sft.py", "--model", model_folder, "--data", str(rows), "--output", str(tmp_path / "out"), "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    load("sft").main()
+    assert "Loss curve:" in capsys.readouterr().out
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_the_slice_of_gsm8k_is_what_its_readme_says():
+    rows = {
+        split: [json.loads(line) for line in (EXAMPLES / f"data/gsm8k/{split}.jsonl").read_text("utf-8").splitlines()]
+        for split in ("train", "test")
+    }
+    assert (len(rows["train"]), len(rows["test"])) == (2000, 100)
+    for row in rows["train"] + rows["test"]:
+        assert set(row) == {"question", "answer"} and len(row["question"]) + len(row["answer"]) <= 400
+        assert row["answer"].splitlines()[-1].startswith("#### ")
+    assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
