@@ -192,12 +192,14 @@ class Lifecycle:
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
-    def _count_window(self, window: list[Any]) -> torch.Tensor:
-        """Items of the window, shape (), on the device; over all processes unless told to keep to this one."""
+    def _count_window(self, window: list[Any]) -> torch.Tensor | None:
+        """Items of the window, shape (), on the device; over all processes unless told to keep to this one.
+
+        None where nobody needs them: a mean over the only micro-batch there is, is the mean over the window.
+        """
+        if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean:
+            return None
         items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
-        for inputs in window:
-            if not data.is_filler(inputs):
-                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
         return self.dist.sum(items) if self.args.average_tokens_across_devices else items
 
     def _advance(self, plan: Plan, num_batches: int) -> None:

@@ -158,12 +158,14 @@ class ModelConfig(metaclass=ConfigMeta):
             return None
         peft = require("peft", "posttrain-core[peft]", why="use_peft=True")
         targets = self.lora_target_modules
+        if targets and len(targets) == 1 and not targets[0].isidentifier():
+            targets = targets[0]  # a pattern, or all-linear, which peft knows as a string alone
         return peft.LoraConfig(
             task_type=self.lora_task_type,
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
-            target_modules=targets[0] if targets and len(targets) == 1 else targets,  # one may be a pattern
+            target_modules=targets,
             target_parameters=self.lora_target_parameters,
             modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,

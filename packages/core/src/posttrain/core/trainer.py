@@ -179,6 +179,8 @@ class Trainer(Lifecycle):
             with self.dist.sync_gradients(model, when=number == len(window)):
                 share = self._training_step(model, inputs, num_items)
             loss = share if loss is None else loss + share
+            if not data.is_filler(inputs):
+                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
             if number < len(window):
                 self._fire("on_substep_end")
         grad_norm = self.progress.grad_norm = self.dist.clip_gradients(
@@ -187,7 +189,7 @@ class Trainer(Lifecycle):
         self._fire("on_pre_optimizer_step")
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
-            health.check_finite(loss, grad_norm, self.state.global_step)
+            health.check_finite(loss, grad_norm, self.state.global_step, num_items)
         applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -206,10 +208,11 @@ class Trainer(Lifecycle):
         """
         inputs = self._prepare_inputs(inputs)
         # Counted before the loss is computed: old code pops the labels from its inputs.
-        items = self.count_items(inputs) if self._objective.may_be_mean else None
+        count = num_items_in_batch is not None and self._objective.may_be_mean
+        items = self.count_items(inputs) if count else None
         with self.compute_loss_context_manager():
             loss, is_mean = self._objective(model, inputs, num_items_in_batch)
-        if is_mean and num_items_in_batch is not None:
+        if is_mean and items is not None:
             loss = loss * (items / num_items_in_batch)
         if data.is_filler(inputs):  # it only keeps the processes in step
             loss = loss * 0
@@ -371,12 +374,12 @@ class Trainer(Lifecycle):
         """Evaluate, log and return the metrics; of a dict of datasets each under ``<prefix>_<name>_...``."""
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, dict):
-            sets = datasets if eval_dataset is not None else {name: name for name in datasets}
+            # The trainer's own sets go by name, so that an overridden get_eval_dataloader sees which is meant.
+            sets = datasets if eval_dataset is not None else dict(zip(datasets, datasets, strict=True))
             parts = [self.evaluate(ds, ignore_keys, f"{metric_key_prefix}_{name}") for name, ds in sets.items()]
             return {name: value for part in parts for name, value in part.items()}
-        metrics = self._timed_pass(
-            self.get_eval_dataloader(eval_dataset), "Evaluation", ignore_keys, metric_key_prefix
-        ).metrics
+        loader = self.get_eval_dataloader(eval_dataset)
+        metrics = self._timed_pass(loader, "Evaluation", ignore_keys, metric_key_prefix).metrics
         self.log(metrics)
         self._fire("on_evaluate", metrics=metrics)
         return metrics
