@@ -1,0 +1,51 @@
+# Each command sets up what it needs, once, in .venv; nothing outside this folder is changed.
+
+# The first of these that is new enough.
+PYTHON    ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+               $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done) python3)
+# More for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a PyTorch without CUDA.
+PIP_FLAGS ?=
+WORKERS   ?= 2
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+
+.PHONY: help setup quickstart test test-all lint clean
+.DEFAULT_GOAL := help
+
+help: ## Show these commands.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Threads that wait asleep: where other programs run too, spinning ones make a step ten times slower.
+quickstart: $(STAMP) ## Train a small language model on maths problems: minutes on a laptop. MODEL=name fine-tunes that one.
+	@OMP_WAIT_POLICY=passive $(PY) examples/quickstart.py
+
+test: $(STAMP) ## Run the tests that take minutes together.
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP) ## Run every test, with the slow ones.
+	$(PYTEST)
+
+lint: $(STAMP) ## Check style and formatting; change nothing.
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+setup: $(STAMP) ## Install everything into .venv, and nothing more.
+
+clean: ## Remove .venv and what the examples wrote.
+	rm -rf $(VENV) out
+
+# Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
+$(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "posttrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Install one, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version). This happens once and can take some minutes."
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	@echo "Installing the four packages in editable mode, with the versions in constraints.txt."
+	@$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --group dev $(patsubst %,-e %,$(wildcard packages/*))
+	@touch $@
+	@echo "Done. To use it in your shell: source $(VENV)/bin/activate"
