@@ -1,8 +1,8 @@
-"""Packed supervised fine-tuning beside TRL: the same model, rows, batches and arguments; tokens a second and peak memory.
+"""Packed supervised fine-tuning beside TRL: the same model, rows and arguments; tokens a second and peak memory.
 
     python benchmarks/sft.py [--steps 8] [--rounds 3] [--dtype fp32]
 
-Rows are GSM8K problems as text, packed into rows of 512 by best fit; the tokenizer has 32,000 entries, the model 4 layers of
+Rows are GSM8K problems as text, packed into rows of 512 by each one's own best fit, so batches hold other documents; the tokenizer has 32,000 entries, the model 4 layers of
 width 256. Each run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the
 steps after the second, in CPU seconds on one thread.
 """

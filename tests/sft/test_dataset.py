@@ -1,5 +1,6 @@
 import copy
 import json
+import logging
 import os
 
 import pytest
@@ -276,11 +277,65 @@ def test_conversations_need_a_chat_template():
 
 
 def test_what_is_no_dataset_is_refused(tok):
-    with pytest.raises(TypeError, match=r"one dataset, not a dict of \['train'\]"):
+    with pytest.raises(DataError, match=r"train_dataset is a dict of datasets \(train\)"):
         prepare_dataset(DatasetDict(train=Dataset.from_list([{"text": "a"}])), tok)
+    for dataset in ("openai/gsm8k", 5, (row for row in ({"text": "a"},))):
+        with pytest.raises(TypeError, match="train_dataset is "):
+            prepare_dataset(dataset, tok)
     lazy = Dataset.from_list([{"text": "a"}]).with_transform(lambda batch: batch)
     with pytest.raises(DataError, match="skip_prepare_dataset"):
         prepare_dataset(lazy, tok)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("token", [384, -1])
+def test_a_token_that_the_model_does_not_know_is_named_with_its_row(tok, column, token):
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"input_ids": []},
+        {"input_ids": [5, 6], "labels": [5, 6]},
+    ]
+    limits = {"input_ids": 384, "labels": 384}
+    prepare_dataset(rows, tok, limits=limits)
+    rows[2] = rows[2] | {column: [5, token]}
+    for dataset in (rows, Dataset.from_list([rows[0], rows[2]])):
+        row = len(dataset) - 1
+        with pytest.raises(DataError, match=rf"train: {column} holds {token} in row {row}, .* knows 0 to 383"):
+            prepare_dataset(dataset, tok, limits=limits)
+    stream, _ = prepare_dataset(Dataset.from_list([rows[0], rows[2]]).to_iterable_dataset(), tok, limits=limits)
+    with pytest.raises(DataError, match=f"{column} holds {token} in row 1"):
+        list(stream)
+
+
+def test_a_number_beyond_32_bits_is_no_token(tok):
+    prepared, report = prepare_dataset([{"input_ids": [5, 2**32 + 6]}, {"input_ids": [5, 6]}], tok)
+    assert prepared["input_ids"] == [[5, 6]]
+    assert list(report.dropped.values()) == [(1, [0])]
+
+
+def test_an_error_in_formatting_func_names_the_function_and_the_row(tok):
+    def by_question(row):
+        return row["question"]
+
+    with pytest.raises(DataError, match=r"by_question failed on row 0 \(KeyError: 'question'\).*columns text"):
+        prepare_dataset([{"text": "a"}], tok, formatting_func=by_question)
+
+
+def test_dropped_rows_are_a_warning_before_training(tok, caplog):
+    rows = [{"text": "Two"}, {"text": None}]
+    with caplog.at_level(logging.INFO, "posttrain"):
+        prepare_dataset(rows, tok)[1].tell(logging.getLogger("posttrain"))
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "dropped 1: text is null (rows 1)" in record.getMessage()
+        caplog.clear()
+        list(prepare_dataset(Dataset.from_list(rows * 600).to_iterable_dataset(), tok)[0])
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]  # once, not once a batch
+
+
+def test_a_short_stream_without_a_row_to_train_on_is_refused(tok):
+    stream, _ = prepare_dataset(Dataset.from_list([{"text": None}] * 3).to_iterable_dataset(), tok)
+    with pytest.raises(DataError, match=r"(?s)no row can be trained on.*dropped 3: text is null"):
+        list(stream)
 
 
 # Kinds of datasets

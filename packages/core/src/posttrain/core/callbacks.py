@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,8 +104,14 @@ class CallbackHandler:
         for name, saved in states.items():
             saved = saved if isinstance(saved, list) else [saved]
             places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
+            if len(places) < len(saved) and name != "TrainerControl":
+                logger.warning(
+                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of the others is "
+                    "left where it is. Pass them to the trainer to go on with them.", len(saved), name, len(places),
+                )  # fmt: skip
             for place, entry in zip(places, saved, strict=False):
-                self.callbacks[place] = type(self.callbacks[place]).from_state(entry)
+                # transformers' own `from_state` wants both keys.
+                self.callbacks[place] = type(self.callbacks[place]).from_state({"args": {}, "attributes": {}} | entry)
         self._listen()
 
     def remove_callback(self, callback: Any) -> None:
@@ -115,6 +123,10 @@ class CallbackHandler:
 
     def _listen(self) -> None:
         self._listeners = {event: [cb for cb in self.callbacks if _hears(cb, event)] for event in EVENTS}
+
+    def nobody_hears(self, event: str) -> bool:
+        """Whether telling `event` would reach no callback."""
+        return self._listeners.get(event) == []
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Tell every callback that hears `event`, in order; returns the control as they leave it."""
@@ -137,6 +149,22 @@ class CallbackHandler:
             if answer is not None:
                 control = _apply(answer, control, f"{type(callback).__name__}.{event}")
         return control
+
+    # Each event as a method too: scripts that override `log` or write a loop of their own fire them so.
+
+    def on_evaluate(self, args, state, control, metrics):
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics)
+
+    def on_predict(self, args, state, control, metrics):
+        return self.call_event("on_predict", args, state, control, metrics=metrics)
+
+    def on_log(self, args, state, control, logs):
+        return self.call_event("on_log", args, state, control, logs=logs)
+
+    def __getattr__(self, event: str) -> Any:
+        if event not in EVENTS:
+            raise AttributeError(f"CallbackHandler has no {event!r}{did_you_mean(event, EVENTS)}")
+        return functools.partial(self.call_event, event)
 
 
 def _hears(callback: Any, event: str) -> bool:
@@ -204,6 +232,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
         # Of its own, not the state's: the trainer may have updated its best before this callback hears the event.
+        # The best of all evaluations, as transformers has it: small improvements move it, though they do not count.
         self.best_metric: float | None = None
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -212,19 +241,20 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if args.eval_strategy == "no":
             raise ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.on_init_end(args, state, control)  # for one that was added to a trainer already built
+
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         name = args.metric_for_best_model
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
             return  # another dataset of several: its metrics carry another prefix
         sign = 1 if args.greater_is_better else -1
-        improved = self.best_metric is None or (
-            sign * (value - self.best_metric) > self.early_stopping_threshold and not math.isnan(value)
-        )
-        if improved:
-            self.best_metric, self.early_stopping_patience_counter = value, 0
-        else:
-            self.early_stopping_patience_counter += 1
+        gain = math.inf if self.best_metric is None else sign * (value - self.best_metric)
+        counts = gain > self.early_stopping_threshold
+        self.early_stopping_patience_counter = 0 if counts else self.early_stopping_patience_counter + 1
+        if gain > 0 and not math.isnan(value):
+            self.best_metric = value
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
@@ -247,6 +277,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
         self.training_bar = self.prediction_bar = None
+        self.drawn = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -255,7 +286,11 @@ class ProgressCallback(TrainerCallback):
             self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.training_bar is not None:
+        # Drawing takes as long as a small step: a few times a second is enough for eyes.
+        if self.training_bar is not None and (
+            time.monotonic() - self.drawn > 0.3 or state.global_step >= state.max_steps
+        ):
+            self.drawn = time.monotonic()
             self.training_bar.update(state.global_step - self.training_bar.n)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):

@@ -150,6 +150,33 @@ def to_tools(value: Any) -> list[Any] | None:
     raise DataError("tools is not a list")
 
 
+def load_template(source: str | os.PathLike[str], trust_remote_code: bool = False) -> str:
+    """The chat template in a Jinja file, or of the tokenizer in a folder or under a name on the Hub.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, and the Hub gave nothing under that name.
+        ValueError: the tokenizer there has no chat template.
+    """
+    path = os.fspath(source)
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    if path.endswith((".jinja", ".j2", ".jinja2")) or (os.path.isabs(path) and not os.path.isdir(path)):
+        raise FileNotFoundError(f"chat_template_path={path!r} is not a file here (looked from {os.getcwd()}).")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"chat_template_path={path!r} is neither a file here (looked from {os.getcwd()}) nor a tokenizer's folder or name: "
+            f"{error}"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ValueError(f"chat_template_path={path!r}: the tokenizer there has no chat template.")
+    return tokenizer.get_chat_template()
+
+
 class Template:
     """A tokenizer's chat template with fixed arguments.
 

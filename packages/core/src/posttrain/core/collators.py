@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.errors import DataError
+
 IGNORE_INDEX = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out."""
 
@@ -45,7 +47,7 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
     A ``label`` (one number a row) or ``label_ids`` (several) becomes ``labels``: whole numbers as long, others as
     float. Strings and columns that are None are left out; the first row decides which columns there are.
     """
-    rows = [row if isinstance(row, Mapping) else vars(row) for row in features]
+    rows = [row if isinstance(row, Mapping) else _attributes(row) for row in features]
     batch = {}
     for name, first in rows[0].items():
         if first is None or isinstance(first, str):
@@ -53,8 +55,24 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
         if name == "label_ids" and rows[0].get("label") is not None:
             continue
         target = "labels" if name in ("label", "label_ids") else name
-        batch[target] = _stack([row[name] for row in rows], is_label=target != name)
+        values = [row.get(name) for row in rows]
+        if any(value is None for value in values):
+            number = next(i for i, value in enumerate(values) if value is None)
+            raise DataError(f"the column {name!r} is missing or null in row {number} of the batch.")
+        try:
+            batch[target] = _stack(values, is_label=target != name)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise DataError(
+                f"the column {name!r} cannot be stacked into one tensor ({error}). Rows of several lengths need padding: pass "
+                "the tokenizer as processing_class, or a data_collator that pads this column."
+            ) from error
     return batch if return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
+
+
+def _attributes(row: Any) -> dict[str, Any]:
+    if not hasattr(row, "__dict__"):
+        raise DataError(f"a row is of type {type(row).__name__}; it must be a dict of columns.")
+    return vars(row)
 
 
 def _stack(values: list[Any], is_label: bool) -> torch.Tensor:
@@ -71,13 +89,40 @@ def _stack(values: list[Any], is_label: bool) -> torch.Tensor:
 
 def _pad(tokenizer: Any, features: Features, **settings: Any) -> Batch:
     """``tokenizer.pad`` without its advice to call a fast tokenizer instead, which cannot be followed here."""
+    if not all(isinstance(row, Mapping) for row in features):
+        kind = next(type(row).__name__ for row in features if not isinstance(row, Mapping))
+        raise DataError(f"a row is of type {kind}; it must be a dict of columns.")
+    main_input = (getattr(tokenizer, "model_input_names", None) or ["input_ids"])[0]
+    if main_input not in features[0]:
+        raise DataError(
+            f"the rows have no column {main_input!r}, which the tokenizer pads. Tokenize them first, for instance with "
+            "dataset.map(lambda row: tokenizer(row['text']))."
+        )
     advice = getattr(tokenizer, "deprecation_warnings", {})
     before = advice.get("Asking-to-pad-a-fast-tokenizer", False)
     advice["Asking-to-pad-a-fast-tokenizer"] = True
     try:
         return tokenizer.pad(features, **settings)
+    except ValueError as error:
+        raise DataError(f"{_unpadded(features, settings)}({error})") from error
     finally:
         advice["Asking-to-pad-a-fast-tokenizer"] = before
+
+
+def _unpadded(features: Features, settings: dict[str, Any]) -> str:
+    """Which columns cannot become a tensor, and what to do."""
+    wrong = []
+    for name in features[0]:
+        values = [row.get(name) for row in features]
+        lengths = {len(value) if isinstance(value, Sequence) else None for value in values}
+        if any(value is None or isinstance(value, str) for value in values):
+            wrong.append(f"{name!r} holds null or text, where numbers are needed")
+        elif name.startswith("label") and len(lengths) > 1 and settings.get("padding") is True:
+            wrong.append(
+                f"{name!r} has several lengths, and only inputs are padded here; pass data_collator=DataCollatorForSeq2Seq"
+                "(tokenizer) or DataCollatorForTokenClassification(tokenizer), which pad labels too"
+            )
+    return "; ".join(wrong) + ". " if wrong else "the tokenizer cannot pad these rows. "
 
 
 def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:

@@ -17,14 +17,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from posttrain.core.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields import opt
-from posttrain.core.loader import Filler, Loader, is_filler
+from posttrain.core.loader import Filler, Loader, check_limits, is_filler
 from posttrain.core.samplers import STRATEGIES, is_sized, is_stream, make_train_sampler
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
     "DataArguments", "Filler", "Loader", "RemoveColumns", "adopt", "batch_size_of", "build_eval_loader", "build_train_loader",
-    "check_dataset", "default_collator", "enable_full_determinism", "has_length", "is_filler", "is_stream", "keep_columns",
+    "check_dataset", "check_limits", "default_collator", "enable_full_determinism", "has_length", "is_filler", "is_stream", "keep_columns",
     "make_train_sampler", "num_examples", "remove_unused_columns", "set_seed", "signature_columns", "to_device",
 ]  # fmt: skip
 
@@ -86,6 +86,7 @@ def build_train_loader(
     rank: int = 0,
     world_size: int = 1,
     device_type: str = "cpu",
+    limits: Mapping[str, int] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
 ) -> Loader:
     """The loader of a training set; see `Loader` for the arguments.
@@ -94,7 +95,9 @@ def build_train_loader(
         device_type: where batches will go: memory is pinned only for devices that gain by it.
     """
     check_dataset(dataset, "train_dataset")
-    return _build(dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, any_rank)
+    return _build(
+        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, limits, any_rank
+    )
 
 
 def build_eval_loader(
@@ -108,6 +111,7 @@ def build_eval_loader(
     rank: int = 0,
     world_size: int = 1,
     device_type: str = "cpu",
+    limits: Mapping[str, int] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
 ) -> Loader:
     """The loader of an evaluation set: the same dealing, so batch i of rank 0, of rank 1, ... is the order of the rows.
@@ -115,11 +119,13 @@ def build_eval_loader(
     Each of its iterations is the same, random rows included where workers read them.
     """
     check_dataset(dataset, "eval_dataset")
-    return _build(dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, False, any_rank)
+    return _build(
+        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, False, limits, any_rank
+    )
 
 
 def _build(
-    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, any_rank
+    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank
 ) -> Loader:
     return Loader(
         dataset,
@@ -131,6 +137,7 @@ def _build(
         world_size=world_size,
         drop_last=args.dataloader_drop_last,
         advance=is_training,
+        limits=limits,
         any_rank=any_rank,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),
@@ -216,6 +223,11 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
         raise TypeError(
             f"{name} is {kind}; it must give rows, by index (__getitem__ and __len__) or one by one (__iter__)."
+        )
+    if not is_stream(dataset) and not is_sized(dataset):
+        raise TypeError(
+            f"{name} is of type {type(dataset).__name__}, which gives rows by index (__getitem__) but does not say how many: "
+            "it needs __len__."
         )
     if is_sized(dataset) and len(dataset) == 0:
         raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
@@ -324,6 +336,12 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
     """`batch` with every tensor in it moved; dicts, lists and tuples keep their types."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
+    if (
+        type(batch) is dict
+        and str(device) == "cpu"
+        and all(getattr(value, "is_cpu", False) for value in batch.values())
+    ):
+        return dict(batch)  # there already; a new dict, since losses of old code take labels out of theirs
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in batch.items()}
         if type(batch) is dict:

@@ -71,14 +71,15 @@ def predict_batch(
         label_names: inputs that are labels; a loss is computed only where all of them are present.
         loss_only: give the loss alone.
         ignore_keys: outputs that are no predictions; by default the model's ``keys_to_ignore_at_inference``.
-        can_return_loss: the model computes a loss without labels, when asked by ``return_loss``.
+        can_return_loss: the model computes a loss without labels, unless the batch says otherwise by ``return_loss``.
     """
     if ignore_keys is None:
         ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
     has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
-    with_loss = has_labels or (can_return_loss and not label_names)
+    asked = inputs.get("return_loss")
+    with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))
     labels = None
-    if has_labels:
+    if with_loss:
         labels = tuple(detach(inputs.get(name)) for name in label_names)
         labels = labels[0] if len(labels) == 1 else labels
     with torch.no_grad():
@@ -93,7 +94,8 @@ def predict_batch(
     if loss_only:
         return loss, None, None
     if isinstance(outputs, dict):
-        logits = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignore_keys)
+        left_out = {"loss", *ignore_keys} if with_loss else set(ignore_keys)
+        logits = tuple(value for key, value in outputs.items() if key not in left_out)
     else:
         logits = tuple(outputs[skipped:]) if isinstance(outputs, (tuple, list)) else (outputs,)
     logits = detach(logits)
@@ -116,6 +118,7 @@ def run(
     gather: Callable[[Any], list[Any]] = lambda value: [value],
     num_batches: int | None = None,
     concatenate: bool = True,
+    keep_with_batch_metrics: bool = False,
 ) -> tuple[EvalPrediction, dict[str, float], int]:
     """One pass over `batches`: (everything kept, named means, rows seen on all processes).
 
@@ -129,7 +132,8 @@ def run(
         keep: store predictions and labels.
         is_filler: batches that only keep processes in step, and count for nothing.
         preprocess_logits: ``(logits, labels) -> what is kept instead of the logits``.
-        batch_metrics: a `compute_metrics` that is called on each batch; nothing is stored then.
+        batch_metrics: a `compute_metrics` that is called on each batch that has predictions and labels; nothing is stored then,
+            unless `keep_with_batch_metrics`.
         include: "inputs" and "loss": keep these too, for `compute_metrics`.
         gather: lists what every process passed, in rank order.
 
@@ -149,16 +153,17 @@ def run(
         if not filler:
             rows += here
             if loss is not None:
-                metrics.add("loss", loss, items)
+                metrics.add("loss", loss if items else 0.0, items)  # of a batch without one label the mean is NaN
             if preprocess_logits is not None and logits is not None:
                 logits = preprocess_logits(logits, labels)
             losses = np.full(here, float(loss)) if "loss" in include and loss is not None else None
             entry = (logits, labels, shown, losses)
         if batch_metrics is not None:
-            shares = [share for share in gather(entry and _map(entry, torch.Tensor.cpu)) if share is not None]
+            whole = entry is not None and logits is not None and labels is not None
+            shares = [s for s in gather(_map(entry, torch.Tensor.cpu) if whole else None) if s is not None]
             for number, share in enumerate(shares, start=1):
                 computed = batch_metrics(EvalPrediction(*share), upcoming is None and number == len(shares))
-        elif keep and entry is not None:
+        if keep and entry is not None and (batch_metrics is None or keep_with_batch_metrics):
             entry = to_numpy(entry)
             if not kept:
                 _check_size(entry, num_batches)
@@ -175,6 +180,17 @@ def run(
     columns = list(zip(*ordered, strict=True)) if ordered else [()] * 4
     joined = [list(column) if not concatenate else join(column) for column in columns]
     return EvalPrediction(*joined), named, sum(count for count, _ in everyone)
+
+
+def plain(metrics: Any) -> Any:
+    """`metrics` with numbers of numpy and torch as Python's, so that they can be logged, compared and saved."""
+    if isinstance(metrics, dict):
+        return {name: plain(value) for name, value in metrics.items()}
+    if isinstance(metrics, (list, tuple)):
+        return type(metrics)(map(plain, metrics))
+    if isinstance(metrics, np.generic) or (isinstance(metrics, torch.Tensor) and metrics.numel() == 1):
+        return metrics.item()
+    return metrics
 
 
 def named_metric(metrics: dict[str, float], name: str) -> float:

@@ -19,8 +19,7 @@ def check_finite(loss: torch.Tensor, grad_norm: torch.Tensor, step: int, num_ite
     Raises:
         NonFiniteError: it is.
     """
-    # One number, so that a device is waited for once.
-    if math.isfinite(loss + grad_norm.to(loss.device)):
+    if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
         return
     if num_items is not None and not num_items:
         raise NonFiniteError(

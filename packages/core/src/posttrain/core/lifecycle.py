@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core import data, evaluation, models, objective
-from posttrain.core.checkpoint import codec, rng
+from posttrain.core.checkpoint import codec, rng, weights
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from posttrain.core.distributed import Distributed
 
 logger = logging.getLogger(__name__)
+
+# Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
+TOKENS, FLOPS = "input/tokens", "input/flops"
 
 
 class Lifecycle:
@@ -50,13 +54,58 @@ class Lifecycle:
         self.model = self.model_wrapped = model
         self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
         self._loss_shifts_labels = objective.shifts_labels(base)
-        self.label_names = self.args.label_names or objective.label_names(base)
+        self.label_names = objective.label_names(base) if self.args.label_names is None else self.args.label_names
         self.can_return_loss = objective.can_return_loss(base)
         self._main_input = getattr(base, "main_input_name", "input_ids")
         self._signature_columns: list[str] | None = None
+        self._flops_parameters: int | None = None
+        # Elsewhere, what the attention mask shows counts as real; looking for padding would be one more kernel a step.
+        counts = self.args.include_num_input_tokens_seen == "non_padding"
+        self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
+        self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
+        self._set_objective()
         self.dist.place(model)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
+
+    def _set_objective(self) -> None:
+        """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
+        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
+        self._training_step = objective.with_count(self.training_step)
+        self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
+
+    def _check_parts(self) -> None:
+        """What cannot go together, said before anything expensive happens."""
+        args = self.args
+        if self.optimizer is not None and self.optimizer_cls_and_kwargs is not None:
+            raise ValueError(
+                "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
+            )
+        if self.model_init is not None and (self.optimizer is not None or self.lr_scheduler is not None):
+            raise ValueError(
+                "model_init makes new parameters at each train, which the optimizer in optimizers does not know; pass a "
+                "model, or optimizer_cls_and_kwargs, or override create_optimizer."
+            )
+        if not callable(self.data_collator):
+            raise TypeError(
+                f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
+            )
+        if args.batch_eval_metrics and self.compute_metrics is not None:
+            if not objective.accepts(self.compute_metrics, "compute_result"):
+                raise ValueError(
+                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
+                    "last; this compute_metrics has no argument compute_result."
+                )
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            raise ValueError(
+                f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
+            )
+        if self.train_dataset is not None and args.max_steps <= 0 and data.is_stream(self.train_dataset):
+            if not data.has_length(self.train_dataset):
+                raise ValueError(
+                    f"train_dataset ({type(self.train_dataset).__name__}) is a stream without a length, so the number of updates "
+                    "cannot be computed from num_train_epochs. Set max_steps."
+                )
 
     def _new_state(self) -> TrainerState:
         mine = [*self.callback_handler.callbacks, self.control]
@@ -92,9 +141,7 @@ class Lifecycle:
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
         first = self._first_step = self.state.global_step
         self._parameters = list(self.model_wrapped.parameters())
-        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
-        self._training_step = objective.with_count(self.training_step)
-        self._loss_scale = self.dist.world_size if args.average_tokens_across_devices else 1
+        self._set_objective()
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = loader
         self.is_in_train = True
@@ -112,7 +159,9 @@ class Lifecycle:
             if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
                 self.optimizer.eval()
 
-    def _wrap_model(self, model: nn.Module) -> nn.Module:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if not training:
+            return model
         args = self.args
         if args.activation_checkpointing:
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
@@ -158,6 +207,25 @@ class Lifecycle:
         self.load_state_dict(saved["trainer"])
         self._rng = saved["rng"]
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
+        if state_dict is None:
+            weights.save_weights(model, directory)
+        elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
+            model.save_pretrained(str(directory), state_dict=state_dict)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            codec.write_tensors(
+                state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
+            )
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(str(directory))
+        (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return self.args.output_dir
+
     def _write_checkpoint(self, directory: Path) -> None:
         self.save_model(str(directory), _internal_call=True)
         if not self.args.save_only_model:
@@ -185,6 +253,8 @@ class Lifecycle:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _fire(self, event: str, **kwargs: Any) -> None:
+        if self.callback_handler.nobody_hears(event):
+            return
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
 
     def _set_train_mode(self, model: nn.Module) -> None:
@@ -206,17 +276,20 @@ class Lifecycle:
         self.progress.batches += num_batches
         self.state.global_step += 1
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
+        if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
+            self.store_flos()
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             self.dist.empty_cache()
 
     def _begin_epoch(self, epoch: int) -> None:
         self.progress.epoch, self.progress.epoch_ended = epoch, False
+        self.control.should_epoch_stop = False
         self._fire("on_epoch_begin")
 
     def _end_epoch(self, plan: Plan) -> None:
         progress = self.progress
-        if progress.batches == 0 and self.state.global_step < plan.max_steps:
+        if progress.batches == 0 and self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
         progress.epoch_ended, progress.batches = True, 0
@@ -230,11 +303,13 @@ class Lifecycle:
         self.control.should_log = False
         if self.control.should_evaluate:
             self.control.should_evaluate = False
+            self.store_flos()
             improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
             if self.args.save_strategy == "best":
                 self.control.should_save = improved
         if self.control.should_save:
             self.control.should_save = False
+            self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
 
@@ -242,24 +317,32 @@ class Lifecycle:
         """A record of the steps since the last: the one place of a run that waits for the device."""
         progress, step = self.progress, self.state.global_step
         pairs = self.metrics.drain(self.dist.gather_object)
-        tokens, slots = pairs.pop("tokens", (0, 0))
-        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        self._count_inputs(pairs)
         progress.loss_sum, progress.loss_count = (
             a + b for a, b in zip(self._loss_so_far(), pairs["loss"], strict=True)
         )
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
-        logs |= self.clock.performance(tokens, slots, step - progress.last_logged, self.state.max_steps - step)
+        logs |= self.clock.performance(0, 0, step - progress.last_logged, self.state.max_steps - step)
         progress.last_logged = step
         self.log(logs)
 
     def _loss_so_far(self) -> tuple[float, int]:
         return self.progress.loss_sum, self.progress.loss_count
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+    def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
+        """Move what the steps since the last call have read from drained metrics to the state."""
+        tokens, slots = pairs.pop(TOKENS, (0, 0))
+        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        self.state.total_flos += float(pairs.pop(FLOPS, (0, 0))[0])
+        self.clock.count(tokens, slots)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and self.state.global_step:
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
 
@@ -268,7 +351,9 @@ class Lifecycle:
         if self.args.metric_for_best_model is None:
             return False
         value, best = evaluation.named_metric(metrics, self.args.metric_for_best_model), self.state.best_metric
-        better = best is None or (value > best if self.args.greater_is_better else value < best)
+        if best is None:  # and NaN is no better than none
+            best = -math.inf if self.args.greater_is_better else math.inf
+        better = value > best if self.args.greater_is_better else value < best
         if better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             will_save = self.args.save_strategy == "best" or self.control.should_save
@@ -277,8 +362,9 @@ class Lifecycle:
 
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
-        pairs = zip(self._loss_so_far(), self.metrics.drain(self.dist.gather_object).get("loss", (0.0, 0)), strict=True)
-        loss_sum, loss_count = (logged + rest for logged, rest in pairs)
+        rest = self.metrics.drain(self.dist.gather_object)
+        self._count_inputs(rest)
+        loss_sum, loss_count = (a + b for a, b in zip(self._loss_so_far(), rest.get("loss", (0.0, 0)), strict=True))
         train_loss = loss_sum / max(loss_count, 1)
         done = self.state.global_step - self._first_step
         rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size

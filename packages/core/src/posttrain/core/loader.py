@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
 from posttrain.core.samplers import (
     SeededRandomSampler,
@@ -70,6 +71,7 @@ class Loader(DataLoader):
         rank, world_size: this process, of how many.
         drop_last: leave out the last, short group.
         advance: begin the next epoch when an iteration has come to its end.
+        limits: what the model can read, see `check_limits`; each batch is compared with it before it is given out.
         any_rank: whether a flag is true on any process. Given it, a `datasets.IterableDataset` whose shards can be split
             is read by shards, and processes ask each other at each batch whether to go on. Without it, each process
             reads the whole stream and keeps its part.
@@ -92,6 +94,7 @@ class Loader(DataLoader):
         world_size: int = 1,
         drop_last: bool = False,
         advance: bool = True,
+        limits: Mapping[str, int] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
         **engine: Any,
     ) -> None:
@@ -131,7 +134,7 @@ class Loader(DataLoader):
             shown = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last and batch_size is not None}
         # Of itself this DataLoader only shows what users look at; the one that reads has rows and batches of our own.
         super().__init__(dataset, collate_fn=collate_fn, **shown)
-        collate = _Collate(self.collate_fn, streamed=self._stream is not None)
+        collate = _Collate(self.collate_fn, self._stream is not None, limits)
         self._engine = DataLoader(source, collate_fn=collate, **engine)
         for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
             self.__dict__[name] = getattr(self._engine, name)
@@ -204,7 +207,17 @@ class Loader(DataLoader):
                 generator.set_state(now.sampler)
             now.sampler = generator.get_state()
         self._draws.epoch, self._draws.start = self.epoch, now.given[0]
-        return self._give(iter(self._engine), now)
+        return self._give(self._read_here() if self._reads_here else iter(self._engine), now)
+
+    @property
+    def _reads_here(self) -> bool:
+        # Without workers and pinning, the engine does nothing but two calls, in a profiler's range for each batch.
+        return self.num_workers == 0 and not self.pin_memory
+
+    def _read_here(self) -> Iterator[Any]:
+        read, collate = self._engine.dataset.__getitems__, self._engine.collate_fn
+        for draw in self._draws:
+            yield collate(read(draw))
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
         given, unit = now.given, self._unit
@@ -282,8 +295,12 @@ class _Draw(NamedTuple):
     epoch: int
 
 
-class _FillerRows(list):
-    """Rows of which a filler is made."""
+class _Read(NamedTuple):
+    """The rows of a `_Draw`."""
+
+    rows: list[Any]
+    indices: list[int]
+    is_filler: bool
 
 
 class _Draws(Sampler):
@@ -332,7 +349,7 @@ class _Rows(Dataset):
         self.dataset, self.epoch = dataset, None
         self.forwards = forward_epoch and hasattr(dataset, "set_epoch")
 
-    def __getitems__(self, draw: _Draw) -> list[Any]:
+    def __getitems__(self, draw: _Draw) -> _Read:
         dataset = self.dataset
         if draw.seed is not None:
             seed_cpu(draw.seed)
@@ -340,23 +357,122 @@ class _Rows(Dataset):
             self.epoch = draw.epoch
             dataset.set_epoch(draw.epoch)
         read_all = getattr(dataset, "__getitems__", None)
-        rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
-        return _FillerRows(rows) if draw.is_filler else rows
+        with _naming_rows(draw.indices, "could not be read"):
+            rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
+        return _Read(rows, draw.indices, draw.is_filler)
 
 
 class _Collate:
     """The user's collator, which also sees to fillers and passes on which worker a streamed batch is from."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], streamed: bool) -> None:
-        self.collate_fn, self.streamed = collate_fn, streamed
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
+    ) -> None:
+        self.collate_fn, self.streamed, self.limits = collate_fn, streamed, limits
+        collate = getattr(collate_fn, "collator", collate_fn)
+        self.failure = f"could not be made into a batch by {getattr(collate, '__name__', type(collate).__name__)}"
 
-    def __call__(self, rows: Any) -> Any:
+    def __call__(self, read: Any) -> Any:
         if not self.streamed:
-            return as_filler(self.collate_fn(rows)) if type(rows) is _FillerRows else self.collate_fn(rows)
-        if rows.worker == _GAP:
+            return self._collate(read.rows, read.is_filler, read.indices)
+        if read.worker == _GAP:
             return _GAP, None
-        batch = self.collate_fn(rows.rows)
-        return rows.worker, as_filler(batch) if rows.is_filler else batch
+        return read.worker, self._collate(read.rows, read.is_filler, None)
+
+    def _collate(self, rows: Any, is_filler: bool, indices: list[int] | None) -> Any:
+        with _naming_rows(indices, self.failure, rows):
+            batch = self.collate_fn(rows)
+            if batch is None:
+                raise DataError("it returned None. Does it lack a return statement?")
+            if self.limits:
+                check_limits(batch, self.limits, indices)
+        return as_filler(batch) if is_filler else batch
+
+
+class _naming_rows:
+    """An error in here says of which rows it is: as a `DataError` where its own text alone says little."""
+
+    def __init__(self, indices: list[int] | None, what: str, rows: Any = None) -> None:
+        self.indices, self.what, self.rows = indices, what, rows
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        indices = self.indices or []
+        shown = ", ".join(map(str, indices[:ROWS_NAMED])) + (", ..." if len(indices) > ROWS_NAMED else "")
+        which = f"Rows {shown} of the dataset" if indices else "Rows of the stream"
+        if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)) or type(error) is RuntimeError:
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
+            raise DataError(f"{which} {self.what}: {reason}{_describe(self.rows)}") from error
+        error.add_note(f"{which} {self.what}.")
+
+
+ROWS_NAMED = 8
+
+
+def _describe(rows: Any) -> str:
+    if not isinstance(rows, (list, tuple)) or not rows:
+        return ""
+    if not isinstance(rows[0], Mapping):
+        return f" The first of them is of type {type(rows[0]).__name__}."
+    columns = (f"{name} ({type(value).__name__})" for name, value in rows[0].items())
+    return f" The first of them holds {', '.join(columns) or 'nothing'}."
+
+
+def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | None = None) -> None:
+    """Refuse a batch that the model would fail on with an index error, which on a GPU ends the process.
+
+    Args:
+        batch: a dict of tensors; those on the CPU are looked at.
+        limits: how many numbers a column may hold, from 0 on: ``{"input_ids": tokens known, "labels": classes}``
+            (a label may also be -100); ``"positions"``: tokens that a row may have.
+        indices: the dataset's index of each row of the batch, for the message.
+
+    Raises:
+        DataError: names the column, the number, the row and the limit.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    for name in ("input_ids", "labels"):
+        values, limit = batch.get(name), limits.get(name)
+        if limit is None or not isinstance(values, torch.Tensor) or values.device.type != "cpu":
+            continue
+        if values.is_floating_point():
+            if name == "input_ids":
+                raise DataError("input_ids came out as fractions, not whole numbers, as a batch of empty rows does.")
+            continue
+        if not values.numel():
+            continue
+        low, high = values.aminmax()
+        if high < limit and low >= 0:
+            continue
+        wrong = (values >= limit) | (values < 0)
+        if name == "labels":
+            wrong &= values != IGNORE_INDEX
+        if wrong.any():
+            place = wrong.nonzero()[0]
+            in_order = indices is not None and values.ndim and len(values) == len(indices)
+            row = f" in row {indices[place[0]]}" if in_order else ""
+            raise DataError(out_of_range(name, int(values[tuple(place)]), limit, row))
+    ids, longest = batch.get("input_ids"), limits.get("positions")
+    if longest is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and "position_ids" not in batch:
+        if ids.shape[1] > longest:
+            raise DataError(
+                f"The longest of these rows has {ids.shape[1]} tokens, and the model has positions for {longest}. "
+                "Truncate the rows when tokenizing, or set max_length where the trainer has it."
+            )
+
+
+def out_of_range(column: str, value: int, limit: int, where: str = "") -> str:
+    """What to say of a number that the model does not know; `where` begins with a space."""
+    remedy = (
+        "Tokenize with the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer))."
+        if column == "input_ids"
+        else "Use -100 for what is not to be learned, and load the model with as many labels or tokens as the data has."
+    )
+    return f"{column} holds {value}{where}, and the model knows 0 to {limit - 1}. {remedy}"
 
 
 # ---------------------------------------------------------------------------------------------------- streams

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from posttrain.core.state import strict
 
 
 class Metrics:
@@ -33,13 +38,18 @@ class Metrics:
         else:
             self._pairs[name] = (total, count)
 
-    def drain(self, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, tuple[float, float]]:
+    def drain(
+        self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
+    ) -> dict[str, tuple[float, float]]:
         """The (sum, count) of each metric since the last drain, over all processes; then start afresh.
 
         Args:
             gather: gives the list of what every process passed (`Distributed.gather_object`); called once.
+            only: names to drain; the rest stay.
         """
-        local, self._pairs = self.state_dict(), {}
+        taken = {name: pair for name, pair in self._pairs.items() if only is None or name in only}
+        self._pairs = {name: pair for name, pair in self._pairs.items() if name not in taken}
+        local = {name: (_number(total), _number(count)) for name, (total, count) in taken.items()}
         merged: dict[str, tuple[float, float]] = {}
         for part in gather(local):
             for name, (total, count) in part.items():
@@ -69,6 +79,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
+        self._tokens = self._slots = 0.0
         self._started = self._last = time.perf_counter()
 
     def __call__(self, phase: str) -> Clock:
@@ -84,6 +95,11 @@ class Clock:
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
+    def count(self, tokens: float, slots: float) -> None:
+        """Take in the tokens of some steps before the next `performance`; see there."""
+        self._tokens += tokens
+        self._slots += slots
+
     def total(self) -> float:
         """Seconds since the clock was made."""
         return time.perf_counter() - self._started
@@ -92,12 +108,13 @@ class Clock:
         """The ``perf/`` values of a log record, since the last one; then start afresh.
 
         Args:
-            tokens: tokens that are not padding, over all processes. slots: all, with padding.
+            tokens: tokens that are not padding, over all processes, beside those counted. slots: all, with padding.
             steps: updates since the last record. steps_left: updates to the end of the run.
         """
         now = time.perf_counter()
         seconds, phases = now - self._last, self._phases
-        self._last, self._phases = now, {}
+        tokens, slots = tokens + self._tokens, slots + self._slots
+        self._last, self._phases, self._tokens, self._slots = now, {}, 0.0, 0.0
         # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
         training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
         values = {
@@ -121,7 +138,43 @@ def speed_metrics(
     return metrics
 
 
+def formatted(metrics: dict[str, Any]) -> dict[str, Any]:
+    """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), other fractions to four places."""
+    return {name: _formatted(name, value) for name, value in metrics.items()}
+
+
+def _formatted(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value >> 20}MB"
+    if "_runtime" in name:
+        return f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def table(title: str, metrics: dict[str, Any]) -> str:
+    """`metrics`, formatted, as the lines of a table in the order of their names."""
+    shown = {name: str(value) for name, value in sorted(formatted(metrics).items())}
+    names, values = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+    return "\n".join([f"***** {title} *****", *(f"  {n:<{names}} = {v:>{values}}" for n, v in shown.items())])
+
+
+def save_metrics(directory: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write `metrics` as ``<split>_results.json``, strict JSON, and add them to ``all_results.json`` if `combined`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    together = directory / "all_results.json"
+    before = json.loads(together.read_text(encoding="utf-8")) if combined and together.exists() else {}
+    for path, values in [(directory / f"{split}_results.json", metrics), (together, before | metrics)][: 1 + combined]:
+        path.write_text(json.dumps(strict(values), indent=4, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def is_performance(name: str) -> bool:
+    """Whether a logged value says how fast the machine was: callbacks see it, the history of the run leaves it out."""
+    return name.startswith("perf/")
+
+
 def is_timing(name: str) -> bool:
     """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
     endings = ("_runtime", "_per_second", "_seconds", "_mib")
-    return name.startswith("perf/") or name.endswith(endings)
+    return is_performance(name) or name.endswith(endings)

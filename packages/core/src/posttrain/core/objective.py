@@ -8,9 +8,12 @@ Both give the gradient of the mean over the whole window, however it was cut.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,7 +94,7 @@ class Objective:
         if num_items is None or self.returns_mean is not None:
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
             return _scalar(loss), num_items is None or bool(self.returns_mean)
-        count = WatchedCount(num_items)
+        count = WatchedCount(torch.as_tensor(num_items))
         loss = _scalar(self.compute_loss(model, inputs, num_items_in_batch=count))
         self.returns_mean = not count.uses
         if self.returns_mean:
@@ -126,14 +129,33 @@ def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
     return (labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum()
 
 
-def count_tokens(inputs: Mapping[str, Any], main_input: str) -> tuple[torch.Tensor | int, int]:
-    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) where its main input is no tensor."""
-    ids = inputs[main_input] if main_input in inputs else None
-    if not isinstance(ids, torch.Tensor):
+def count_tokens(
+    inputs: Mapping[str, Any], main_input: str, pad_token_id: int | None = None
+) -> tuple[torch.Tensor | int, int]:
+    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) where its main input is no tensor.
+
+    Padding is what the attention mask hides; without one, `pad_token_id` where it is given; else there is none.
+    """
+    slots = count_slots(inputs, main_input)
+    if not slots:
         return 0, 0
+    ids = inputs[main_input]
     mask = inputs["attention_mask"] if "attention_mask" in inputs else None
-    real = mask.sum() if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else ids.numel()
-    return real, ids.numel()
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return mask.sum(), slots
+    return slots if pad_token_id is None else ids.ne(pad_token_id).sum(), slots
+
+
+def count_slots(inputs: Mapping[str, Any], main_input: str) -> int:
+    """All tokens of a micro-batch, padding too; 0 where its main input is no tensor."""
+    ids = inputs[main_input] if main_input in inputs else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def flops_parameters(model: nn.Module) -> int:
+    """Parameters that a token is multiplied with: those outside the embeddings; 0 for models that cannot say."""
+    count = getattr(model, "num_parameters", None)
+    return count(exclude_embeddings=True) if callable(count) else 0
 
 
 def count_rows(inputs: Any) -> int:
@@ -192,6 +214,39 @@ def can_return_loss(model: nn.Module) -> bool:
     return parameter is not None and parameter.default is True
 
 
+@dataclass(frozen=True)
+class LabelSmoother:
+    """The label-smoothed loss of a model's outputs, for scripts that call it in a `compute_loss` of their own."""
+
+    epsilon: float = 0.1
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        return losses.cross_entropy(
+            logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon
+        )
+
+
+def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
+    """What smooths the labels of `model`; None where nothing does."""
+    if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        warnings.warn(
+            f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
+            "classification, whose classes are no alternatives.", UserWarning, stacklevel=2,
+        )  # fmt: skip
+        return None
+    return LabelSmoother(factor) if factor else None
+
+
+def with_items(compute_loss: Callable[..., Any], num_items: torch.Tensor | int) -> Callable[..., Any]:
+    """`compute_loss` told of the items of its only batch, if it takes them."""
+    if not accepts(compute_loss, "num_items_in_batch"):
+        return compute_loss
+    return functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
+
+
 def model_loss(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -220,8 +275,7 @@ def model_loss(
     if loss_func is not None:
         return loss_func(outputs, labels, num_items_in_batch=num_items), outputs
     if labels is not None:
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        return losses.cross_entropy(logits, labels, num_items, shift=shifted, label_smoothing=label_smoothing), outputs
+        return LabelSmoother(label_smoothing)(outputs, labels, shifted, num_items), outputs
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
             f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it labels, "

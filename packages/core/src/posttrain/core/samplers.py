@@ -184,9 +184,12 @@ def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]
             yield start, group
             start += size
         return
-    for place in range(start, len(order), size):
-        group = order[place : place + size]
-        yield place, group.tolist() if isinstance(group, torch.Tensor) else list(group)
+    stretch = size * 256  # so many indices at a time leave their tensor: one by one, that would take as long as reading
+    for begin in range(start, len(order), stretch):
+        indices = order[begin : begin + stretch]
+        indices = indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
+        for place in range(0, len(indices), size):
+            yield begin + place, indices[place : place + size]
 
 
 def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T], bool]:

@@ -18,7 +18,7 @@ from posttrain.core.plan import as_steps
 class ExportableState:
     """A callback (or the control) that wants to be saved in each checkpoint and restored from it.
 
-    Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``.
+    Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``; either may be left out.
     """
 
     def state(self) -> dict[str, Any]:
@@ -26,8 +26,8 @@ class ExportableState:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ExportableState:
-        instance = cls(**state["args"])
-        for name, value in state["attributes"].items():
+        instance = cls(**state.get("args", {}))
+        for name, value in state.get("attributes", {}).items():
             setattr(instance, name, value)
         return instance
 
@@ -51,7 +51,7 @@ class TrainerState:
         stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
     """
 
-    epoch: float | None = None
+    epoch: float = 0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500

@@ -9,11 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.callbacks import EVENTS, TrainerCallback
+from posttrain.core.callbacks import _hears as hears
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields import opt
+from posttrain.core.metrics import is_performance
 from posttrain.core.state import strict
 
+logger = logging.getLogger(__name__)
+
+# What pip calls a tracker, where that is not its name in `report_to`.
+PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekit"}
+# Trackio's, read by its callback. False: nothing is published when training ends; TRACKIO_SPACE_ID names a space.
+LACKING = {
+    "trackio_space_id": None, "trackio_bucket_id": None, "trackio_static_space_id": False, "hub_private_repo": None,
+}  # fmt: skip
 LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
 
@@ -77,38 +87,120 @@ class JSONLinesCallback(TrainerCallback):
             return
         self.path = Path(args.output_dir) / "log.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(strict(record), allow_nan=False) + "\n" for record in state.log_history)
+        written = {}  # its lines hold more than the history: how fast the machine was
+        if self.path.is_file():
+            written = {_history_of(line): line for line in self.path.read_text(encoding="utf-8").splitlines()}
+        lines = [json.dumps(strict(record), allow_nan=False) for record in state.log_history]
         unfinished = self.path.with_suffix(".jsonl.tmp")
-        unfinished.write_text(lines, encoding="utf-8")
+        unfinished.write_text("".join(written.get(_history_of(x), x) + "\n" for x in lines), encoding="utf-8")
         unfinished.replace(self.path)
+        self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # closed when training ends
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and hasattr(self, "path") and state.log_history:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(strict(state.log_history[-1]), allow_nan=False) + "\n")
+        # Only into the folder in which training began: a search gives the trainer its own back after the trials.
+        mine = getattr(self, "path", None) == Path(args.output_dir) / "log.jsonl"
+        if state.is_world_process_zero and mine:
+            line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
+            if self.file is not None:
+                self.file.write(line)
+            else:  # an evaluation after training
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(line)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if getattr(self, "file", None) is not None:
+            self.file.close()
+            self.file = None
+
+
+def _history_of(line: str) -> str:
+    """The part of a line of ``log.jsonl`` that the history of the run holds; empty where the line is broken."""
+    try:
+        record = {name: value for name, value in json.loads(line).items() if not is_performance(name)}
+    except (ValueError, AttributeError):
+        return ""
+    return json.dumps(record, sort_keys=True)
 
 
 def tracker_callbacks(report_to: list[str]) -> list[Any]:
-    """The callbacks of the trackers named, from `transformers.integrations`.
+    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run.
 
     Raises:
-        ImportError: a tracker is not installed; the message holds the pip command.
+        ImportError: a tracker cannot be used; the message holds the pip command.
         ValueError: there is no tracker of that name.
     """
     if not report_to:
         return []
     from transformers import integrations
 
-    if report_to == ["all"]:
-        report_to = integrations.get_available_reporting_integrations()
     known = integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    if "all" in report_to:
+        report_to = [*integrations.get_available_reporting_integrations(), *(n for n in report_to if n != "all")]
     callbacks = []
-    for name in report_to:
+    for name in dict.fromkeys(report_to):
         if name not in known:
-            raise ValueError(f"report_to={name!r} is no tracker{did_you_mean(name, known)} Known: {', '.join(known)}.")
+            near = did_you_mean(name, [*known, "all", "none"])
+            raise ValueError(f"report_to={name!r} is no tracker{near or '.'} Known: {', '.join(known)}, all, none.")
         try:
-            callbacks.append(known[name]())
+            callbacks.append(apart(name, known[name]()))
         except (RuntimeError, ImportError) as error:
-            package = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml"}.get(name, name)
-            raise ImportError(f"report_to={name!r}: {error} Run: pip install {package}") from None
+            command = f"pip install {PACKAGES.get(name, name)}"
+            run = "" if command in str(error) else f" Run: {command}"
+            raise ImportError(f"report_to={name!r}: {error}{run}") from error
     return callbacks
+
+
+def apart(name: str, callback: Any) -> Any:
+    """Keep a failing tracker from ending the run: `callback` itself, its methods guarded.
+
+    What goes wrong when training begins is raised, for then nothing is lost and the remedy is at hand. What goes wrong later
+    (a network that is down, a full disk) is warned of once; ``log.jsonl`` has every record in any case.
+    """
+    failed = False
+
+    def guard(event: str, method: Any) -> Any:
+        def guarded(args, state, control, **kwargs):
+            nonlocal failed
+            try:
+                method(_TrackerArguments(args), state, control, **kwargs)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                if event == "on_train_begin":
+                    raise RuntimeError(
+                        f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of report_to."
+                    ) from error
+                if not failed:
+                    logger.warning(
+                        "%s failed in %s (%s). Training goes on, and this is said once; the records are in %s.",
+                        name, event, what, Path(args.output_dir) / "log.jsonl",
+                    )  # fmt: skip
+                failed = True
+
+        return guarded
+
+    for event in EVENTS:
+        if hears(callback, event):
+            setattr(callback, event, guard(event, getattr(callback, event)))
+    callback.kept_apart_as = name
+    return callback
+
+
+def afresh(callback: Any) -> Any:
+    """A tracker as new where `callback` is one, for it may serve one run alone (MLflow's does); else `callback` itself."""
+    name = getattr(callback, "kept_apart_as", None)
+    return callback if name is None else apart(name, type(callback)())
+
+
+class _TrackerArguments:
+    """The arguments of a run as the trackers of transformers read them: with the names that ours lack, and read-only, for
+    some trackers overwrite ``run_name``."""
+
+    def __init__(self, args: Any) -> None:
+        vars(self)["_args"] = args
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what `copy` asks for before there is anything to look up in
+            raise AttributeError(name)
+        return LACKING[name] if name in LACKING else getattr(vars(self)["_args"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None: ...

@@ -24,12 +24,14 @@ from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, Print
 from posttrain.core.checkpoint import Store, transaction, weights
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
-from posttrain.core.lifecycle import Lifecycle
-from posttrain.core.metrics import Clock, Metrics
+from posttrain.core.lifecycle import FLOPS, TOKENS, Lifecycle
+from posttrain.core.metrics import Clock, Metrics, formatted, is_performance, save_metrics, table
 from posttrain.core.plan import Plan, Progress, make_plan, windows
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback]
 
 
 class Trainer(Lifecycle):
@@ -56,6 +58,8 @@ class Trainer(Lifecycle):
     signature_columns: tuple[str, ...] | None = None
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
+    #: Scripts ask for these; data parallel training by DDP is all that this version has.
+    is_deepspeed_enabled, is_fsdp_enabled = False, False
 
     def __init__(
         self,
@@ -84,7 +88,9 @@ class Trainer(Lifecycle):
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
         data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
-        self.dist = Distributed(args, args.gradient_accumulation_steps)
+        self.dist = Distributed(
+            args
+        )  # not told of accumulation: the accelerator's backward would divide by it once more
         self.accelerator = self.dist.accelerator
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -93,15 +99,19 @@ class Trainer(Lifecycle):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self.model_init = model_init
+        self._check_parts()
+        self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self._set_model(model if model is not None else self.call_model_init())
         self.store = Store(args.output_dir)
+        self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
+        self._kept_loaders: dict[str, tuple[Any, Any]] = {}
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.is_in_train = False
         self.metrics, self.clock = Metrics(), Clock()
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
-        builtin = [DefaultFlowCallback, trackers.JSONLinesCallback, *trackers.tracker_callbacks(args.report_to)]
+        builtin = [*DEFAULT_CALLBACKS, *trackers.tracker_callbacks(args.report_to)]
         self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = self._new_state()
@@ -129,7 +139,7 @@ class Trainer(Lifecycle):
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
-                self._evaluate(trial, ignore_keys_for_eval)
+                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
@@ -174,13 +184,15 @@ class Trainer(Lifecycle):
             num_items = self._count_window(window)
         if not model.training:
             self._set_train_mode(model)
+        self.current_gradient_accumulation_steps = len(window)
         loss = None
         for number, inputs in enumerate(window, start=1):
             with self.dist.sync_gradients(model, when=number == len(window)):
                 share = self._training_step(model, inputs, num_items)
             loss = share if loss is None else loss + share
             if not data.is_filler(inputs):
-                self.metrics.add_sum("tokens", *objective.count_tokens(inputs, self._main_input))
+                self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
+                self.metrics.add_sum(FLOPS, self.floating_point_ops(inputs), 0)
             if number < len(window):
                 self._fire("on_substep_end")
         grad_norm = self.progress.grad_norm = self.dist.clip_gradients(
@@ -238,7 +250,8 @@ class Trainer(Lifecycle):
                 (). Return ``sum / num_items_in_batch``; or leave it alone and return a mean, which is then weighted.
         """
         options = {"pass_count": self.model_accepts_loss_kwargs, "loss_func": self.compute_loss_func}
-        options |= {"label_smoothing": self.args.label_smoothing_factor, "shifted": self._loss_shifts_labels}
+        smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
+        options |= {"label_smoothing": smoothing, "shifted": self._loss_shifts_labels}
         loss, outputs = objective.model_loss(model, inputs, num_items_in_batch, **options)
         return (loss, outputs) if return_outputs else loss
 
@@ -248,9 +261,10 @@ class Trainer(Lifecycle):
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
-        return self.dist.autocast()
+        return self.autocast_smart_context_manager()
 
-    autocast_smart_context_manager = compute_loss_context_manager
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
+        return self.dist.autocast()
 
     def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Log the mean of `value` from anywhere: weighted, over micro-batches and processes, reduced once per log."""
@@ -269,10 +283,12 @@ class Trainer(Lifecycle):
         """The loader of `eval_dataset`: a dataset, the name of one of several, or the trainer's own."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._get_dataloader(dataset, "Evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        size, sampler = self.args.eval_batch_size, self._get_eval_sampler
+        return self._get_dataloader(dataset, "Evaluation", size, sampler, dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
@@ -281,14 +297,18 @@ class Trainer(Lifecycle):
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ) -> torch.utils.data.DataLoader:
+        read, kept = dataset, self._kept_loaders.get(dataloader_key)
+        if kept is not None and kept[0] is dataset:
+            return kept[1]
         collator, build = self.data_collator, data.build_train_loader if is_training else data.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and data.has_length(dataset) else None
-        if self.args.remove_unused_columns:
-            self._set_signature_columns_if_needed()
-            dataset, collator = data.keep_columns(dataset, collator, self._signature_columns, description)
+        dataset, collator = self._without_unused_columns(dataset, collator, description)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
         options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
-        return build(dataset, args=self.args, **options, **place)
+        loader = build(dataset, args=self.args, **options, **place)
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
+            self._kept_loaders[dataloader_key] = (read, loader)
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -309,6 +329,44 @@ class Trainer(Lifecycle):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return data.to_device(inputs, self.dist.device, non_blocking=self.args.dataloader_pin_memory)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""
+        return data.num_examples(dataloader)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows of one optimizer step, over all its micro-batches and all processes."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
+
+    def get_tp_size(self) -> int:
+        """Processes that share one layer (tensor parallelism), as those of sequence and context parallelism below: 1."""
+        return 1
+
+    get_sp_size = get_cp_size = get_tp_size
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
+        """What `make_plan` makes of a loader: (epochs, updates of an epoch, rows of an epoch, rows of the run, rows of an
+        update, micro-batches of an epoch, updates of the run)."""
+        plan, rows_per_update = self.make_plan(dataloader), self.get_total_train_batch_size(args)
+        total = rows = plan.max_steps * rows_per_update
+        if plan.batches_per_epoch is not None:
+            rows = self.num_examples(dataloader)
+            total = total if args.max_steps > 0 else rows * args.num_train_epochs
+        batches = plan.batches_per_epoch or plan.max_steps * plan.accumulation
+        updates = plan.steps_per_epoch or plan.max_steps
+        return plan.num_epochs, updates, rows, total, rows_per_update, batches, plan.max_steps
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return self._without_unused_columns(dataset, None, description)[0]
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return self._without_unused_columns(None, data_collator, description)[1]
+
+    def _without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+        if not self.args.remove_unused_columns:
+            return dataset, collator
+        self._set_signature_columns_if_needed()
+        return data.keep_columns(dataset, collator, self._signature_columns, description or "dataset")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None and self.signature_columns is not None:
@@ -362,6 +420,28 @@ class Trainer(Lifecycle):
             )
         return self.lr_scheduler
 
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each group of parameters."""
+        return [group["lr"] for group in self._existing_optimizer().param_groups]
+
+    def get_num_trainable_parameters(self) -> int:
+        """Parameters that are trained, in numbers."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_optimizer_group(
+        self, param: nn.Parameter | None = None
+    ) -> dict[str, Any] | list[list[nn.Parameter]] | None:
+        """The optimizer's group that `param` is in; without one, the parameters of each group."""
+        groups = self._existing_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is member for member in group["params"])), None)
+
+    def _existing_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ValueError("There is no optimizer yet: it is made by train, or by create_optimizer.")
+        return self.optimizer
+
     def _get_learning_rate(self) -> float:
         rate = self.optimizer.param_groups[0]["lr"]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
@@ -411,6 +491,7 @@ class Trainer(Lifecycle):
                 count_items=self.count_items,
                 metrics=metrics,
                 keep=not loss_only,
+                keep_with_batch_metrics=description == "Prediction",  # which is to return them
                 is_filler=data.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
                 batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
@@ -421,10 +502,12 @@ class Trainer(Lifecycle):
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
                 concatenate=args.eval_do_concat_batches,
             )
-        if compute_metrics is not None and batch_metrics is None and kept.predictions is not None:
+        has_both = kept.predictions is not None and kept.label_ids is not None
+        if compute_metrics is not None and batch_metrics is None and has_both:
             named |= compute_metrics(kept)
         prefixed = {
-            n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v for n, v in named.items()
+            n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v
+            for n, v in evaluation.plain(named).items()
         }
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
 
@@ -434,29 +517,55 @@ class Trainer(Lifecycle):
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
         inputs = self._prepare_inputs(inputs)
         options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
+        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs))
         with self.compute_loss_context_manager():
-            return evaluation.predict_batch(model, inputs, self.compute_loss, loss_only=prediction_loss_only, **options)
+            return evaluation.predict_batch(model, inputs, compute_loss, loss_only=prediction_loss_only, **options)
 
     # ------------------------------------------------------------------------------------------------ log and save
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch to a record, keep it in ``state.log_history`` and hand it to the callbacks."""
+        """Add the epoch to a record, keep it in ``state.log_history`` and hand it to the callbacks.
+
+        The ``perf/`` values are for the callbacks alone: the history of two equal runs is equal.
+        """
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-        self.state.log_history.append({**logs, "step": self.state.global_step})
+        history = {name: value for name, value in logs.items() if not is_performance(name)}
+        self.state.log_history.append({**history, "step": self.state.global_step})
         self._fire("on_log", logs=logs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Operations of forward and backward for a micro-batch: 6 x tokens x parameters outside the embeddings (Kaplan et
+        al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum."""
+        if self._flops_parameters is None:
+            self._flops_parameters = objective.flops_parameters(self.model)
+        return 6 * objective.count_slots(inputs, self._main_input) * self._flops_parameters
+
+    def store_flos(self) -> None:
+        """Bring `num_input_tokens_seen` and `total_flos` of the state up to now, over all processes."""
+        self._count_inputs(self.metrics.drain(self.dist.gather_object, only=(TOKENS, FLOPS)))
+
+    @staticmethod
+    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+        """Metrics as people read them: times as h:mm:ss, fractions to four places."""
+        return formatted(metrics)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of a split (``train``, ``eval``, ``test``) as a table."""
+        if self.dist.is_main:
+            print(table(f"{split} metrics", metrics), flush=True)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``<split>_results.json`` into the output directory and, if `combined`, add to ``all_results.json``."""
+        if self.dist.is_main:
+            save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
-        directory = Path(output_dir or self.args.output_dir)
         if self.dist.is_main:
-            weights.save_weights(models.unwrap(self.model), directory)
-            processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if hasattr(processor, "save_pretrained"):
-                processor.save_pretrained(str(directory))
-            (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+            self._save(output_dir or self.args.output_dir)
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output directory."""
@@ -527,6 +636,10 @@ class Trainer(Lifecycle):
 
     def is_local_process_zero(self) -> bool:
         return self.dist.is_local_main
+
+    def end(self) -> None:
+        """Take down the process group. The last call of a script: everything that needs other processes comes before."""
+        self.accelerator.end_training()
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -39,7 +39,7 @@ class SFTConfig(TrainingArguments):
         None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
     )
     max_length: int | None = opt(
-        1024, "Longest row in tokens, and the length of packed rows; None: rows stay whole.", min=1,
+        1024, "Longest row in tokens, and the length of packed rows; None: rows stay whole.", min=2,
         aliases=("max_seq_length",),
     )  # fmt: skip
     truncation_mode: str = opt(
@@ -80,3 +80,6 @@ class SFTConfig(TrainingArguments):
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
             yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
+        for name in ("dataset_kwargs", "model_init_kwargs"):
+            if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
+                yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"

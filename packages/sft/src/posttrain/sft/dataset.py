@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from posttrain.core import chat
+from posttrain.core.data import check_dataset
 from posttrain.core.errors import DataError
+from posttrain.core.loader import out_of_range
 from posttrain.sft.packing import cache_location
 from posttrain.sft.report import FACTS, DataReport
 from posttrain.sft.rows import Draft, Preparation
+
+logger = logging.getLogger(__name__)
 
 SFT_FORMATS = ("tokenized", "prompt_completion", "language_modeling")
 ROWS_PER_BATCH = 1000
@@ -38,6 +43,7 @@ def prepare_dataset(
     eos_token: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     num_proc: int | None = None,
+    limits: Mapping[str, int] | None = None,
     name: str = "train",
 ) -> tuple[Any, DataReport]:
     """Tokenize and label a dataset.
@@ -58,6 +64,7 @@ def prepare_dataset(
         eos_token: ends texts and completions; the tokenizer's by default. Conversations end as their template says.
         chat_template_kwargs: variables for the chat template; a row's own column of that name goes before them.
         num_proc: processes for a `datasets.Dataset`; one already uses all the threads of a fast tokenizer.
+        limits: what the model can read, as `posttrain.core.models.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:
@@ -66,7 +73,8 @@ def prepare_dataset(
         itself; processes that ask for the same wait for the first to finish.
 
     Raises:
-        DataError: no rows, the columns fit no format, or no row can be trained on.
+        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model does
+            not know.
     """
     prepare = Preparation(
         tokenizer,
@@ -84,20 +92,23 @@ def prepare_dataset(
     import datasets
     from torch.utils.data import IterableDataset
 
-    if isinstance(dataset, (dict, datasets.DatasetDict, datasets.IterableDatasetDict)):
-        raise TypeError(f"{name}: expected one dataset, not a dict of {sorted(dataset)}. Pass one of them.")
+    check_dataset(dataset, f"{name}_dataset")
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"{name}_dataset is a {type(dataset).__name__}, which gives its rows once only. Pass list(...) of it, or "
+            "datasets.IterableDataset.from_generator(<the function that makes it>)."
+        )
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, datasets.IterableDataset):
         dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
     if isinstance(dataset, datasets.IterableDataset):
-        return _prepare_stream(dataset, prepare, report), report
-    if len(dataset) == 0:
-        raise DataError(f"{name}: the dataset has no rows")
+        return _prepare_stream(dataset, prepare, report, limits or {}), report
     if isinstance(dataset, datasets.Dataset):
         prepared = _prepare_arrow(dataset, prepare, report, num_proc)
     else:
         prepared = _prepare_list(dataset, prepare, name)
     for batch in prepared.with_format("arrow").iter(100_000):
         report.add(*_facts(batch))
+        _check_numbers(batch, limits or {}, name)
     if report.rows_kept == 0:
         raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
     if report.dropped:
@@ -170,6 +181,25 @@ def _facts(table: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {name: table.column(name).to_numpy() for name in FACTS}, lengths
 
 
+def _check_numbers(table: Any, limits: Mapping[str, int], name: str) -> None:
+    """Refuse tokens that the model does not know, in prepared rows."""
+    import pyarrow.compute as pc
+
+    for column in ("input_ids", "labels"):
+        if column not in limits:
+            continue
+        tokens = pc.list_flatten(table.column(column)).to_numpy()
+        wrong = (tokens >= limits[column]) | (tokens < 0)
+        if column == "labels":
+            wrong &= tokens != -100
+        if not wrong.any():
+            continue
+        first = int(wrong.argmax())
+        row = int(np.searchsorted(np.cumsum(_facts(table)[1]), first, side="right"))
+        where = f" in row {table.column('row')[row].as_py()}"
+        raise DataError(f"{name}: {out_of_range(column, int(tokens[first]), limits[column], where)}")
+
+
 def _prepare_arrow(dataset: Any, prepare: Preparation, report: DataReport, num_proc: int | None) -> Any:
     from filelock import FileLock
 
@@ -222,10 +252,10 @@ def _prepare_list(rows: Any, prepare: Preparation, name: str) -> Any:
     return Dataset(pa.concat_tables(tables).cast(_features().arrow_schema))
 
 
-def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport) -> Any:
+def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limits: Mapping[str, int]) -> Any:
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns:
-        raise DataError(f"{report.name}: the dataset has no rows")
+        raise DataError(f"{report.name}_dataset has no rows. If it was filtered, see what the filter kept.")
     _check_columns(columns, prepare, report.name)
 
     def batch_of(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -233,8 +263,13 @@ def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport) -> A
         drafts = prepare(rows, indices)
         if indices and indices[0] == 0:  # another pass over the stream
             report.clear()
-        report.add(*_facts(_table(drafts)))
-        if report.rows_kept == 0 and report.rows_in >= ROWS_PER_BATCH:
+        table, dropped_before = _table(drafts), len(report.dropped)
+        report.add(*_facts(table))
+        _check_numbers(table, limits, report.name)
+        if len(report.dropped) > dropped_before:  # a reason that was not met before
+            report.tell(logger)
+        is_last = len(indices) < ROWS_PER_STREAMED_BATCH
+        if report.rows_kept == 0 and (is_last or report.rows_in >= ROWS_PER_BATCH):
             raise DataError("\n".join([f"{report.name}: no row can be trained on.", *report.lines()[1:]]))
         kept = [draft for draft in drafts if not draft.fault]
         return {"input_ids": [d.ids.tolist() for d in kept], "labels": [d.labels.tolist() for d in kept]}

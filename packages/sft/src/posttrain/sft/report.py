@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 INDICES_SHOWN = 5
+ENOUGH_ENDINGS = 0.5
 
 FACTS = ("row", "fault", "truncated", "doubled_bos", "cut", "ends", "trained")
 """Columns that a prepared row carries until the report is made: its row, why it was dropped ("" if kept), and so on."""
@@ -46,7 +48,7 @@ class DataReport:
     @property
     def notes(self) -> list[str]:
         notes = []
-        if self.rows_kept and self.eos_share < 0.5:
+        if self.rows_kept and self.eos_share < ENOUGH_ENDINGS:
             notes.append(
                 f"Only {self.eos_share:.0%} of the rows end in a trained end-of-sequence token: the model may not "
                 "learn to stop. Check eos_token and max_length."
@@ -95,6 +97,12 @@ class DataReport:
             more = ", ..." if count > len(first) else ""
             lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more})")
         return lines + [f"  note: {note}" for note in self.notes]
+
+    def tell(self, logger: logging.Logger) -> None:
+        """Write the report to the log, as a warning where rows were dropped or something looks wrong."""
+        is_wrong = self.dropped or self.doubled_bos or (self.rows_kept and self.eos_share < ENOUGH_ENDINGS)
+        level = logging.WARNING if is_wrong else logging.INFO
+        logger.log(level, "%s", "\n".join(self.lines()))
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""

@@ -18,6 +18,11 @@ from posttrain.core.errors import DataError
 
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")
+INT32_MAX = 2**31 - 1
+
+
+class FormattingError(DataError):
+    """The user's ``formatting_func`` raised an error: a fault of the program and not of a row."""
 
 
 @dataclass
@@ -93,7 +98,9 @@ class Preparation:
         try:
             if not isinstance(row, Mapping):
                 raise DataError(f"the row is not a dict but of type {type(row).__name__}")
-            formatted = [row] if self.formatting_func is None else self._format(row)
+            formatted = [row] if self.formatting_func is None else self._format(row, index)
+        except FormattingError:
+            raise
         except DataError as error:
             return [Draft(index, fault=str(error))]
         drafts = []
@@ -104,11 +111,19 @@ class Preparation:
                 drafts.append(Draft(index, fault=str(error)))
         return drafts
 
-    def _format(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _format(self, row: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
         """The rows that the user's function makes of one: a text, a conversation, or a list of texts."""
         if self.takes_batches is None:
             self.takes_batches = self._reads_batches(row)
-        result = self.formatting_func({key: [value] for key, value in row.items()} if self.takes_batches else dict(row))
+        given = {key: [value] for key, value in row.items()} if self.takes_batches else dict(row)
+        try:
+            result = self.formatting_func(given)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            name = getattr(self.formatting_func, "__name__", type(self.formatting_func).__name__)
+            raise FormattingError(
+                f"formatting_func {name} failed on row {index} ({type(error).__name__}: {error}). It was given the columns "
+                f"{', '.join(row)}."
+            ) from error
         if isinstance(result, list) and result and not isinstance(result[0], Mapping):
             return [{self.text_field: text} for text in result]
         return [{"messages" if isinstance(result, list) else self.text_field: result}]
@@ -274,4 +289,6 @@ def _whole_numbers(value: Any, name: str) -> np.ndarray:
         raise DataError(f"{name} is empty")
     if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
         raise DataError(f"{name} is not a list of whole numbers")
+    if numbers.max() > INT32_MAX or numbers.min() < -INT32_MAX:
+        raise DataError(f"{name} holds a number that no token has (beyond 32 bits)")
     return numbers.astype(np.int32)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import inspect
 import logging
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, chat, models
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.data import check_dataset
+from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import DataReport, prepare_dataset
@@ -32,6 +34,10 @@ MOVED_TO_CONFIG = {
     "dataset_kwargs": "dataset_kwargs",
     "model_init_kwargs": "model_init_kwargs",
 }
+
+
+#: Positions whose logits are turned into float32 together, where they must be held whole.
+POSITIONS_AT_ONCE = 1024
 
 
 class SFTTrainer(Trainer):
@@ -74,15 +80,25 @@ class SFTTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
-        tokenizer = processing_class or old_names.pop("tokenizer", None)
+        _refuse_unknown(old_names)
+        for name, dataset in (("train", train_dataset), *_named(eval_dataset)):
+            if dataset is not None:
+                check_dataset(dataset, f"{name}_dataset")
+        if formatting_func is not None and not callable(formatting_func):
+            raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
+        tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
         model, tokenizer = self._load(model, tokenizer, args, quantization_config, peft_config)
-        self._formatting_func, self.data_reports = formatting_func, {}
-        self._skip_preparation = bool(_as_dict(args.dataset_kwargs).get("skip_prepare_dataset"))
+        self._formatting_func = formatting_func
+        self.data_reports: dict[str, DataReport] = {}
+        self._prepared: list[Any] = []
+        self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator or _collator(args, tokenizer),
-            processing_class=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -95,10 +111,9 @@ class SFTTrainer(Trainer):
             _refuse_leaks(self.model)
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
-        if isinstance(eval_dataset, dict):
-            self.eval_dataset = {n: self._prepare(part, n, args.eval_packing) for n, part in eval_dataset.items()}
-        elif eval_dataset is not None:
-            self.eval_dataset = self._prepare(eval_dataset, "eval", args.eval_packing)
+        if eval_dataset is not None:
+            ready = {name: self._prepare(part, name, args.eval_packing) for name, part in _named(eval_dataset)}
+            self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
 
     def compute_loss(
         self,
@@ -111,9 +126,12 @@ class SFTTrainer(Trainer):
 
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary.
         """
-        if return_outputs or self.compute_loss_func is not None or self._needs_logits:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         items = self.count_items(inputs)
+        if return_outputs or self.compute_loss_func is not None or self._needs_logits:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if "labels" in inputs:
+                self._log_statistics(outputs, inputs["labels"], items)
+            return (loss, outputs) if return_outputs else loss
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         smoothing = self.args.label_smoothing_factor
         with models.loss_in_head(model, inputs["labels"], label_smoothing=smoothing):
@@ -124,24 +142,29 @@ class SFTTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As the core's; rows that were not prepared at construction are prepared here."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str) and not self._skip_preparation:
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepare(eval_dataset, "eval", self.args.eval_packing)
         return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """As the core's; the rows are prepared here, and never packed, so that each has its prediction."""
+        return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
     def _load(
         self, model: nn.Module | str, tokenizer: Any, args: SFTConfig, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
-        if isinstance(model, str):
+        if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-            model = models.load_causal_lm(model, _as_dict(args.model_init_kwargs), **options)
+            model = models.load_causal_lm(model, args.model_init_kwargs, **options)
         elif args.model_init_kwargs is not None or quantization_config is not None:
             raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+        _refuse_other_models(model)
         if tokenizer is None:
             tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         if args.chat_template_path is not None:
-            tokenizer.chat_template = chat.load_template(args.chat_template_path)
+            tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
         for name in ("eos_token", "pad_token"):
             token = getattr(args, name)
             if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
@@ -162,9 +185,24 @@ class SFTTrainer(Trainer):
         self._needs_logits = why_not is not None
         return model, tokenizer
 
+    def _log_statistics(self, outputs: Any, labels: torch.Tensor, items: torch.Tensor | int) -> None:
+        """Log what `loss_in_head` counts on the way, from logits that are there whole."""
+        logits = outputs["logits"] if isinstance(outputs, dict) and "logits" in outputs else None
+        if not isinstance(logits, torch.Tensor) or logits.shape[1] < labels.shape[1]:
+            return
+        logits = logits.detach()[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
+        targets = labels[:, 1:].to(logits.device)
+        correct = entropy = torch.zeros((), device=logits.device)
+        for places in (targets != -100).nonzero().split(POSITIONS_AT_ONCE):
+            logps = logits[places[:, 0], places[:, 1]].float().log_softmax(-1)
+            correct = correct + (logps.argmax(-1) == targets[places[:, 0], places[:, 1]]).sum()
+            entropy = entropy - (logps.exp() * logps).sum()
+        self.metrics.add_sum("mean_token_accuracy", correct, items)
+        self.metrics.add_sum("entropy", entropy, items)
+
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
         """`dataset` tokenised, masked and packed; what happened to its rows is logged and kept in `data_reports`."""
-        if self._skip_preparation:
+        if self._skip_preparation or any(dataset is ready for ready in self._prepared):
             return dataset
         args = self.args
         with self.dist.main_first():  # one process writes the cache, the others read it
@@ -179,6 +217,7 @@ class SFTTrainer(Trainer):
                 formatting_func=self._formatting_func,
                 eos_token=args.eos_token,
                 num_proc=args.dataset_num_proc,
+                limits=models.id_limits(self.model),
                 name=name,
             )
             if packing and not hasattr(dataset, "__len__"):
@@ -189,24 +228,26 @@ class SFTTrainer(Trainer):
             if packing:
                 dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset and name == "train" else dataset
                 dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        self.data_reports[name]: DataReport = report
-        if self.dist.is_main:
-            for line in report.lines():
-                logger.info(line)
+        self.data_reports[name], self._prepared = report, [*self._prepared, dataset]
+        if self.dist.is_main and report.rows_in:
+            report.tell(logger)
         return dataset
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
     """The `SFTConfig` that `args` and the arguments that earlier versions took elsewhere amount to."""
+    if args is not None and not isinstance(args, TrainingArguments):
+        raise TypeError(
+            f"args is of type {type(args).__name__}; pass an SFTConfig, such as SFTConfig(output_dir=...), or TrainingArguments."
+        )
     if args is None:
         args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
     elif not isinstance(args, SFTConfig):
         fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-        known = {field.name for field in dataclasses.fields(SFTConfig)}
-        args = SFTConfig(**{name: value for name, value in fields.items() if name in known})
+        args = SFTConfig(**{name: value for name, value in fields.items() if name in _fields(SFTConfig)})
         logger.info("Plain TrainingArguments were given: data preparation follows the defaults of SFTConfig.")
     changes, problems = {}, []
-    default = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
+    default = {name: field.default for name, field in _fields(SFTConfig).items()}
     for old, value in moved.items():
         new = MOVED_TO_CONFIG[old]
         if getattr(args, new) not in (default[new], value):
@@ -235,5 +276,34 @@ def _collator(args: SFTConfig, tokenizer: Any) -> SFTCollator:
     return SFTCollator(tokenizer.pad_token_id, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
-def _as_dict(value: dict[str, Any] | str | None) -> dict[str, Any]:
-    return json.loads(value) if isinstance(value, str) else value or {}
+def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
+    return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]
+
+
+def _refuse_unknown(old_names: dict[str, Any]) -> None:
+    """Before a model is loaded; the names that are left are the core's to judge."""
+    known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
+    for name in old_names:
+        if name not in ("tokenizer", "callback"):
+            hint = did_you_mean(name, [*known, *MOVED_TO_CONFIG])
+            in_config = f", which SFTConfig has: pass args=SFTConfig({name}=...)" if name in _fields(SFTConfig) else ""
+            raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")
+
+
+def _refuse_other_models(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or folder of one."
+        )
+    base = models.base_model(model)
+    config, name = getattr(base, "config", None), type(base).__name__
+    other_head = any(head in name for head in ("Classification", "QuestionAnswering", "MaskedLM"))
+    if config is None or getattr(config, "is_encoder_decoder", False) or other_head:
+        raise TypeError(
+            f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
+            "posttrain.core.Trainer for other models."
+        )
+
+
+def _fields(config: type) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(config)}

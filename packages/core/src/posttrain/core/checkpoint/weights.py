@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from posttrain.core.checkpoint import codec
 from posttrain.core.errors import CheckpointError
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -20,7 +21,7 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with _without_progress_bar():
+        with _quiet():
             model.save_pretrained(str(directory))
     else:
         from safetensors.torch import save_model
@@ -29,14 +30,17 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Without the progress bar of transformers, and its table of what did not fit, which is said here in a sentence."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -51,52 +55,68 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     if hasattr(model, "peft_config"):
         return _load_adapters(model, directory)
     tensors = read_tensors(directory)
-    outcome = model.load_state_dict(tensors, strict=False)
-    missing, unexpected = _really_missing(model, outcome.missing_keys, tensors), list(outcome.unexpected_keys)
-    if (missing or unexpected) and hasattr(model, "save_pretrained"):
+    own = model.state_dict()
+    misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
+    missing = _really_missing(model, [name for name in own if name not in tensors], tensors)
+    unexpected = [name for name in tensors if name not in own]
+    if (misfits or missing or unexpected) and hasattr(model, "save_pretrained"):
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
-        twin = type(model).from_pretrained(str(directory), dtype=next(model.parameters()).dtype)
-        missing = unexpected = []
-        outcome = model.load_state_dict(twin.state_dict(), strict=False)
-        missing, unexpected = _really_missing(model, outcome.missing_keys, twin.state_dict()), outcome.unexpected_keys
-    if missing or unexpected:
+        own = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
+        with _quiet(), contextlib.suppress(RuntimeError, ValueError):  # of another shape: said below
+            twin, told = type(model).from_pretrained(str(directory), **own, output_loading_info=True)
+            tensors = twin.state_dict()
+            misfits, missing, unexpected = (
+                sorted(map(str, told[f"{kind}_keys"])) for kind in ("mismatched", "missing", "unexpected")
+            )
+    _refuse(f"this {type(model).__name__}", directory, misfits, missing, unexpected)
+    model.load_state_dict(tensors, strict=False)
+
+
+def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
+    found = {"of another shape": misfits, "missing": missing, "not known to the model": unexpected}
+    faults = [f"{what} {names[:5]} ({len(names)} in all)" for what, names in found.items() if names]
+    if faults:
         raise CheckpointError(
-            f"The weights in {directory} are not those of this {type(model).__name__}: missing {missing[:5]} "
-            f"({len(missing)} in all), not known to the model {unexpected[:5]} ({len(unexpected)} in all)."
+            f"The weights in {where} are not those of {whose}: {'; '.join(faults)}. Make the model as it was when they were "
+            "saved, or name another checkpoint."
         )
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the weights in `directory`, mapped from disk rather than read."""
-    from safetensors.torch import load_file
-
     if (directory / WEIGHTS).is_file():
-        return load_file(str(directory / WEIGHTS))
+        return codec.read_tensors(directory / WEIGHTS)
     index = directory / f"{WEIGHTS}.index.json"
     if not index.is_file():
         raise CheckpointError(f"There are no weights in {directory}: neither {WEIGHTS} nor {index.name} is there.")
     tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
+    document = codec.read_json(index)
+    names = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map of tensors and files.")
+    for name in sorted(set(names.values())):
         if Path(name).name != name:
             raise CheckpointError(
                 f"{index} names {name!r}, which is not a file in its own folder; refusing to read it."
             )
-        tensors |= load_file(str(directory / name))
+        tensors |= codec.read_tensors(directory / name)
     return tensors
 
 
 def _load_adapters(model: nn.Module, directory: Path) -> None:
-    from peft.utils import set_peft_model_state_dict
-    from safetensors.torch import load_file
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in model.peft_config:
         # peft writes the adapter named "default" into the folder itself and every other into one of its own.
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.")
-        outcome = set_peft_model_state_dict(model, load_file(str(file)), adapter_name=adapter)
-        if unexpected := getattr(outcome, "unexpected_keys", None):
-            raise CheckpointError(f"{file} holds tensors that the adapter {adapter!r} lacks: {unexpected[:5]}.")
+        tensors = codec.read_tensors(file)
+        own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
+        _refuse(f"the adapter {adapter!r}", file, misfits, [name for name in own if name not in tensors], [])
+        outcome = set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+        _refuse(f"the adapter {adapter!r}", file, [], [], list(getattr(outcome, "unexpected_keys", None) or ()))
 
 
 def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torch.Tensor]) -> list[str]:

@@ -1,0 +1,17 @@
+"""The Hugging Face Hub: uploads that never stop a run, and the model card."""
+
+from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, results, write_model_card
+from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs
+
+__all__ = [
+    "FINISH_TIMEOUT",
+    "HubArguments",
+    "Upload",
+    "Uploader",
+    "framework_versions",
+    "hyperparameters",
+    "jobs",
+    "model_card",
+    "results",
+    "write_model_card",
+]

@@ -1,0 +1,210 @@
+"""The card of a trained model: what it was made of, how, and how good it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import math
+import numbers
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.hub.uploads import is_repo_id
+
+logger = logging.getLogger(__name__)
+
+MARK = "<!-- Written by posttrain. A card without this line is never overwritten. -->"
+_PERFORMANCE = re.compile(r"(.*_)?(runtime|samples_per_second|steps_per_second|epoch|step|num_input_tokens_seen)")
+_MAX_ROWS = 20
+_COLUMNS = ("Epoch", "Step", "Training loss")
+
+# Always in the table, in this order; other arguments only where they were changed.
+_MAIN = """
+    learning_rate per_device_train_batch_size gradient_accumulation_steps seed optim lr_scheduler_type warmup_steps
+    weight_decay max_grad_norm num_train_epochs max_steps bf16 fp16
+""".split()
+# About the machine, the logs and the files of a run, not about the model.
+_ASIDE = re.compile(
+    r"(hub|logging|log|save|eval|dataloader|ddp|do|push|report|run|dataset_num_proc|include|torch_compile)(_.*)?"
+    r"|.*(_dir|_token|_path|name_or_path)|project|disable_tqdm|use_cpu|remove_unused_columns|.*resume.*|restore_.*"
+    r"|load_best_model_at_end|metric_for_best_model|greater_is_better|label_names|prediction_loss_only|local_rank"
+)
+
+
+def hyperparameters(args: Any, world_size: int = 1) -> dict[str, Any]:
+    """The arguments of a run that make the model: the usual ones, and those that differ from their defaults."""
+    table = {name: getattr(args, name) for name in _MAIN if hasattr(args, name)}
+    for field in dataclasses.fields(args):
+        if field.name in table or _ASIDE.fullmatch(field.name):
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        value = getattr(args, field.name)
+        if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
+            table[field.name] = value
+    if table.get("max_steps", -1) > 0:
+        table.pop("num_train_epochs", None)
+    table = {name: value for name, value in table.items() if value is not None and value is not False and value != -1}
+    rows = table.get("per_device_train_batch_size", 0) * table.get("gradient_accumulation_steps", 1) * world_size
+    return table | ({"number of processes": world_size} if world_size > 1 else {}) | {"rows per update": rows}
+
+
+def framework_versions() -> dict[str, str]:
+    """Versions of what this process has used of the libraries that a result depends on."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = {"posttrain": importlib.metadata.version("posttrain-core"), "python": python}
+    names = [n for n in ("torch", "transformers", "peft", "datasets", "tokenizers", "accelerate") if n in sys.modules]
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def model_card(
+    model_name: str,
+    *,
+    log_history: Sequence[Mapping[str, Any]] = (),
+    hyperparameters: Mapping[str, Any] | None = None,
+    versions: Mapping[str, str] | None = None,
+    base_model: str | None = None,
+    datasets: str | Iterable[str] | None = (),
+    method: str | None = None,
+    language: str | list[str] | None = None,
+    license: str | None = None,
+    tags: str | Iterable[str] | None = (),
+    tasks: str | Iterable[str] | None = (),
+    library_name: str | None = "transformers",
+    best_step: int | None = None,
+) -> str:
+    """The card of a trained model: Markdown, with the Hub's metadata as YAML in front.
+
+    Args:
+        model_name: title of the card.
+        log_history: the records of ``TrainerState.log_history``; its evaluations become the metrics and the table.
+        hyperparameters, versions: tables to show, see the functions `hyperparameters` and `framework_versions`.
+        base_model, datasets: names on the Hub; anything else is named in the text but not in the metadata.
+        method: how it was trained, such as "SFT".
+        tasks: the Hub's names of tasks, such as ``"text-generation"``.
+        best_step: update whose weights the model has; None: those of the last evaluation.
+    """
+    datasets, tasks = _names(datasets), _names(tasks)
+    rows = results(log_history)
+    evaluations = [row for row in rows if any(name not in _COLUMNS for name in row)]
+    best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
+    metrics = {k: v for k, v in (best or evaluations)[-1].items() if k not in _COLUMNS} if evaluations else {}
+    metadata = {
+        "library_name": library_name,
+        "base_model": base_model if base_model and is_repo_id(base_model) else None,
+        "datasets": [name for name in datasets if is_repo_id(name)],
+        "language": language,
+        "license": license,
+        "pipeline_tag": tasks[0] if tasks else None,
+        "tags": list(dict.fromkeys(["posttrain", "generated_from_trainer", *_names(tags)])),
+        "model-index": [{"name": model_name, "results": _index(metrics, datasets, tasks)}],
+    }
+    import yaml
+
+    kept = {name: value for name, value in metadata.items() if value not in (None, [])}
+    front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    origin = f"A fine-tuned version of {_link(base_model, '')}" if base_model else "A model trained from scratch"
+    how = f" with {method}" if method else ""
+    data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
+    parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
+    if metrics:
+        pairs = [{"Metric": name, "Value": value} for name, value in metrics.items()]
+        parts.append(f"## Evaluation\n\n{_table(pairs)}")
+    if hyperparameters:
+        pairs = [{"Argument": f"`{name}`", "Value": value} for name, value in hyperparameters.items()]
+        parts.append(f"## Training\n\n### Hyperparameters\n\n{_table(pairs)}")
+    if rows:
+        step = -(-len(rows) // _MAX_ROWS)
+        shown = rows[::-1][::step][::-1]  # thinned from the end, so that the last one stays
+        parts.append(f"### Training results\n\n{_table(shown)}")
+    if versions:
+        parts.append("### Framework versions\n\n" + "".join(f"- {name} {v}\n" for name, v in versions.items()))
+    return "\n".join(parts)
+
+
+def results(log_history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each evaluated update: epoch, step, the training loss logged last, and the metrics by name.
+
+    Without any evaluation, a row for each record of the training loss.
+    """
+    rows: dict[int | None, dict[str, Any]] = {}
+    losses, last = [], {}
+    for record in log_history:
+        where = {"Epoch": record.get("epoch"), "Step": record.get("step")}
+        if "loss" in record:
+            last = {"Training loss": record["loss"]}
+            losses.append(where | last)
+        metrics = {
+            name.removeprefix("eval_"): value
+            for name, value in record.items()
+            if name.startswith("eval_") and not _PERFORMANCE.fullmatch(name) and isinstance(value, numbers.Real)
+        }
+        if metrics:  # several evaluation sets leave a record each, at the same step
+            row = rows.setdefault(record.get("step"), where | last)
+            row |= {"Validation loss" if name == "loss" else name: value for name, value in metrics.items()}
+    return list(rows.values()) or losses
+
+
+def write_model_card(directory: str | Path, model_name: str | None = None, **fields: Any) -> Path | None:
+    """Write the card into ``README.md`` of `directory`, in place of one written here before or a template left empty.
+
+    Args:
+        model_name: None: the name of the directory.
+        fields: the arguments of `model_card`; `versions` defaults to those of this process.
+
+    Returns:
+        The file, or None if there is a card that somebody wrote, which stays.
+    """
+    path = Path(directory) / "README.md"
+    if path.is_file():
+        there = path.read_text(encoding="utf-8", errors="replace")
+        if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
+            logger.info("%s was not written by posttrain; it stays as it is.", path)
+            return None
+    base = fields.get("base_model")
+    if base and os.path.isdir(base):  # a folder of this machine is no name on the Hub, whatever it looks like
+        fields["base_model"] = os.path.join(".", Path(base).name)
+    fields.setdefault("versions", framework_versions())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(model_card(model_name or path.parent.absolute().name, **fields), encoding="utf-8")
+    return path
+
+
+def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str]) -> list[dict[str, Any]]:
+    """The results of a model-index; the Hub wants a task and a dataset with each."""
+    values = [
+        {"type": "loss" if name == "Validation loss" else name, "name": name, "value": float(value)}
+        for name, value in metrics.items()
+        if math.isfinite(value)
+    ]
+    task, dataset = tasks[0] if tasks else "text-generation", datasets[0] if datasets else "unknown"
+    place = {"type": dataset if is_repo_id(dataset) else "unknown", "name": dataset}
+    return [{"task": {"type": task}, "dataset": place, "metrics": values}] if values else []
+
+
+def _names(value: str | Iterable[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _link(name: str, kind: str) -> str:
+    return f"[{name}](https://huggingface.co/{kind}{name})" if is_repo_id(name) else f"`{_cell(name)}`"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) and not value.is_integer() else str(value)
+    return " ".join(text.split()).replace("|", r"\|")

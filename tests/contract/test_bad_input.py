@@ -1,0 +1,478 @@
+"""What is wrong is said before the first step: what happened, where, why, and what to set."""
+
+import json
+import logging
+import re
+import sys
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen3ForCausalLM
+
+from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments, data, models
+from posttrain.core.errors import ConfigError, DataError, NonFiniteError
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+from tests.contract.trainers import pad
+
+RAW = (KeyError, IndexError, AttributeError, StopIteration, AssertionError, ZeroDivisionError)
+
+
+def base(out, rows, collator=pad, model=None, **changes):
+    own = {name: changes.pop(name) for name in ("eval_dataset", "processing_class", "callbacks") if name in changes}
+    usual = dict(max_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no", report_to="none")
+    args = TrainingArguments(output_dir=str(out), **(usual | changes))
+    return Trainer(model or tiny.causal_lm(), args, data_collator=collator, train_dataset=rows, **own)
+
+
+def sft(out, rows, model=None, **changes):
+    own = ("eval_dataset", "processing_class", "peft_config", "formatting_func", "data_collator")
+    own = {name: changes.pop(name) for name in own if name in changes}
+    usual = dict(
+        max_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no", max_length=32, gradient_checkpointing=False
+    )
+    args = SFTConfig(output_dir=str(out), **(usual | changes))
+    options = {"processing_class": tiny.tokenizer()} | own
+    return SFTTrainer(model or tiny.causal_lm(), args, train_dataset=rows, **options)
+
+
+def refused(error, *parts, run):
+    """`run` raises `error`, whose message holds every one of `parts`, and not what Python raises out of the depths."""
+    with pytest.raises(error) as caught:
+        run()
+    message = str(caught.value)
+    assert not isinstance(caught.value, RAW), repr(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+def test_an_unknown_argument_is_answered_before_a_model_is_loaded(tmp_path):
+    folder = tmp_path / "not there"  # would be refused with another error
+    refused(TypeError, "SFTTrainer", "'train_dateset'", "did you mean 'train_dataset'",
+            run=lambda: SFTTrainer(str(folder), train_dateset=[]))  # fmt: skip
+    refused(TypeError, "'learning_rate'", "SFTConfig(learning_rate=...)",
+            run=lambda: SFTTrainer(str(folder), learning_rate=1e-4))  # fmt: skip
+    refused(TypeError, "Trainer", "'processing_clas'", "did you mean 'processing_class'",
+            run=lambda: Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path)), processing_clas=None))  # fmt: skip
+    refused(ConfigError, "learning_rat", "did you mean 'learning_rate'", run=lambda: SFTConfig(learning_rat=1))
+
+
+def test_all_problems_of_a_config_are_told_at_once_and_before_anything_is_touched(tmp_path):
+    out = tmp_path / "out"
+    refused(
+        ConfigError, "per_device_train_batch_size=-4 must be >= 1", "gradient_accumulation_steps=0 must be >= 1",
+        "max_length=-3 must be >= 2", "label_smoothing_factor=2 must be < 1", "packing_strategy='bdf'", "did you mean 'bfd'",
+        "unknown argument 'pack'", "max_steps=0", "dataset_kwargs='x' is not a JSON object",
+        run=lambda: SFTTrainer(
+            model=str(tmp_path / "not there"),
+            args=SFTConfig(
+                str(out), per_device_train_batch_size=-4, gradient_accumulation_steps=0, max_length=-3, dataset_kwargs="x",
+                label_smoothing_factor=2, packing_strategy="bdf", pack=True, max_steps=0,
+            ),
+        ),
+    )  # fmt: skip
+    assert not out.exists()
+
+
+def test_an_argument_that_was_made_wrong_after_construction_is_found_too(tmp_path):
+    trainer = sft(tmp_path, [{"text": "one two"}])
+    trainer.args.gradient_accumulation_steps = 0
+    refused(ConfigError, "gradient_accumulation_steps=0 must be >= 1", run=trainer.train)
+
+
+def test_data_are_looked_at_before_a_model_is_loaded(tmp_path):
+    folder = str(tmp_path / "not there")
+    for rows, error in (([], DataError), ("openai/gsm8k", TypeError), (5, TypeError), ({"train": []}, DataError)):
+        refused(
+            error,
+            "train_dataset",
+            run=lambda rows=rows: SFTTrainer(folder, SFTConfig(str(tmp_path)), train_dataset=rows),
+        )
+        refused(error, "dev_dataset" if rows != {"train": []} else "dict", run=lambda rows=rows: SFTTrainer(
+            folder, SFTConfig(str(tmp_path)), train_dataset=[{"text": "a b"}], eval_dataset={"dev": rows}))  # fmt: skip
+    refused(
+        FileNotFoundError, folder, "does not exist", run=lambda: SFTTrainer(folder, train_dataset=[{"text": "a b"}])
+    )
+
+
+@pytest.mark.parametrize("model", [None, 5, torch.nn.Linear(2, 2), "classifier", "seq2seq"])
+def test_what_is_no_causal_language_model_is_refused_by_name(model, tmp_path):
+    made = {"classifier": tiny.classifier, "seq2seq": tiny.seq2seq_lm}
+    model = made[model]() if model in ("classifier", "seq2seq") else model
+    refused(TypeError, type(model).__name__, "causal language model", run=lambda: SFTTrainer(
+        model, SFTConfig(str(tmp_path)), train_dataset=[{"text": "a b"}], processing_class=tiny.tokenizer()))  # fmt: skip
+
+
+def test_what_is_no_config_is_refused_by_type(tmp_path):
+    for args in ("out", {"output_dir": "out"}):
+        refused(TypeError, type(args).__name__, "SFTConfig(output_dir=...)", run=lambda args=args: SFTTrainer(
+            tiny.causal_lm(), args, train_dataset=[{"text": "a b"}]))  # fmt: skip
+
+
+def test_other_arguments_that_cannot_work_are_refused_with_what_can(tmp_path):
+    rows = [{"text": "one two"}]
+    for changes, error, *parts in (
+        ({"eos_token": "<nope>"}, ValueError, "eos_token='<nope>'", "vocabulary"),
+        ({"chat_template_path": "/nope/chat.jinja"}, FileNotFoundError, "chat_template_path='/nope/chat.jinja'"),
+        ({"peft_config": {"r": 8}}, TypeError, "peft_config", "LoraConfig()", "{'r': 8}"),
+        ({"formatting_func": "x"}, TypeError, "formatting_func", "'x'"),
+        ({"formatting_func": lambda row: row["question"]}, DataError, "formatting_func", "row 0", "question", "text"),
+        ({"processing_class": None}, ValueError, "Pass processing_class"),
+        ({"model_init_kwargs": {"dtype": "float32"}}, ValueError, "model_init_kwargs", "a model was passed"),
+        ({"assistant_only_loss": True}, DataError, "assistant_only_loss=True needs conversations", "rows 0"),
+        ({"completion_only_loss": True}, DataError, "prompt and completion", "assistant_only_loss"),
+    ):
+        refused(error, *parts, run=lambda changes=changes: sft(tmp_path, rows, **changes))
+    refused(DataError, "no chat template", "chat_template_path", run=lambda: sft(
+        tmp_path, [{"messages": [{"role": "user", "content": "a"}]}], processing_class=tiny.tokenizer(chat_template=None)))  # fmt: skip
+    refused(TypeError, "'chat'", run=lambda: SFTTrainer(tiny.causal_lm(), chat="x"))
+
+
+def test_model_that_is_frozen_is_refused(tmp_path):
+    frozen = tiny.causal_lm().requires_grad_(False)
+    refused(
+        ValueError,
+        "no parameter of the model requires a gradient",
+        run=sft(tmp_path, [{"text": "a b c"}], frozen).train,
+    )
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    for package in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, package, None)
+    refused(ImportError, "'peft' is not installed", "peft_config", "pip install 'posttrain-core[peft]'",
+            run=lambda: sft(tmp_path, [{"text": "a b"}], peft_config=object()))  # fmt: skip
+    refused(ImportError, "'bitsandbytes' is not installed", "pip install 'posttrain-core[quantization]'",
+            run=lambda: models.ModelConfig(load_in_4bit=True, use_peft=True).quantization_config())  # fmt: skip
+
+
+def test_an_unknown_tracker_is_answered_with_those_known(tmp_path):
+    refused(
+        ValueError, "tensorbord", "did you mean 'tensorboard'", run=lambda: base(tmp_path, [], report_to="tensorbord")
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- rows for SFT
+
+
+GOOD = {
+    "text": {"text": "one two three"},
+    "chat": {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]},
+    "completion": {"prompt": "one", "completion": " two"},
+    "tokens": {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
+}
+BAD = [
+    ("text", {"text": None}, "text is null"),
+    ("text", {"text": ""}, "text is empty"),
+    ("text", {"text": 5}, "not a text but of type int"),
+    ("text", None, "not a dict but of type NoneType"),
+    ("text", "a string", "not a dict but of type str"),
+    ("text", 5, "not a dict but of type int"),
+    ("chat", {"messages": None}, "messages is null"),
+    ("chat", {"messages": []}, "messages is empty"),
+    ("chat", {"messages": "hello"}, "not a list of messages"),
+    ("chat", {"messages": [{"content": "x"}]}, "has no role"),
+    ("chat", {"messages": [{"role": "user", "content": None}]}, "content of a message in messages is null"),
+    ("completion", {"prompt": None, "completion": "x"}, "prompt is null"),
+    ("completion", {"prompt": "one", "completion": None}, "completion is null"),
+    ("completion", {"prompt": "one", "completion": ""}, "completion is empty"),
+    ("completion", {"prompt": "one " * 100, "completion": "x"}, "nothing to train on is left after truncation"),
+    ("tokens", {"input_ids": None}, "not a list of whole numbers"),
+    ("tokens", {"input_ids": []}, "input_ids is empty"),
+    ("tokens", {"input_ids": [5]}, "nothing to train on"),
+    ("tokens", {"input_ids": [5.0, 6.5]}, "not a list of whole numbers"),
+    ("tokens", {"input_ids": [[5], [6, 7]]}, "not a list of whole numbers"),
+    ("tokens", {"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "nothing to train on"),
+    ("tokens", {"input_ids": [5, 6, 7], "labels": [5]}, "differ in length"),
+]
+
+
+@pytest.mark.parametrize(("kind", "bad", "reason"), BAD)
+def test_a_bad_row_is_dropped_counted_and_told_before_training(kind, bad, reason, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        trainer = sft(tmp_path, [GOOD[kind], bad, GOOD[kind]])
+    (warning,) = [r.getMessage() for r in caplog.records if "dropped" in r.getMessage()]
+    assert re.search(rf"dropped 1: .*{reason}", warning), warning
+    assert "(rows 1)" in warning
+    assert trainer.data_reports["train"].rows_kept == 2
+    trainer.train()
+    assert trainer.state.global_step == 2
+    refused(DataError, "no row can be trained on", reason, "rows 0", run=lambda: sft(tmp_path, [bad, bad]))
+
+
+def test_columns_that_fit_nothing_are_named_beside_those_that_would(tmp_path):
+    for rows in (
+        [{"txt": "a"}],
+        Dataset.from_list([{"txt": "a"}]),
+        Dataset.from_list([{"txt": "a"}]).to_iterable_dataset(),
+    ):
+        refused(DataError, "train", "['txt']", "input_ids", "messages", "completion+prompt", "dataset_text_field",
+                run=lambda rows=rows: sft(tmp_path, rows))  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("token", [384, -7])
+def test_a_token_that_the_model_does_not_know_is_named_with_its_row_before_training(column, token, tmp_path):
+    rows = [GOOD["tokens"], GOOD["tokens"] | {column: [5, token, 7]}]
+    refused(DataError, f"{column} holds {token} in row 1", "0 to 383", run=lambda: sft(tmp_path, rows))
+    refused(DataError, f"eval: {column} holds {token}", run=lambda: sft(tmp_path, rows[:1], eval_dataset=rows))
+
+
+def test_streams_that_cannot_work(tmp_path):
+    def stream(rows):
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    refused(
+        ValueError,
+        "length",
+        "Set max_steps",
+        run=lambda: sft(tmp_path, stream([GOOD["text"]]), max_steps=-1).train(),
+    )
+    refused(DataError, "train_dataset has no rows", run=lambda: sft(tmp_path, stream([])))
+    refused(
+        DataError,
+        "no row can be trained on",
+        "text is null",
+        run=lambda: sft(tmp_path, stream([{"text": None}] * 3)).train(),
+    )
+    refused(DataError, "stream", "packing=False", run=lambda: sft(tmp_path, stream([GOOD["text"]]), packing=True))
+    refused(TypeError, "generator", "once", "list(...)", run=lambda: sft(tmp_path, (row for row in [GOOD["text"]])))
+
+
+def test_fewer_rows_than_a_batch_are_trained_on_unless_they_are_all_dropped(tmp_path):
+    trainer = sft(tmp_path, [GOOD["text"]] * 3, per_device_train_batch_size=8)
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.state.epoch == 2.0
+    for make, rows in ((sft, [GOOD["text"]] * 3), (base, tiny.token_rows(3))):
+        refused(ValueError, "no batch", "dataloader_drop_last=True", "per_device_train_batch_size",
+                run=lambda make=make, rows=rows: make(tmp_path, rows, dataloader_drop_last=True).train())  # fmt: skip
+
+
+def test_no_data_at_all_is_said_when_they_are_needed(tmp_path):
+    for trainer in (base(tmp_path, None), sft(tmp_path, None)):
+        refused(ValueError, "training requires a train_dataset", run=trainer.train)
+        refused(ValueError, "evaluation requires an eval_dataset", run=trainer.evaluate)
+
+
+# ---------------------------------------------------------------------------------------------------- rows for Trainer
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+class WithoutLength:
+    def __getitem__(self, i):
+        return GOOD["tokens"]
+
+
+SEEN = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        (None, ["type NoneType", "dict"]),
+        ("text", ["type str", "dict"]),
+        (5, ["type int", "dict"]),
+        ([5, 6], ["type list", "dict"]),
+        ({"text": "a"}, ["Found: text", "Wanted:", "input_ids", "remove_unused_columns=False"]),
+        (SEEN | {"labels": None}, ["'labels'", "null", "row "]),
+        ({"input_ids": [5, 6, 7], "attention_mask": None, "labels": [5, 6, 7]}, ["'attention_mask'", "null"]),
+        (SEEN | {"labels": [5, 6]}, ["'labels'", "data_collator"]),
+        ({"input_ids": [[5], [6, 7]], "attention_mask": [1, 1], "labels": [5, 6]}, ["'input_ids'"]),
+    ],
+    ids=str,
+)
+def test_rows_that_make_no_batch_are_named_with_the_reason(row, parts, tmp_path):
+    rows = [SEEN | {"labels": [5, 6, 7]}, row]
+    trainer = base(tmp_path, Rows(rows), None, train_sampling_strategy="sequential")
+    refused(
+        DataError,
+        "Rows 0, 1 of the dataset could not be made into a batch by default_data_collator",
+        *parts,
+        run=trainer.train,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (
+            [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [5], "labels": [5]}],
+            ["'labels'", "DataCollatorForSeq2Seq"],
+        ),
+        ([{"labels": 1, "text": "a"}] * 2, ["no column 'input_ids'", "Tokenize"]),
+        ([{"input_ids": [5], "label": "good"}] * 2, ["'label' holds null or text"]),
+        ([{"input_ids": [5], "label": None}] * 2, ["'label' holds null or text"]),
+    ],
+    ids=["ragged-labels", "not-tokenized", "label-text", "label-null"],
+)
+def test_rows_that_the_tokenizer_cannot_pad_are_named_with_the_remedy(rows, parts, tmp_path):
+    for dataset in (rows, Dataset.from_list(rows)):
+        trainer = base(
+            tmp_path, dataset, None, tiny.classifier(), processing_class=tiny.tokenizer(), remove_unused_columns=False
+        )
+        refused(DataError, "could not be made into a batch by DataCollatorWithPadding", *parts, run=trainer.train)
+    remedied = base(tmp_path, tiny.token_rows(4), DataCollatorForSeq2Seq(tiny.tokenizer()))
+    remedied.train()
+    assert remedied.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("collator", "parts"),
+    [
+        (lambda rows: None, ["returned None", "return statement"]),
+        (lambda rows: rows[0]["nope"], ["KeyError: 'nope'", "input_ids (list)"]),
+        (lambda rows: rows[99], ["IndexError"]),
+        (lambda rows: torch.tensor([row["input_ids"] for row in rows]), ["ValueError", "length"]),
+    ],
+    ids=["none", "key", "index", "ragged"],
+)
+def test_an_error_in_a_collator_names_it_and_its_rows(collator, parts, tmp_path):
+    trainer = base(tmp_path, tiny.token_rows(8), collator, train_sampling_strategy="sequential")
+    refused(DataError, "Rows 0, 1, 2, 3, 4, 5, 6, 7 of the dataset", "<lambda>", *parts, run=trainer.train)
+
+
+def test_an_error_in_a_worker_says_the_same(tmp_path):
+    trainer = base(tmp_path, tiny.token_rows(2), lambda rows: rows[99], dataloader_num_workers=1)
+    refused(DataError, "of the dataset could not be made into a batch by <lambda>", "IndexError", run=trainer.train)
+
+
+def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says_something(tmp_path):
+    class Broken(Rows):
+        def __getitem__(self, i):
+            raise self.rows[i]
+
+    refused(DataError, "Rows 0 of the dataset could not be read: IndexError: list index out of range",
+            run=base(tmp_path, Broken([IndexError("list index out of range")])).train)  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="picture.png") as caught:
+        base(tmp_path, Broken([FileNotFoundError("picture.png")])).train()
+    assert caught.value.__notes__ == ["Rows 0 of the dataset could not be read."]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "parts"),
+    [
+        ([], DataError, ["train_dataset has no rows"]),
+        (Dataset.from_dict({"input_ids": []}), DataError, ["train_dataset has no rows"]),
+        ("data.jsonl", TypeError, ["the string 'data.jsonl'", "__getitem__"]),
+        (5, TypeError, ["type int"]),
+        ({"input_ids": [[1]]}, DataError, ["dict of datasets (input_ids)"]),
+        (WithoutLength(), TypeError, ["WithoutLength", "__len__"]),
+        (Dataset.from_dict({"txt": ["a"]}), DataError, ["Found: txt", "Wanted:"]),
+    ],
+    ids=["empty", "empty-arrow", "string", "int", "dict", "no-length", "columns"],
+)
+def test_what_is_no_training_set_is_refused(rows, error, parts, tmp_path):
+    refused(error, *parts, run=base(tmp_path, rows).train)
+
+
+def test_a_stream_without_max_steps_says_what_to_set(tmp_path):
+    stream = Dataset.from_list(tiny.token_rows(4)).to_iterable_dataset()
+    refused(ValueError, "length", "Set max_steps", run=lambda: base(tmp_path, stream, max_steps=-1).train())
+
+
+def test_inputs_without_labels_say_how_to_get_a_loss(tmp_path):
+    refused(
+        ValueError,
+        "no loss",
+        "input_ids",
+        "compute_loss_func",
+        run=base(tmp_path, [{"input_ids": [5, 6]}] * 2, None).train,
+    )
+
+
+@pytest.mark.parametrize("make", [base, sft])
+def test_labels_that_are_all_masked_never_count_as_a_loss_of_zero(make, tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100] * 3}] * 4
+    changes = {"dataset_kwargs": {"skip_prepare_dataset": True}} if make is sft else {}
+    trainer = make(tmp_path, rows, **changes)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    refused(NonFiniteError, "-100", run=trainer.train)
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
+    class Line(torch.nn.Linear):
+        def forward(self, x, labels):
+            return {"loss": (super().forward(x)[:, 0] - labels).square().mean()}
+
+    model = Line(2, 1)
+    before = model.weight.clone()
+    trainer = base(tmp_path, [{"x": [1.0, float("nan")], "labels": 1.0}] * 4, None, model, max_grad_norm=0)
+    refused(NonFiniteError, "Update 1", "nan", "not applied", "rows of this batch", run=trainer.train)
+    assert torch.equal(model.weight, before)
+
+
+# ---------------------------------------------------------------------------------------------------- limits of a model
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: tiny.causal_lm(), {"input_ids": 384, "labels": 384}),
+        (lambda: tiny.causal_lm("gpt2", n_positions=64), {"input_ids": 384, "labels": 384, "positions": 64}),
+        (lambda: tiny.classifier(num_labels=3), {"input_ids": 384, "labels": 3, "positions": 64}),
+        (lambda: tiny.classifier(num_labels=1), {"input_ids": 384, "positions": 64}),  # a regression
+        (lambda: tiny.seq2seq_lm(), {"input_ids": 384, "labels": 384}),
+        (lambda: torch.nn.Linear(2, 2), {}),
+    ],
+    ids=["qwen3", "gpt2", "classifier", "regression", "t5", "linear"],
+)
+def test_the_limits_of_a_model_are_read_off_it(model, expected):
+    assert models.id_limits(model()) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "parts"),
+    [
+        (
+            tiny.causal_lm,
+            {"input_ids": [5, 600, 7]},
+            ["input_ids holds 600 in row 1", "0 to 383", "resize_token_embeddings"],
+        ),
+        (tiny.causal_lm, {"input_ids": [5, -1, 7]}, ["input_ids holds -1 in row 1"]),
+        (tiny.causal_lm, {"labels": [5, 6, 999]}, ["labels holds 999 in row 1", "-100"]),
+        (tiny.causal_lm, {"labels": [5, 6, -1]}, ["labels holds -1 in row 1"]),
+        (tiny.classifier, {"labels": 3}, ["labels holds 3 in row 1", "0 to 2"]),
+        (tiny.classifier, {"input_ids": [5] * 65, "attention_mask": [1] * 65}, ["65 tokens", "positions for 64"]),
+    ],
+    ids=["input", "negative-input", "label", "negative-label", "class", "too-long"],
+)
+def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(model, row, parts):
+    model = model()
+    good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
+    loader = data.build_train_loader(
+        Rows([good, good | row]), batch_size=2, collate_fn=data.default_collator(tiny.tokenizer()), sampler=None, seed=0,
+        args=TrainingArguments("unused"), limits=models.id_limits(model),
+    )  # fmt: skip
+    refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
+
+
+def test_labels_of_minus_100_and_multi_label_rows_are_within_the_limits():
+    limits = {"input_ids": 10, "labels": 3, "positions": 4}
+    data.check_limits({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 2]])}, limits)
+    data.check_limits({"labels": torch.tensor([[0.0, 7.0]]), "input_ids": torch.zeros(0, 4, dtype=torch.long)}, limits)
+    data.check_limits(
+        {"input_ids": torch.zeros(1, 9, dtype=torch.long), "position_ids": torch.zeros(1, 9)}, limits
+    )  # packed
+    data.check_limits([torch.tensor([99])], limits)
+    refused(DataError, "empty rows", run=lambda: data.check_limits({"input_ids": torch.tensor([[], []])}, limits))
+
+
+def test_the_report_of_the_rows_is_plain_data(tmp_path):
+    trainer = sft(tmp_path, [GOOD["text"], {"text": None}])
+    report = json.loads(json.dumps(trainer.data_reports["train"].to_dict()))
+    assert report["dropped"] == {"text is null": [1, [1]]} and report["rows_in"] == 2 and report["rows_kept"] == 1

@@ -1,0 +1,401 @@
+"""`SFTTrainer` from outside: every kind of row in, a model out that others can load."""
+
+import json
+import math
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig
+
+from posttrain.core import TrainingArguments
+from posttrain.core.errors import ConfigError
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+
+TEXTS = [{"text": text} for text in tiny.CORPUS] * 2
+COMPLETIONS = [{"prompt": text[:30], "completion": text[30:60]} for text in tiny.CORPUS] * 2
+CHATS = [
+    {"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:50]}]}
+    for text in tiny.CORPUS
+] * 2
+TOKENS = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in tiny.token_rows(10)]
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def config(output_dir, **changes):
+    usual = dict(
+        output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-2, logging_steps=1, max_length=64,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    return SFTConfig(**(usual | changes))
+
+
+def make(output_dir, rows, model=None, peft_config=None, tokenizer=None, eval_rows=None, callbacks=None, **changes):
+    return SFTTrainer(
+        model=tiny.causal_lm() if model is None else model,
+        args=config(output_dir, **changes),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer or tiny.tokenizer(),
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def batch_of(trainer):
+    return next(iter(trainer.get_train_dataloader()))
+
+
+# ---------------------------------------------------------------------------------------------------- what goes in
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        (TEXTS, {}),
+        (COMPLETIONS, {}),
+        (CHATS, {}),
+        (CHATS, {"assistant_only_loss": True}),
+        (TOKENS, {}),
+        (TEXTS, {"packing": True}),
+        (TEXTS, {"packing": True, "packing_strategy": "wrapped"}),
+        (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}),
+        (COMPLETIONS, {"padding_free": True}),
+        (TEXTS, {"bf16": True}),
+        (TEXTS, {"label_smoothing_factor": 0.1}),
+    ],
+    ids="text completion chat assistant-only tokens bfd wrapped bfd-split padding-free bf16 smoothing".split(),
+)
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_every_kind_of_row_is_trained_on(rows, changes, kind, tmp_path):
+    trainer = make(tmp_path, kind(rows), **({"max_steps": 6} | changes))
+    before = weights(trainer.model)
+    trainer.train()
+    assert [name for name, value in weights(trainer.model).items() if torch.equal(value, before[name])] == []
+    # A model that knows nothing pays ln(vocabulary) for a token.
+    assert losses(trainer)[0] == pytest.approx(math.log(384), rel=0.03)
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert {"mean_token_accuracy", "entropy", "grad_norm"} <= trainer.state.log_history[0].keys()
+
+
+def test_only_what_was_asked_for_is_learned(tmp_path):
+    tokenizer = tiny.tokenizer()
+
+    def learned(rows, **changes):
+        batch = batch_of(make(tmp_path, rows, train_sampling_strategy="sequential", **changes))
+        row = batch["labels"][0]
+        return tokenizer.decode(row[row != -100])
+
+    prompt, completion = COMPLETIONS[0]["prompt"], COMPLETIONS[0]["completion"]
+    assert learned(COMPLETIONS) == completion + "<|endoftext|>"
+    assert learned(COMPLETIONS, completion_only_loss=False) == prompt + completion + "<|endoftext|>"
+    answer = CHATS[0]["messages"][1]["content"]
+    assert learned(CHATS, assistant_only_loss=True) == answer + "<|im_end|>\n"
+    assert learned(CHATS).startswith("<|im_start|>user\n")
+
+
+def test_a_column_named_label_is_left_alone(tmp_path):
+    with_label = [row | {"label": i % 2} for i, row in enumerate(COMPLETIONS)]
+    trained = []
+    for number, rows in enumerate((COMPLETIONS, with_label, Dataset.from_list(with_label))):
+        trainer = make(tmp_path / str(number), rows)
+        trainer.train()
+        trained.append(losses(trainer))
+    assert trained[0] == trained[1] == trained[2]
+
+
+def test_a_stream_is_trained_on_as_the_same_rows_by_index(tmp_path):
+    shuffled = {"train_sampling_strategy": "sequential", "max_steps": 4}  # more than one pass
+    by_index = make(tmp_path / "index", Dataset.from_list(TEXTS), **shuffled)
+    streamed = make(tmp_path / "stream", Dataset.from_list(TEXTS).to_iterable_dataset(), **shuffled)
+    for trainer in (by_index, streamed):
+        trainer.train()
+    assert losses(streamed) == losses(by_index)
+    assert streamed.data_reports["train"].rows_kept == len(TEXTS)
+
+
+def test_one_evaluation_set_or_several_and_raw_rows_later(tmp_path):
+    trainer = make(
+        tmp_path, TEXTS, eval_rows={"short": TOKENS, "long": COMPLETIONS}, eval_strategy="steps", eval_steps=2
+    )
+    trainer.train()
+    logged = {key for record in trainer.state.log_history for key in record}
+    assert {"eval_short_loss", "eval_long_loss", "eval_short_mean_token_accuracy"} <= logged
+    raw = trainer.evaluate(COMPLETIONS)["eval_loss"]
+    assert raw == trainer.evaluate()["eval_long_loss"] == trainer.evaluate(Dataset.from_list(COMPLETIONS))["eval_loss"]
+    assert trainer.evaluate(trainer.eval_dataset["long"])["eval_loss"] == raw  # prepared rows are not prepared again
+    assert trainer.evaluate({"a": COMPLETIONS})["eval_a_loss"] == raw
+
+
+def test_packed_sets_can_be_evaluated_again_and_predict_does_not_pack(tmp_path):
+    trainer = make(tmp_path, COMPLETIONS, eval_rows=COMPLETIONS, packing=True)
+    packed = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == packed == trainer.evaluate(COMPLETIONS)["eval_loss"]
+    output = trainer.predict(COMPLETIONS)
+    assert len(output.predictions) == len(COMPLETIONS) and output.metrics["test_loss"] == pytest.approx(
+        packed, rel=1e-5
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("changes", [{}, {"label_smoothing_factor": 0.2}, {"packing": True}, {"padding_free": True}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_in_the_head_is_the_loss_of_whole_logits(changes, tied, tmp_path):
+    trainer = make(tmp_path, COMPLETIONS, model=tiny.causal_lm(tie_word_embeddings=tied), **changes)
+    batch, items = batch_of(trainer), torch.tensor(37)
+    model, found = trainer.model, []
+    for whole in (False, True):
+        model.zero_grad()
+        loss = trainer.compute_loss(model, batch, return_outputs=whole, num_items_in_batch=items)
+        loss = loss[0] if whole else loss
+        loss.backward()
+        found.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (chunked, chunked_grads), (plain, plain_grads) = found
+    torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=0)
+    for name, grad in plain_grads.items():
+        torch.testing.assert_close(chunked_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    pairs = trainer.metrics.drain()
+    (correct, trained), (entropy, _) = pairs["mean_token_accuracy"], pairs["entropy"]
+    # Both ways added the same: twice the correct tokens, twice the tokens.
+    logits, targets = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1], batch["labels"][:, 1:]
+    kept, logps = targets != -100, logits.log_softmax(-1)
+    assert trained == 2 * kept.sum() and correct == 2 * (logits.argmax(-1)[kept] == targets[kept]).sum()
+    assert entropy == pytest.approx(2 * -(logps.exp() * logps).sum(-1)[kept].sum().item(), rel=1e-5)
+
+
+def test_accuracy_and_entropy_are_means_over_trained_tokens(tmp_path):
+    trainer = make(tmp_path, COMPLETIONS, eval_rows=COMPLETIONS, per_device_eval_batch_size=3)
+    metrics = trainer.evaluate()
+    correct = tokens = 0
+    total_loss = 0.0
+    for row in trainer.eval_dataset:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            logits = trainer.model(input_ids=ids).logits[0, :-1]
+        kept = labels != -100
+        correct += int((logits.argmax(-1)[kept] == labels[kept]).sum())
+        total_loss += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        tokens += int(kept.sum())
+    assert metrics["eval_mean_token_accuracy"] == pytest.approx(correct / tokens, abs=1e-9)
+    assert metrics["eval_loss"] == pytest.approx(total_loss / tokens, rel=1e-5)
+
+
+def test_compute_metrics_gets_logits_and_labels_of_every_row(tmp_path):
+    seen = {}
+
+    def compute_metrics(prediction):
+        seen["shapes"] = prediction.predictions.shape, prediction.label_ids.shape
+        labels, guesses = prediction.label_ids[:, 1:], prediction.predictions[:, :-1].argmax(-1)
+        kept = labels != -100
+        return {"accuracy": float((guesses == labels)[kept].mean())}
+
+    trainer = make(tmp_path, COMPLETIONS, eval_rows=COMPLETIONS, per_device_eval_batch_size=4)
+    plain = trainer.evaluate()
+    trainer.compute_metrics = compute_metrics
+    metrics = trainer.evaluate()
+    width = max(len(row["input_ids"]) for row in trainer.eval_dataset)
+    assert seen["shapes"] == ((10, width, 384), (10, width))
+    assert metrics["eval_accuracy"] == pytest.approx(metrics["eval_mean_token_accuracy"])
+    for name in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy"):
+        assert metrics[name] == pytest.approx(plain[name], rel=1e-5)
+
+
+def test_a_loss_of_ones_own_sees_logits_labels_and_the_count(tmp_path):
+    def half(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits[:, :-1].reshape(-1, 384)
+        return (
+            0.5
+            * torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum")
+            / num_items_in_batch
+        )
+
+    plain = make(tmp_path / "plain", COMPLETIONS, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    own = make(tmp_path / "own", COMPLETIONS, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    own.compute_loss_func = half
+    for trainer in (plain, own):
+        trainer.train()
+    assert losses(own)[0] == pytest.approx(losses(plain)[0] / 2, rel=1e-5)
+    assert own.state.log_history[0]["mean_token_accuracy"] == plain.state.log_history[0]["mean_token_accuracy"]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradient_checkpointing_changes_no_weight(arch, lora, tmp_path):
+    trained = []
+    for on in (False, True):
+        adapter = (
+            LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM") if lora else None
+        )
+        trainer = make(tmp_path / str(on), TEXTS, tiny.causal_lm(arch), adapter, gradient_checkpointing=on)
+        torch.manual_seed(0)
+        trainer.train()
+        trained.append(weights(trainer.model))
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+
+def test_lora_trains_every_adapter_weight_and_not_one_of_the_base(tmp_path):
+    model = tiny.causal_lm()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    trainer = make(tmp_path / "out", TEXTS, model, LORA, max_steps=3)
+    adapters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(adapters) == 2 * 2 * 2  # layers, projections, A and B
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        if name in adapters:
+            assert not torch.equal(parameter, adapters[name]), name
+        else:
+            assert torch.equal(parameter, before[name.removeprefix("base_model.model.").replace(".base_layer", "")]), (
+                name
+            )
+
+
+def test_a_saved_adapter_is_all_that_is_saved_and_loads_elsewhere(tmp_path):
+    base = tmp_path / "base"
+    tiny.causal_lm().save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    trainer = make(tmp_path / "out", TEXTS, str(base), LORA, max_steps=3)
+    trainer.train()
+    trainer.save_model()
+    assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
+        assert (expected - trainer.model.get_base_model()(input_ids=ids).logits).abs().max() == 0
+        with trainer.model.disable_adapter():
+            assert (expected - trainer.model(input_ids=ids).logits).abs().max() > 1e-4
+
+
+def test_prompt_tuning_trains_its_virtual_tokens_alone(tmp_path):
+    model = tiny.causal_lm()
+    before = weights(model)
+    trainer = make(tmp_path, COMPLETIONS, model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    (prompt,) = (p for p in trainer.model.parameters() if p.requires_grad)
+    first = prompt.detach().clone()
+    batch = batch_of(trainer)
+    chunked, whole = trainer.compute_loss(trainer.model, batch), trainer.compute_loss(trainer.model, batch, True)[0]
+    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=0)
+    trainer.train()
+    assert not torch.equal(prompt, first)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.get_base_model().state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------- models and names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_final_model_loads_as_any_other_with_its_tokenizer(tied, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, out = tmp_path / "base", tmp_path / "out"
+    tiny.causal_lm(tie_word_embeddings=tied).save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    trainer = SFTTrainer(
+        model=str(base), args=config(out), train_dataset=CHATS
+    )  # the tokenizer is found beside the model
+    assert trainer.processing_class.get_vocab() == tiny.tokenizer().get_vocab()
+    trainer.train()
+    trainer.save_model()
+    ids = torch.arange(4, 20)[None]
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
+    assert tokenizer.chat_template == tiny.CHATML and tokenizer(TEXTS[0]["text"]) == tiny.tokenizer()(TEXTS[0]["text"])
+
+
+def test_a_model_given_by_name_is_loaded_as_model_init_kwargs_say(tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path / "base", max_shard_size="10KB")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    for given, dtype in (
+        ({}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ('{"torch_dtype": "float64"}', torch.float64),
+    ):
+        args = config(tmp_path / "out", model_init_kwargs=given)
+        assert SFTTrainer(model=tmp_path / "base", args=args, train_dataset=TEXTS).model.dtype == dtype
+
+
+def test_arguments_of_earlier_versions_still_work(tmp_path):
+    rows = [{"body": row["text"]} for row in TEXTS]
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=True)
+    with pytest.warns(FutureWarning) as warned:
+        trainer = SFTTrainer(
+            model=tiny.causal_lm(), args=args, train_dataset=rows, tokenizer=tiny.tokenizer(),
+            dataset_text_field="body", max_seq_length=24, packing=True,
+        )  # fmt: skip
+    said = " ".join(str(warning.message) for warning in warned)
+    assert all(name in said for name in ("dataset_text_field", "max_seq_length", "packing", "tokenizer"))
+    assert (trainer.args.dataset_text_field, trainer.args.max_length, trainer.args.packing) == ("body", 24, True)
+    assert trainer.args.max_steps == 1 and trainer.tokenizer is trainer.processing_class
+    assert max(len(row["input_ids"]) for row in trainer.train_dataset) <= 24
+    trainer.train()
+    with pytest.raises(ConfigError, match="max_seq_length=24.*max_length=64"):
+        SFTTrainer(model=tiny.causal_lm(), args=config(tmp_path), max_seq_length=24, train_dataset=rows)
+
+
+def test_a_chat_template_of_ones_own_is_used_and_saved(tmp_path):
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    tiny.tokenizer(chat_template=template).save_pretrained(tmp_path / "other")
+    tokenizer = tiny.tokenizer(chat_template=None)
+    for source in (tmp_path / "chat.jinja", tmp_path / "other"):
+        trainer = make(tmp_path / "out", CHATS, tokenizer=tokenizer, chat_template_path=str(source))
+        text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+        assert (
+            text == "[user]" + CHATS[0]["messages"][0]["content"] + "[assistant]" + CHATS[0]["messages"][1]["content"]
+        )
+        tokenizer.chat_template = None
+    trainer.processing_class.chat_template = template
+    trainer.save_model()
+    saved = tmp_path / "out" / "chat_template.jinja"
+    assert saved.read_text() == template
+
+
+def test_an_eos_token_of_ones_own_ends_rows_and_reaches_the_model(tmp_path):
+    trainer = make(tmp_path, TEXTS, eos_token="<|im_end|>")
+    end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
+    assert all(row["input_ids"][-1] == row["labels"][-1] == end for row in trainer.train_dataset)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.model.config.eos_token_id == end
+    assert end in np.atleast_1d(json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"])
+
+
+def test_the_users_rows_and_arguments_are_left_as_they_were(tmp_path):
+    rows, args = [dict(row) for row in COMPLETIONS], config(tmp_path)
+    dataset, before = Dataset.from_list(COMPLETIONS), args.to_dict()
+    for given in (rows, dataset):
+        SFTTrainer(model=tiny.causal_lm(), args=args, train_dataset=given, processing_class=tiny.tokenizer()).train()
+    assert rows == COMPLETIONS and dataset.column_names == ["prompt", "completion"] and args.to_dict() == before
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_stream_of_texts_resumes_where_it_stopped(step, tmp_path):
+    changes = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}  # an epoch is three steps
+    stream = datasets.IterableDataset.from_generator(lambda: iter(TEXTS))
+    straight = make(tmp_path, stream, **changes)
+    straight.train()
+    resumed = make(tmp_path, stream, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert losses(resumed) == losses(straight)
+    expected = weights(straight.model)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
