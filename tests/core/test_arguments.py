@@ -27,7 +27,6 @@ MEANT = {
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
     "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
-    "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
     "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
     "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
     "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
@@ -293,7 +292,6 @@ def test_a_share_of_warm_up_is_rounded_up_and_a_number_is_kept():
         ("sharded_ddp", "simple", "FSDP"),
         ("tpu_num_cores", 8, "TPUs are not supported"),
         ("mp_parameters", "x", "SageMaker"),
-        ("push_to_hub", True, "hf upload"),
         ("deepspeed", "zero3.json", "torchrun"),
     ],
 )
@@ -383,6 +381,12 @@ def test_tokens_are_masked():
     args = Secret(api_token="hf_123")
     assert args.to_dict()["api_token"] == "<API_TOKEN>"
     assert "hf_123" not in str(args) and "hf_123" not in args.to_json_string()
+
+
+def test_tokens_of_a_tokenizer_are_no_secrets():
+    from posttrain.sft import SFTConfig
+
+    assert SFTConfig(eos_token="<|end|>").to_dict()["eos_token"] == "<|end|>"
 
 
 def test_sanitized_arguments_hold_only_what_trackers_take():
@@ -491,8 +495,8 @@ def test_a_setter_that_fails_changes_nothing():
     before = args.to_dict()
     with pytest.raises(ValueError, match="learning_rate=-1"):
         args.set_training(learning_rate=-1, batch_size=64)
-    with pytest.raises(ValueError, match="hf upload"):
-        args.set_push_to_hub("me/model")
+    with pytest.raises(ValueError, match="hub_model_id"):
+        args.set_push_to_hub("no/such/name")
     assert args.to_dict() == before
 
 

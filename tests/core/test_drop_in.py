@@ -132,7 +132,7 @@ def test_a_run_is_as_long_as_ever(script, options):
     {"eval_strategy": "steps", "eval_steps": 0.3, "eval_on_start": True}, {"logging_steps": 0.4},
     {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "lr_scheduler_kwargs": {"patience": 0},
      "metric_for_best_model": "s", "compute_metrics": lambda p: {"s": 1.0}},
-], ids=str)  # fmt: skip
+], ids=lambda changes: "-".join(changes))  # fmt: skip
 def test_the_log_history_is_the_same(script, options):
     def run(library):
         trainer = script(library, num_train_epochs=3, **options)

@@ -9,7 +9,7 @@ from torch import nn
 
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.callbacks import EVENTS
-from posttrain.core.errors import CheckpointError, NonFiniteError
+from posttrain.core.errors import CheckpointError, DataError, NonFiniteError
 from tests import tiny
 from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 
@@ -314,3 +314,33 @@ def test_train_loss_is_finite_and_arguments_are_untouched(tmp_path):
     before = trainer.args.to_dict()
     assert math.isfinite(trainer.train().training_loss)
     assert trainer.args.to_dict() == before
+
+
+def test_a_hub_that_cannot_be_reached_does_not_stop_a_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    trainer = regression(
+        tmp_path, max_steps=4, save_strategy="steps", save_steps=2, push_to_hub=True, hub_model_id="me/model", hub_token="x",
+    )  # fmt: skip
+    assert trainer.train().global_step == 4
+    assert trainer.uploader.failed and "hf upload" in caplog.text
+    assert (tmp_path / "README.md").is_file() and (tmp_path / "model.safetensors").is_file()
+    assert "hub_token" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_stream_without_a_row_is_an_error_and_no_success(tmp_path):
+    class Empty(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(DataError, match="not one batch"):
+        regression(tmp_path, train_dataset=Empty(), max_steps=3).train()
+
+
+def test_wrong_things_in_the_constructor_are_named(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="model is of type str"):
+        Trainer("bert", args)
+    with pytest.raises(TypeError, match="args is of type dict"):
+        Trainer(Regression(), {"output_dir": "x"})
+    with pytest.raises(TypeError, match="5 is no callback"):
+        Trainer(Regression(), args, callbacks=[5])

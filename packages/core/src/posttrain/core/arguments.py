@@ -34,10 +34,13 @@ from posttrain.core.fields import (
     translate_old_names,
     validate,
 )
+from posttrain.core.hub import HubArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.trackers import LoggingArguments
+
+SECRETS = ("hub_token",)  # never written down
 
 
 def _later(instead: str, *harmless: Any) -> Removed:
@@ -80,13 +83,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "trackio_space_id": _later("set the environment variable TRACKIO_SPACE_ID"),
     "trackio_bucket_id": _later("log to another tracker"),
     "trackio_static_space_id": _later("log to another tracker", False),
-    "push_to_hub": _later("upload the saved model with `hf upload`", False),
-    "hub_model_id": _later("upload the saved model with `hf upload`"),
-    "hub_strategy": _later("upload the saved model with `hf upload`", "every_save"),
-    "hub_token": _later("log in with `hf auth login`"),
-    "hub_private_repo": _later("create the repository with `hf repo create --private`", False),
-    "hub_always_push": _later("upload the saved model with `hf upload`", False),
-    "hub_revision": _later("upload the saved model with `hf upload --revision`"),
     "auto_find_batch_size": _later("lower per_device_train_batch_size and raise gradient_accumulation_steps", False),
     "skip_memory_metrics": _later("watch memory from outside", True),
     "enable_jit_checkpoint": _later("save more often, with save_steps", False),
@@ -140,6 +136,7 @@ class RunArguments:
 
 @dataclass
 class TrainingArguments(  # a dataclass takes the fields of its last base first: output_dir must be the very first
+    HubArguments,
     DistributedArguments,
     ModelSideArguments,
     DataArguments,
@@ -338,7 +335,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, tokens masked."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
-        return {name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in values.items()}
+        return {
+            name: f"<{name.upper()}>" if name in SECRETS and value is not None else value
+            for name, value in values.items()
+        }
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""

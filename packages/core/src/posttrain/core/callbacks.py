@@ -78,6 +78,8 @@ class CallbackHandler:
     def add_callback(self, callback: Any) -> None:
         """Append a callback, given as an instance or as a class to instantiate."""
         instance = callback() if isinstance(callback, type) else callback
+        if not any(hasattr(instance, event) for event in EVENTS):
+            raise TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         if any(type(present) is type(instance) for present in self.callbacks):
             logger.warning(
                 "A %s was added to a trainer that already has one; both will run. The callbacks now are: %s",
@@ -318,6 +320,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.training_bar.n)
             self.training_bar.close()
             self.training_bar = None
 

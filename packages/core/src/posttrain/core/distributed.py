@@ -109,10 +109,9 @@ class Distributed:
 
     Args:
         args: the `DistributedArguments` of the run.
-        accumulation: micro-batches per optimizer step, told to accelerate for DeepSpeed's sake.
     """
 
-    def __init__(self, args: DistributedArguments, accumulation: int = 1) -> None:
+    def __init__(self, args: DistributedArguments) -> None:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -123,11 +122,8 @@ class Distributed:
         group = InitProcessGroupKwargs(backend=args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))
         # Autocast is entered by `autocast` below: accelerate's own would patch the forward of the user's model. Its
         # precision is left open, because a process has one for all accelerators, and the user may have made one.
-        self.accelerator = Accelerator(
-            cpu=args.use_cpu or None,
-            gradient_accumulation_steps=accumulation,
-            kwargs_handlers=[group],
-        )
+        # Nor is it told of accumulation: its backward, which old training_steps call, would divide by it once more.
+        self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, models, objective
+from posttrain.core import data, evaluation, hub, models, objective
 from posttrain.core.checkpoint import codec, rng, weights
+from posttrain.core.errors import DataError
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
@@ -115,14 +116,22 @@ class Lifecycle:
             stateful_callbacks=mine,
         )
 
+    def _forget_model(self) -> None:
+        """Let go of the model and optimizer of an earlier run before the next is made: two need not fit at once."""
+        handler = self.callback_handler
+        self.model = self.model_wrapped = handler.model = None
+        self._parameters: list[nn.Parameter] = []
+        if self._owns_optimizer:
+            self.optimizer = handler.optimizer = None
+
     @contextlib.contextmanager
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
         if self.model_init is not None:
             data.set_seed(args.seed)
+            self._forget_model()
             self._set_model(self.call_model_init(trial))
-            self.optimizer = None if self._owns_optimizer else self.optimizer
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
         models.align_special_tokens(self.model, self.processing_class)
@@ -290,6 +299,11 @@ class Lifecycle:
     def _end_epoch(self, plan: Plan) -> None:
         progress = self.progress
         if progress.batches == 0 and self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            if self.state.global_step == self._first_step:
+                raise DataError(
+                    "The training data gave not one batch, so nothing was trained. See whether the stream is empty or used up, "
+                    "or whether every row of it was dropped."
+                )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
         progress.epoch_ended, progress.batches = True, 0
@@ -374,9 +388,35 @@ class Lifecycle:
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
-            self._load_from_checkpoint(best)
+            self._load_from_checkpoint(self.dist.on_main(lambda: self.store.resolve(best)))
+        self._push_at_end()
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
+
+    def _rotate(self) -> None:
+        keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
+        keep = [*map(Path, keep), *self.uploader.in_use]
+        self.dist.on_main(lambda: self.store.rotate(self.args.save_total_limit, keep=keep) and None)
+
+    def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
+        """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
+        if not self.args.push_to_hub:
+            return
+        self._fire("on_push_begin")
+        message = "End of training" if at_end else f"Training in progress, step {self.state.global_step}"
+        for folder, path, ignore in hub.jobs(self.args.hub_strategy, checkpoint, self.args.output_dir, at_end):
+            if self.dist.is_main:
+                self.uploader.push(folder, path, message, ignore)
+
+    def _push_at_end(self) -> None:
+        if not self.args.push_to_hub:
+            return
+        self.save_model(_internal_call=True)
+        self.create_model_card()
+        self._upload(None, at_end=True)
+        # Half of what the other processes wait in their next collective.
+        self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
+        self._rotate()
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False

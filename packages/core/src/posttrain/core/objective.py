@@ -265,6 +265,11 @@ def model_loss(
         label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
         shifted: see `count_items`; used with label smoothing.
     """
+    if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+        raise TypeError(
+            f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for the model's "
+            "forward."
+        )
     labels = None
     if (loss_func is not None or label_smoothing) and "labels" in inputs:
         labels = inputs["labels"]

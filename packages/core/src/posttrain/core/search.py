@@ -247,7 +247,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
     fresh = [type(cb).from_state(cb.state()) if has_state(cb) else afresh(cb) for cb in handler.callbacks]
     trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
-    trainer.dist = Distributed(args, args.gradient_accumulation_steps)
+    trainer.dist = Distributed(args)
     trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size
     trainer.callback_handler = CallbackHandler([reporter, *fresh], processing_class=trainer.processing_class)
     try:

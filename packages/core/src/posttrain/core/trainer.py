@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, health, hub, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, transaction, weights
@@ -56,6 +56,8 @@ class Trainer(Lifecycle):
     config_class = TrainingArguments
     #: Columns of the dataset that the collator reads; None: the parameters of the model's forward, and the labels.
     signature_columns: tuple[str, ...] | None = None
+    #: Arguments that are read when the trainer is built: a hyperparameter search cannot vary them.
+    fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
     #: Scripts ask for these; data parallel training by DDP is all that this version has.
@@ -81,16 +83,24 @@ class Trainer(Lifecycle):
         if old_names:
             processing_class, callbacks = _accept_old_names(type(self).__name__, old_names, processing_class, callbacks)
         if (model is None) == (model_init is None):
-            raise ValueError(f"{type(self).__name__} needs a model or a model_init, and not both.")
+            given = "neither was given" if model is None else "both were given"
+            raise ValueError(f"{type(self).__name__} needs a model or a model_init, and {given}.")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is of type {type(model).__name__}; {type(self).__name__} takes a loaded one, for instance from "
+                "AutoModelForCausalLM.from_pretrained(...)."
+            )
+        if args is not None and not isinstance(args, TrainingArguments):
+            raise TypeError(
+                f"args is of type {type(args).__name__}; pass {self.config_class.__name__}(output_dir=...)."
+            )
         if args is None:
             args = self.config_class()
             logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
         data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
-        self.dist = Distributed(
-            args
-        )  # not told of accumulation: the accelerator's backward would divide by it once more
+        self.dist = Distributed(args)
         self.accelerator = self.dist.accelerator
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -103,7 +113,7 @@ class Trainer(Lifecycle):
         self._check_parts()
         self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self._set_model(model if model is not None else self.call_model_init())
-        self.store = Store(args.output_dir)
+        self.store, self.uploader = Store(args.output_dir), hub.Uploader(args, args.output_dir)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -377,7 +387,10 @@ class Trainer(Lifecycle):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from ``model_init``, called with the trial where it takes one."""
-        takes_trial = len(inspect.signature(self.model_init).parameters) > 0
+        parameters = inspect.signature(self.model_init).parameters.values()
+        takes_trial = any(
+            p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD) for p in parameters
+        )
         model = self.model_init(trial) if takes_trial else self.model_init()
         if model is None:
             raise RuntimeError("model_init returned None; it must return a model.")
@@ -566,6 +579,8 @@ class Trainer(Lifecycle):
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
         if self.dist.is_main:
             self._save(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output directory."""
@@ -598,14 +613,69 @@ class Trainer(Lifecycle):
         place = {"is_main": self.dist.is_main, "gather": self.dist.gather_object}
         path = transaction.transact(self.store, step, self._write_checkpoint, **place)
         if path is not None:
-            keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-            self.dist.on_main(lambda: self.store.rotate(self.args.save_total_limit, keep=map(Path, keep)))
+            self._upload(path)
+            self._rotate()
             self._fire("on_save")
         elif self.state.best_global_step == step:
             self.state.best_model_checkpoint = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
+
+    # ------------------------------------------------------------------------------------------------ above one run
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train again and again with other arguments, to find the best; see `posttrain.core.search.search`."""
+        from posttrain.core.search import search
+
+        return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload the model with its card; returns the address, or the upload under way where not `blocking`."""
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card)
+        if not self.dist.is_main:
+            return None
+        [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
+        place = {"revision": revision, "token": token, "private": private}
+        upload = self.uploader.push(folder, path, commit_message, ignore, blocking, **place)
+        return upload.url if blocking else upload
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> str | None:
+        """Make the repository on the Hub now; training itself makes it at the first upload."""
+        return self.uploader.create_repo(token, private) if self.dist.is_main else None
+
+    def create_model_card(self, model_name: str | None = None, finetuned_from: str | None = None, **card: Any) -> None:
+        """Write a README.md about the model into the output directory, unless a person wrote one there.
+
+        Args:
+            card: fields of `posttrain.core.hub.model_card`; those that describe the run are filled in.
+        """
+        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
+        about = {"log_history": self.state.log_history, "base_model": base or None}
+        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
+        about |= {"library_name": "peft" if models.is_peft_model(self.model) else "transformers"}
+        if self.dist.is_main:
+            hub.write_model_card(
+                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], **(about | card)
+            )
 
     # ------------------------------------------------------------------------------------------------ callbacks
 

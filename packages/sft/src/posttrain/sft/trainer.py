@@ -58,6 +58,10 @@ class SFTTrainer(Trainer):
     """
 
     config_class = SFTConfig
+    fixed_at_construction = (
+        "assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eos_token",
+        "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "truncation_mode",
+    )  # fmt: skip
     signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask")
 
     def __init__(
