@@ -40,7 +40,12 @@ from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.trackers import LoggingArguments
 
-SECRETS = ("hub_token",)  # never written down
+NO_SECRETS = ("eos_token", "pad_token")  # every other argument named like a token opens something
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of the argument `name` must not be written down."""
+    return name.endswith("_token") and name not in NO_SECRETS
 
 
 def _later(instead: str, *harmless: Any) -> Removed:
@@ -335,10 +340,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, tokens masked."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
-        return {
-            name: f"<{name.upper()}>" if name in SECRETS and value is not None else value
-            for name, value in values.items()
-        }
+        return {name: f"<{name.upper()}>" if value and is_secret(name) else value for name, value in values.items()}
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""
