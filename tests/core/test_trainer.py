@@ -344,3 +344,11 @@ def test_wrong_things_in_the_constructor_are_named(tmp_path):
         Trainer(Regression(), {"output_dir": "x"})
     with pytest.raises(TypeError, match="5 is no callback"):
         Trainer(Regression(), args, callbacks=[5])
+
+
+def test_an_id_that_the_model_does_not_know_is_named(tmp_path):
+    rows = tiny.token_rows(8)
+    rows[5]["input_ids"][2] = 5000
+    trainer = Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path), use_cpu=True), pad, rows)
+    with pytest.raises(DataError, match="input_ids holds 5000.*knows 0 to 383"):
+        trainer.train()

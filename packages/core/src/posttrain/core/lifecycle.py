@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, models, objective
+from posttrain.core import data, evaluation, health, hub, models, objective
 from posttrain.core.checkpoint import codec, rng, weights
 from posttrain.core.errors import DataError
+from posttrain.core.loader import check_limits
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
@@ -142,6 +143,7 @@ class Lifecycle:
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
+        self._guard = health.FiniteGuard()
         self._loader, self._rng = loader, None
         loader.set_epoch(0)
         if checkpoint is not None:
@@ -271,6 +273,20 @@ class Lifecycle:
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
+    def _step_of(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+        try:
+            return self._training_step(model, inputs, num_items)
+        except IndexError:  # an id that the model does not know, most often: say which
+            check_limits(inputs, self._limits())
+            raise
+
+    def _limits(self) -> dict[str, int]:
+        """How many ids the model knows, by column; labels only where its own loss reads them."""
+        stock = (
+            getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss" and self.compute_loss_func is None
+        )
+        return {name: n for name, n in models.id_limits(self.model).items() if stock or name != "labels"}
+
     def _count_window(self, window: list[Any]) -> torch.Tensor | None:
         """Items of the window, shape (), on the device; over all processes unless told to keep to this one.
 
@@ -330,6 +346,7 @@ class Lifecycle:
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
         progress, step = self.progress, self.state.global_step
+        self._guard.check(step)
         pairs = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(pairs)
         progress.loss_sum, progress.loss_count = (
@@ -376,6 +393,7 @@ class Lifecycle:
 
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
+        self._guard.check(self.state.global_step)
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = (a + b for a, b in zip(self._loss_so_far(), rest.get("loss", (0.0, 0)), strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, hub, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, transaction, weights
@@ -198,7 +198,7 @@ class Trainer(Lifecycle):
         loss = None
         for number, inputs in enumerate(window, start=1):
             with self.dist.sync_gradients(model, when=number == len(window)):
-                share = self._training_step(model, inputs, num_items)
+                share = self._step_of(model, inputs, num_items)
             loss = share if loss is None else loss + share
             if not data.is_filler(inputs):
                 self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
@@ -211,7 +211,7 @@ class Trainer(Lifecycle):
         self._fire("on_pre_optimizer_step")
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
-            health.check_finite(loss, grad_norm, self.state.global_step, num_items)
+            self._guard.before_step(self.optimizer, loss, grad_norm, self.state.global_step, num_items)
         applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -315,6 +315,8 @@ class Trainer(Lifecycle):
         dataset, collator = self._without_unused_columns(dataset, collator, description)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
         options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
+        if self.dist.device.type != "cpu":  # where an id that the model does not know would end the process
+            options["limits"] = self._limits()
         loader = build(dataset, args=self.args, **options, **place)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)

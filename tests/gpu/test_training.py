@@ -1,0 +1,49 @@
+"""On a CUDA device: the losses of the CPU, bf16, fp16, resuming, and a non-finite step that is skipped without waiting."""
+
+import pytest
+import torch
+
+from posttrain.core.errors import NonFiniteError
+from tests.contract.trainers import TRAINERS, weights
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "classifier", "sft", "sft-packed", "sft-lora"])
+def test_the_losses_of_the_cpu(name, tmp_path):
+    def losses(**changes):
+        trainer = TRAINERS[name](tmp_path / str(len(changes)), **changes)
+        trainer.train()
+        return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+    assert losses(use_cpu=False, report_to="none") == pytest.approx(losses(use_cpu=True), rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns(precision, tmp_path):
+    trainer = TRAINERS["causal-lm"](
+        tmp_path, use_cpu=False, optim="adamw_torch_fused", learning_rate=1e-2, num_train_epochs=8, **{precision: True}
+    )
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_resuming_goes_on_from_the_same_weights(tmp_path):
+    changes = {"use_cpu": False, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch_fused"}
+    straight = TRAINERS["causal-lm"](tmp_path, **changes)
+    straight.train()
+    resumed = TRAINERS["causal-lm"](tmp_path, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected = weights(straight)
+    for name, value in weights(resumed).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_fused_optimizer_skips_what_is_not_finite(tmp_path):
+    trainer = TRAINERS["causal-lm"](tmp_path, use_cpu=False, optim="adamw_torch_fused")
+    stock = trainer.compute_loss
+    trainer.compute_loss = lambda *a, **k: stock(*a, **k) * (float("nan") if trainer.state.global_step == 2 else 1)
+    with pytest.raises(NonFiniteError, match="1 of the updates up to 3"):
+        trainer.train()
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
