@@ -481,7 +481,7 @@ def test_embeddings_keep_32_bit_state_in_8_bit_optimizers(name):
 
 def test_the_default_is_fused_adamw():
     optimizer = optim.build(Net(), Arguments())
-    assert type(optimizer) is torch.optim.AdamW
+    assert isinstance(optimizer, torch.optim.AdamW)
     wanted = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True, "weight_decay": 0.0}
     assert wanted.items() <= optimizer.param_groups[0].items()
 
@@ -617,3 +617,29 @@ def test_every_option_says_its_type():
         for option in inspect.signature(factory, eval_str=True).parameters.values():
             if option.kind is option.KEYWORD_ONLY:
                 assert option.annotation is not option.empty and option.default is not option.empty, (name, option)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_groups_stepped_in_one_kernel_step_as_torch_steps_them(weight_decay):
+    def trained(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+        optimizer = make(model)
+        for number in range(6):
+            if number == 3:
+                optimizer.param_groups[1]["lr"] *= 0.5  # from here on the groups differ
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters()), optimizer.state_dict()
+
+    args = SimpleNamespace(weight_decay=weight_decay, optim="adamw_torch_fused", max_grad_norm=1.0)
+    options = {"lr": 0.01, "fused": True}
+    ours = trained(lambda model: optim.build(model, args, class_and_kwargs=(torch.optim.AdamW, options)))
+    theirs = trained(
+        lambda model: torch.optim.AdamW(
+            optim.parameter_groups(model, optim.decay_parameter_names(model), weight_decay), **options
+        )
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+    assert ours[1]["param_groups"] == theirs[1]["param_groups"] and ours[1]["state"].keys() == theirs[1]["state"].keys()

@@ -187,10 +187,10 @@ class Distributed:
         """Scale the gradients down to `max_norm` (None or 0: leave them) and return their norm before that, shape ()."""
         if self.scaler:
             self.scaler.unscale_(optimizer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
         if max_norm:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:

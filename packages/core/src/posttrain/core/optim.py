@@ -18,6 +18,7 @@ from torch import nn
 from posttrain.core import distributed
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.fields import opt
+from posttrain.core.optimizers.adamw import OneKernelAdamW
 from posttrain.core.optimizers.by_name import OPTIMIZERS, REFUSED, ClassAndArguments, Factory, plain
 from posttrain.core.optimizers.layerwise import Layerwise
 
@@ -244,6 +245,8 @@ def build(
     if decay_names is None:
         decay_names = decay_parameter_names(model)
     params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay)
+    if optimizer_class is torch.optim.AdamW and kwargs.get("fused"):
+        optimizer_class = OneKernelAdamW
     optimizer = optimizer_class(params, **kwargs)
     if kwargs.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model, optimizer)

@@ -85,7 +85,7 @@ class JSONLinesCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        self.path = Path(args.output_dir) / "log.jsonl"
+        self.folder, self.path = args.output_dir, Path(args.output_dir) / "log.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = {}  # its lines hold more than the history: how fast the machine was
         if self.path.is_file():
@@ -98,8 +98,7 @@ class JSONLinesCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # Only into the folder in which training began: a search gives the trainer its own back after the trials.
-        mine = getattr(self, "path", None) == Path(args.output_dir) / "log.jsonl"
-        if state.is_world_process_zero and mine:
+        if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
             line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
             if self.file is not None:
                 self.file.write(line)

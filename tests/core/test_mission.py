@@ -1,0 +1,742 @@
+"""What the trainer is for, one promise after another. The number in a test's name is that of the feature in our plan.
+
+Details are tested beside each room of the core; here a reader sees that every promise is met at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import posttrain
+from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from posttrain.core.errors import CheckpointError, ConfigError
+from tests import tiny
+from tests.contract.trainers import classification_rows, pad
+from tests.core.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
+from tests.distributed.test_two_processes import launch
+
+PARTS = """
+    data_collator eval_dataset processing_class model_init compute_loss_func compute_metrics callbacks optimizers
+    preprocess_logits_for_metrics tokenizer callback
+""".split()
+ROWS, UNSEEN = classification_rows(24), classification_rows(10, seed=1)
+
+
+class Line(nn.Module):
+    """y = a x + b, a module without a config. Its answer is a dict, or a tuple."""
+
+    def __init__(self, answer=dict):
+        super().__init__()
+        self.answer = answer
+        self.a, self.b = (nn.Parameter(torch.zeros((), dtype=torch.double)) for _ in range(2))
+
+    def forward(self, x, labels=None):
+        y = self.a * x + self.b
+        loss = None if labels is None else F.mse_loss(y, labels)
+        return {"loss": loss, "logits": y} if self.answer is dict else (loss, y)
+
+
+def line(count=16):
+    return [{"x": x, "labels": 2 * x + 3} for x in torch.linspace(-1, 1, count, dtype=torch.double)]
+
+
+def trainer_of(out, model, rows, trainer_class=Trainer, **options):
+    parts = {name: options.pop(name) for name in PARTS if name in options}
+    usual = dict(output_dir=str(out), report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1)
+    usual |= dict(save_strategy="no", learning_rate=0.05)
+    return trainer_class(model, TrainingArguments(**(usual | options)), train_dataset=rows, **parts)
+
+
+def fit(out, trainer_class=Trainer, *, model=None, rows=None, **options):
+    """A trainer of a line: 16 rows, 2 updates an epoch."""
+    options.setdefault("eval_dataset", line(10))
+    return trainer_of(out, model or Line(), line() if rows is None else rows, trainer_class, **options)
+
+
+def classify(out, trainer_class=Trainer, **options):
+    """A trainer of a BERT of three classes."""
+    parts = {"eval_dataset": UNSEEN, "data_collator": pad_with_label, "max_steps": 2, "learning_rate": 1e-3}
+    return trainer_of(out, tiny.classifier(), ROWS, trainer_class, **(parts | options))
+
+
+def speak(out, trainer_class=Trainer, **options):
+    """A trainer of a causal language model."""
+    parts = {"eval_dataset": tiny.token_rows(6, seed=1), "data_collator": pad, "max_steps": 2, "learning_rate": 1e-3}
+    rows = tiny.token_rows(12)
+    return trainer_of(out, options.pop("model", None) or tiny.causal_lm(), rows, trainer_class, **(parts | options))
+
+
+def pad_with_label(rows):
+    padded = pad([{**row, "labels": []} for row in rows])
+    return padded | {"labels": torch.tensor([row["label"] for row in rows])}
+
+
+def logged(trainer, name):
+    return [record[name] for record in trainer.state.log_history if name in record]
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def assert_equal(left, right):
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def saved(out):
+    return sorted((path.name for path in Path(out).glob("checkpoint-*")), key=lambda name: int(name[11:]))
+
+
+class Listener(TrainerCallback):
+    """Counts the steps, and keeps what the last was called with."""
+
+    steps, seen = 0, None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps, self.seen = self.steps + 1, kwargs
+
+
+class ClassWeights(Trainer):
+    """`compute_loss` of three arguments, as tutorials print it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        labels = inputs.pop("labels")
+        # forward pass
+        outputs = model(**inputs)
+        logits = outputs.get("logits")
+        # compute custom loss (suppose one has 3 labels with different weights)
+        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], device=model.device))
+        loss = loss_fct(logits.view(-1, self.model.config.num_labels), labels.view(-1))
+        return (loss, outputs) if return_outputs else loss
+
+
+# ---------------------------------------------------------------------------------------------- the trainer and its parts
+
+
+def test_S001_a_trainer_of_a_model_and_rows_trains_and_saves(tmp_path):
+    trainer = classify(
+        tmp_path, compute_metrics=accuracy, max_steps=12, learning_rate=0.01, save_strategy="steps", save_steps=6
+    )
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert sum(losses[-3:]) < sum(losses[:3]) and saved(tmp_path) == ["checkpoint-6", "checkpoint-12"]
+
+
+@pytest.mark.parametrize("answer", [dict, tuple])
+def test_S002_any_module_trains_saves_and_resumes(answer, tmp_path):
+    straight = fit(tmp_path, model=Line(answer), max_steps=4, save_strategy="steps", save_steps=2)
+    straight.train()
+    assert straight.model.a > 0.1 and straight.model.b > 0.1
+    resumed = fit(tmp_path, model=Line(answer), max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_equal(weights(resumed), weights(straight))
+
+
+def test_S003_without_arguments_defaults_are_used_and_the_folder_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Line(), train_dataset=line())
+    assert "trainer_output" in caplog.text
+    assert trainer.train().global_step == 6  # 3 epochs of 16 rows in batches of 8
+
+
+def test_S004_what_a_collator_adds_reaches_compute_loss(tmp_path):
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append(inputs.pop("row_weight").tolist())
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def collate(rows):
+        return torch.utils.data.default_collate(rows) | {"row_weight": torch.ones(len(rows))}
+
+    seen = []
+    fit(tmp_path, Weighted, data_collator=collate, max_steps=1).train()
+    assert seen == [[1.0] * 8]
+
+
+def test_S005_rows_of_three_and_nine_tokens_make_a_batch_with_a_tokenizer(tmp_path):
+    rows = [{"input_ids": [5] * length, "attention_mask": [1] * length, "label": 1} for length in (3, 9)]
+    trainer = trainer_of(tmp_path, tiny.classifier(), rows, processing_class=tiny.tokenizer(), max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert sorted(batch["attention_mask"].sum(1).tolist()) == [3, 9] and batch["input_ids"].shape == (2, 9)
+    trainer.train()
+
+
+class Mapped(torch.utils.data.Dataset):
+    __len__, __getitem__ = lambda self: 16, lambda self, row: line()[row]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: iter(line())  # noqa: E731
+
+
+def test_S006_every_kind_of_dataset_gives_the_same_run(tmp_path):
+    table = datasets.Dataset.from_list([{k: v.item() for k, v in row.items()} for row in line()]).with_format(
+        "torch", dtype=torch.double
+    )
+    ends = []
+    for rows in (Mapped(), Stream(), table):  # one batch holds all rows, so that their order is no difference
+        trainer = fit(tmp_path, rows=rows, max_steps=4, per_device_train_batch_size=16)
+        trainer.train()
+        ends.append([value.item() for value in weights(trainer)])
+    assert ends[1] == pytest.approx(ends[0]) and ends[2] == pytest.approx(ends[0], rel=1e-6) and ends[0][0] > 0
+
+
+def test_S007_evaluation_sets_may_have_names(tmp_path):
+    metrics = fit(tmp_path, eval_dataset={"a": line(4), "b": line(6)}).evaluate()
+    assert (
+        metrics["eval_a_loss"] > 0 and metrics["eval_b_loss"] > 0 and metrics["eval_a_loss"] != metrics["eval_b_loss"]
+    )
+
+
+def test_S009_tokenizer_is_taken_with_one_warning(tmp_path):
+    tokenizer = tiny.tokenizer()
+    with pytest.warns(FutureWarning, match="processing_class") as warned:
+        trainer = fit(tmp_path, tokenizer=tokenizer)
+    assert len(warned) == 1 and trainer.processing_class is tokenizer
+
+
+def test_S010_an_encoder_is_trained_and_its_accuracy_reported(tmp_path):
+    trainer = classify(tmp_path, max_steps=-1, num_train_epochs=3, eval_strategy="epoch", compute_metrics=accuracy)
+    trainer.train()
+    assert len(logged(trainer, "eval_accuracy")) == 3 and 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+
+
+def test_S011_core_exports_the_trainer_and_the_namespace_nothing():
+    assert Trainer.__module__ == "posttrain.core.trainer" and TrainingArguments.__name__ == "TrainingArguments"
+    assert getattr(posttrain, "__file__", None) is None and not hasattr(posttrain, "Trainer")
+
+
+def test_S012_evaluate_and_predict_need_no_training(tmp_path):
+    trainer = fit(tmp_path)
+    expected = np.mean([row["labels"].item() ** 2 for row in line(10)])  # the model answers 0
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
+    assert trainer.predict(line(5)).predictions.tolist() == [0.0] * 5
+
+
+def test_S014_bf16_trains_anywhere_and_fp16_says_what_it_needs(tmp_path, monkeypatch):
+    trainer = classify(tmp_path, bf16=True)
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(before[0], weights(trainer)[0]) and weights(trainer)[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="fp16.*bf16"):
+        classify(tmp_path, fp16=True)
+
+
+def test_S015_a_trainer_of_ones_own_needs_public_doors_only(tmp_path):
+    class Elsewhere(Trainer):
+        """Makes its batches on the way, has a loss of its own, and remembers something in checkpoints."""
+
+        drawn = 0
+
+        def windows(self, plan, loader):
+            for window, items in super().windows(plan, loader):
+                self.drawn += 1
+                yield window, items
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            self.log_metric("slope", model.a)
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+        def state_dict(self):
+            return super().state_dict() | {"drawn": self.drawn}
+
+        def load_state_dict(self, state):
+            self.drawn = state["drawn"]
+            super().load_state_dict(state)
+
+    trainer = fit(tmp_path, Elsewhere, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert trainer.drawn == 4 and len(logged(trainer, "slope")) == 4
+    again = fit(tmp_path, Elsewhere, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.drawn == 4
+
+
+# --------------------------------------------------------------------------------------------------------- the arguments
+
+
+@pytest.mark.parametrize("row", ["S016", "S102"])
+def test_S016_S102_checkpoints_lie_in_the_output_folder_by_step(row, tmp_path):
+    fit(tmp_path / row, max_steps=3, save_strategy="steps", save_steps=1).train()
+    assert saved(tmp_path / row) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_S017_the_learning_rate_is_reached_after_the_warm_up(tmp_path):
+    trainer = fit(tmp_path, learning_rate=2e-5, warmup_steps=2, max_steps=6)
+    trainer.train()
+    assert logged(trainer, "learning_rate")[:3] == pytest.approx([0, 1e-5, 2e-5])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_S018_the_train_batch_size_is_what_compute_loss_sees(size, tmp_path):
+    class Look(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(len(inputs["x"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    seen = []
+    fit(tmp_path, Look, per_device_train_batch_size=size, num_train_epochs=1).train()
+    assert seen == [size] * (16 // size)
+
+
+def test_S019_eval_loss_does_not_change_with_the_batch_size(tmp_path):
+    losses, sizes = [], []
+    for size in (1, 3, 4, 10):
+        trainer = speak(tmp_path, per_device_eval_batch_size=size)
+        sizes.append(len(next(iter(trainer.get_eval_dataloader()))["input_ids"]))
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert sizes == [1, 3, 4, 6] and losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(("epochs", "rows", "steps"), [(2, 16, 4), (3.0, 17, 9), (1, 3, 1)])
+def test_S020_a_run_has_the_batches_of_its_epochs(epochs, rows, steps, tmp_path):
+    assert fit(tmp_path, rows=line(rows), num_train_epochs=epochs).train().global_step == steps
+
+
+def test_S021_weight_decay_leaves_biases_and_norms_alone(tmp_path):
+    trainer = classify(tmp_path, weight_decay=0.01)
+    decaying, others = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.01, 0)
+    assert not any("bias" in names[id(p)] or "LayerNorm" in names[id(p)] for p in decaying["params"])
+    assert all("bias" in names[id(p)] or "LayerNorm" in names[id(p)] for p in others["params"])
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("epoch", 3), ("steps", 2), ("no", 0)])
+def test_S022_evaluation_follows_its_strategy(strategy, count, tmp_path):
+    trainer = fit(tmp_path, num_train_epochs=3, eval_strategy=strategy, eval_steps=3)
+    trainer.train()
+    assert len(logged(trainer, "eval_loss")) == count
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("epoch", [2, 4, 6]), ("steps", [4, 6]), ("no", []), ("best", [6])])
+def test_S023_saving_follows_its_strategy(strategy, steps, tmp_path):
+    best = {
+        "metric_for_best_model": "loss",
+        "eval_strategy": "epoch",
+    }  # of a line that is learned, the last is the best
+    fit(tmp_path, num_train_epochs=3, save_strategy=strategy, save_steps=4, **best).train()
+    assert saved(tmp_path) == [f"checkpoint-{step}" for step in steps]
+
+
+def test_S024_the_best_model_is_the_one_that_remains(tmp_path):
+    scores = iter([0.2, 0.9, 0.1])
+    trainer = fit(
+        tmp_path, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="score", compute_metrics=lambda prediction: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    best = fit(tmp_path)
+    best._load_from_checkpoint(tmp_path / "checkpoint-4")
+    assert_equal(weights(trainer), weights(best))
+
+
+def test_S025_without_a_network_training_completes_and_says_what_was_not_uploaded(tmp_path, caplog):
+    trainer = fit(tmp_path, max_steps=2, push_to_hub=True, save_strategy="steps", save_steps=2)
+    assert trainer.train().global_step == 2
+    assert any("upload" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [("every_save", []), ("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-1", "checkpoint-2"])],
+    ids=["S028", "S026", "S027"],
+)
+def test_S026_S027_S028_the_hub_receives_what_its_strategy_says(strategy, folders, hub, tmp_path):  # noqa: F811
+    options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy=strategy)
+    fit(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, hub_always_push=True, **options).train()
+    files = on_hub(hub)
+    assert "model.safetensors" in files and "optimizer.json" not in files  # of the model alone, at the top
+    assert {name.split("/")[0] for name in files if "/" in name} == set(folders)
+    assert all(f"{folder}/optimizer.json" in files for folder in folders)
+
+
+def test_S029_max_steps_beats_epochs(tmp_path):
+    assert fit(tmp_path, max_steps=5, num_train_epochs=1).train().global_step == 5
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_S030_gradient_checkpointing_keeps_less_and_changes_no_loss(name, tmp_path, recwarn):
+    losses, kept = [], []
+    for on in (False, True):
+        sizes = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        trainer = speak(tmp_path, max_steps=1, **{name: on})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            trainer.train()
+        losses.append(logged(trainer, "loss")[0])
+        kept.append(sum(sizes))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and kept[1] < 0.7 * kept[0]
+    assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("steps", 3), ("epoch", 3), ("no", 0)])
+def test_S031_logging_follows_its_strategy(strategy, count, tmp_path):
+    trainer = fit(tmp_path, num_train_epochs=3, logging_strategy=strategy, logging_steps=2)
+    trainer.train()
+    assert len(logged(trainer, "loss")) == count
+
+
+def test_S032_logging_steps_count_updates_and_no_micro_batches(tmp_path):
+    trainer = fit(tmp_path, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.train()
+    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+def test_S033_records_reach_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    fit(tmp_path, max_steps=1, report_to="tensorboard").train()
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("tracker", ["trackio", "wandb", "tensorboard"])
+def test_S033_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, tmp_path, monkeypatch):
+    integrations = transformers.integrations.integration_utils
+
+    def missing():
+        raise RuntimeError("it is not installed")
+
+    monkeypatch.setitem(integrations.INTEGRATION_TO_CALLBACK, tracker, missing)
+    with pytest.raises(ImportError, match=f"pip install .*{tracker}"):
+        fit(tmp_path, report_to=[tracker])
+
+
+def test_S034_the_name_of_the_run_reaches_the_tracker(tmp_path, monkeypatch):
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            names.append(args.run_name)
+
+    names = []
+    monkeypatch.setitem(transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
+    fit(tmp_path, max_steps=1, report_to="tensorboard", run_name="model-experiment-v1").train()
+    assert names == ["model-experiment-v1"]
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def become(rank):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+@pytest.mark.parametrize("row", ["S035", "S036", "S038"])
+def test_S035_S036_S038_log_levels_come_from_the_command_line_for_each_rank(row, as_rank):
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    [args] = parser.parse_args_into_dataclasses(["--log_level", "warning", "--log_level_replica", "error"])
+    levels = []
+    for rank in (0, 1):
+        as_rank(rank)
+        levels.append(args.get_process_log_level())
+    assert levels == [logging.WARNING, logging.ERROR]
+
+
+def test_S037_replicas_say_warnings_alone_by_default(as_rank, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("posttrain"), "level", logging.NOTSET)
+    levels = []
+    for rank in (0, 1):
+        as_rank(rank)
+        levels.append(TrainingArguments().get_process_log_level())
+    assert levels == [logging.INFO, logging.WARNING]
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizers
+
+TARGETS = [r".*.attn.*", r".*.mlp.*"]
+
+
+def test_S039_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
+    options = {"optim_args": "rank=4, update_proj_gap=100, scale=0.10", "optim_target_modules": TARGETS}
+    trainer = speak(tmp_path, optim="galore_adamw", **options)
+    trainer.train()
+    state = trainer.optimizer.state[trainer.model.model.layers[0].mlp.up_proj.weight]  # (64, 32)
+    assert 4 in state["exp_avg"].shape and state["exp_avg"].numel() < 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("optim", "options"),
+    [
+        pytest.param("galore_adafactor", {"optim_target_modules": TARGETS}, id="S040"),
+        pytest.param("galore_adamw_layerwise", {"optim_target_modules": TARGETS}, id="S042"),
+        pytest.param("galore_adafactor_layerwise", {"optim_target_modules": TARGETS}, id="S042-adafactor"),
+        pytest.param("lomo", {}, id="S050"),
+        pytest.param("adalomo", {"max_grad_norm": None}, id="S051"),
+        pytest.param("grokadamw", {}, id="S052"),
+    ],
+)
+def test_S040_S042_S050_S051_S052_optimizers_train(optim, options, tmp_path):
+    trainer = speak(tmp_path, optim=optim, max_steps=8, learning_rate=0.01, **options)
+    before = trainer.evaluate(tiny.token_rows(12))["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(tiny.token_rows(12))["eval_loss"] < before
+
+
+def test_S041_galore_in_8_bits_trains_or_says_in_a_sentence_why_not(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    trainer = speak(tmp_path, optim="galore_adamw_8bit", optim_target_modules=TARGETS)
+    try:
+        assert trainer.train().global_step == 2
+    except (ImportError, ValueError) as error:
+        assert "galore_adamw_8bit" in str(error)
+
+
+def test_S042_layerwise_in_two_processes_names_the_alternative(as_rank, tmp_path):
+    as_rank(0)
+    with pytest.raises(ConfigError, match="'galore_adamw'"):
+        TrainingArguments(str(tmp_path), optim="galore_adamw_layerwise", optim_target_modules=TARGETS)
+
+
+def test_S043_targets_select_the_linear_layers_or_name_those_there_are(tmp_path):
+    for targets in (TARGETS, "all-linear", ["mlp.up_proj"], "model.layers.0.mlp.up_proj"):
+        options = {"optim_target_modules": targets, "optim_args": "rank=4"}
+        speak(tmp_path, optim="galore_adamw", **options).create_optimizer()
+    with pytest.raises(ConfigError, match=r"selects no .*mlp\.up_proj"):
+        speak(tmp_path, optim="galore_adamw", optim_target_modules=["nothing"]).create_optimizer()
+
+
+def test_S044_an_unknown_optimizer_option_is_refused_with_those_known():
+    with pytest.raises(ConfigError, match="rnk.*rank.*update_proj_gap"):
+        TrainingArguments(optim="galore_adamw", optim_target_modules=TARGETS, optim_args="rnk=64, scale=0.10")
+
+
+def test_S045_the_other_layers_are_trained_as_ever_and_the_division_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="posttrain")
+    trainer = speak(tmp_path, optim="galore_adamw", optim_target_modules=TARGETS)
+    groups = trainer.create_optimizer().param_groups
+    low = sum(p.numel() for group in groups if "rank" in group for p in group["params"])
+    linear = [m for n, m in trainer.model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    assert low == sum(module.weight.numel() for module in linear)
+    assert "parameters, by group" in caplog.text and "selects 14 of 15 linear layers" in caplog.text
+
+
+def test_S046_galore_needs_no_other_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "galore_torch", None)
+    assert speak(tmp_path, optim="galore_adamw", optim_target_modules=TARGETS).train().global_step == 2
+
+
+def test_S047_liger_that_cannot_be_used_is_said_and_training_goes_on(tmp_path, caplog):
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels are used")
+    plain, liger = speak(tmp_path), speak(tmp_path, use_liger_kernel=True)
+    plain.train(), liger.train()
+    assert "use_liger_kernel" in caplog.text and logged(liger, "loss") == logged(plain, "loss")
+
+
+def test_S050_lomo_refuses_accumulation():
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=1"):
+        TrainingArguments(optim="lomo", gradient_accumulation_steps=2)
+
+
+def test_S051_adalomo_says_that_it_cannot_clip(tmp_path, caplog):
+    speak(tmp_path, optim="adalomo", max_grad_norm=1.0).create_optimizer()
+    assert "max_grad_norm" in caplog.text
+
+
+@pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_sgd"], ids=["S053", "S054"])
+def test_S053_S054_schedule_free_evaluates_averages_at_a_constant_rate(optim, tmp_path):
+    pytest.importorskip("schedulefree")
+    trainer = speak(tmp_path, optim=optim, lr_scheduler_type="constant")
+    trainer.train()
+    assert logged(trainer, "learning_rate") == [1e-3, 1e-3]
+    averaged = weights(trainer)
+    trainer.optimizer.train()
+    assert not all(torch.equal(a, b) for a, b in zip(averaged, weights(trainer), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- noise, data, evaluation
+
+
+def test_S055_neftune_is_noise_in_training_alone(tmp_path):
+    trainer, plain = speak(tmp_path, neftune_noise_alpha=5), speak(tmp_path)
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    trainer.train(), plain.train()
+    assert logged(trainer, "loss") != logged(plain, "loss")
+    embeddings = trainer.model.get_input_embeddings()
+    ids = torch.tensor([[5, 6]])
+    assert torch.equal(embeddings.train()(ids), embeddings.weight[ids])
+
+
+class FromWorkers(Mapped):
+    def __getitem__(self, row):
+        return super().__getitem__(row) | {"worker": torch.utils.data.get_worker_info().id}
+
+
+@pytest.fixture(scope="module")
+def worker_run(tmp_path_factory):
+    """The workers that made the rows of two epochs, with every option of workers set."""
+
+    def collate(rows):
+        seen.update(int(row.pop("worker")) for row in rows)
+        return torch.utils.data.default_collate(rows) | {"seen": torch.tensor(sorted(seen))}
+
+    class Look(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            workers.update(inputs.pop("seen").tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    seen, workers = set(), Counter()
+    options = dict(dataloader_persistent_workers=True, dataloader_prefetch_factor=2, remove_unused_columns=False)
+    out = tmp_path_factory.mktemp("workers")
+    args = dict(rows=FromWorkers(), data_collator=collate, per_device_train_batch_size=4, num_train_epochs=2)
+    trainer = fit(out, Look, dataloader_num_workers=4, **args, **options)
+    trainer.train()
+    return trainer, workers
+
+
+def test_S056_workers_make_the_rows(worker_run):
+    assert set(worker_run[1]) == {0, 1, 2, 3} and worker_run[0].state.global_step == 8
+
+
+@pytest.mark.parametrize(
+    "option", [{"dataloader_persistent_workers": True}, {"dataloader_prefetch_factor": 2}], ids=["S057", "S058"]
+)
+def test_S057_S058_options_of_workers_need_workers(option, worker_run):
+    [name] = option
+    assert getattr(worker_run[0].args, name) == option[name]
+    with pytest.raises(ConfigError, match=f"(?s){name}.*dataloader_num_workers"):
+        TrainingArguments(**option)
+
+
+def test_S059_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
+    trainer = fit(tmp_path, max_steps=1, eval_on_start=True, eval_strategy="epoch")
+    trainer.train()
+    assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r][0] == 0
+    with pytest.raises(ConfigError, match="eval_on_start.*eval_strategy"):
+        fit(tmp_path, eval_on_start=True)
+    with pytest.raises(ValueError, match="eval_dataset"):
+        fit(tmp_path, eval_on_start=True, eval_strategy="epoch", eval_dataset=None)
+
+
+def test_S060_predictions_are_the_same_however_often_they_leave_the_device(tmp_path):
+    kept = [
+        classify(tmp_path, eval_accumulation_steps=every, per_device_eval_batch_size=2).predict(UNSEEN).predictions
+        for every in (None, 1, 16)
+    ]
+    assert all(isinstance(one, np.ndarray) and np.array_equal(one, kept[0]) for one in kept)
+
+
+def test_S061_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(tmp_path):
+    options = dict(num_train_epochs=2, eval_strategy="epoch", save_strategy="best", greater_is_better=False)
+    compute = {"compute_metrics": lambda prediction: {"perplexity": 2.0}}
+    trainer = fit(tmp_path, metric_for_best_model="perplexity", **options, **compute)
+    trainer.train()
+    assert trainer.state.best_metric == 2.0
+    wrong = fit(tmp_path / "wrong", metric_for_best_model="perplexty", **options, **compute)
+    with pytest.raises((ValueError, KeyError), match="perplexity"):
+        wrong.train()
+    assert wrong.state.global_step == 2  # the first of two evaluations
+
+
+@pytest.mark.parametrize(("greater", "best"), [(False, 2), (True, 4)])
+def test_S062_the_direction_decides_what_is_best(greater, best, tmp_path):
+    scores = iter([0.2, 0.9, 0.5])
+    trainer = fit(
+        tmp_path, num_train_epochs=3, eval_strategy="epoch", metric_for_best_model="score", greater_is_better=greater,
+        compute_metrics=lambda prediction: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == best
+
+
+def test_S063_the_newest_and_the_best_checkpoints_remain(tmp_path):
+    scores = iter([0.9, 0.1, 0.2, 0.3])
+    options = dict(max_steps=4, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+    options |= dict(metric_for_best_model="score", compute_metrics=lambda prediction: {"score": next(scores)})
+    fit(tmp_path / "best", save_total_limit=1, load_best_model_at_end=True, **options).train()
+    assert saved(tmp_path / "best") == ["checkpoint-1", "checkpoint-4"]
+    fit(tmp_path / "newest", save_total_limit=2, max_steps=4, save_strategy="steps", save_steps=1).train()
+    assert saved(tmp_path / "newest") == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_S064_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
+    scores = iter([0.2, 0.9, 0.5])
+    options = dict(num_train_epochs=3, eval_strategy="epoch", save_strategy="best", save_total_limit=1)
+    compute = {"compute_metrics": lambda prediction: {"score": next(scores)}}
+    fit(tmp_path, metric_for_best_model="score", **options, **compute).train()
+    assert saved(tmp_path) == ["checkpoint-4"]
+    with pytest.raises(ConfigError, match="metric_for_best_model"):
+        fit(tmp_path, **options)
+
+
+def test_S065_a_checkpoint_of_the_model_alone_says_so_when_resumed(tmp_path, caplog):
+    fit(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True).train()
+    assert not list((tmp_path / "checkpoint-1").glob("optimizer*"))
+    fit(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "optimizer" in caplog.text and "afresh" in caplog.text
+
+
+@dataclass
+class ScriptArguments:
+    task_name: str | None = field(default=None)
+    max_seq_length: int = field(default=128)
+
+
+@pytest.mark.parametrize("row", ["S066", "S067", "S068"])
+def test_S066_S067_S068_the_command_line_of_a_script_reaches_its_arguments(row, tmp_path):
+    line = """--task_name mrpc --do_train --do_eval --max_seq_length 64 --per_device_train_batch_size 16 --learning_rate 5e-5
+        --num_train_epochs 3 --overwrite_output_dir --output_dir"""
+    parser = transformers.HfArgumentParser((ScriptArguments, TrainingArguments))
+    script, args = parser.parse_args_into_dataclasses([*line.split(), str(tmp_path)])
+    assert args.do_train and args.do_eval and not args.do_predict
+    assert args.overwrite_output_dir and args.output_dir == str(tmp_path)
+    assert (script.task_name, script.max_seq_length) == ("mrpc", 64)
+
+
+@pytest.fixture
+def deterministic_again():
+    before = os.environ.copy()
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.clear(), os.environ.update(before)
+
+
+@pytest.mark.parametrize("row", ["S069", "S108"])
+def test_S069_S108_with_full_determinism_two_runs_are_equal_to_the_bit(row, tmp_path, deterministic_again):
+    pair = []
+    for name in ("one", "two"):
+        model = tiny.causal_lm("gpt2", resid_pdrop=0.1)
+        trainer = speak(tmp_path / name, model=model, full_determinism=True)
+        trainer.train()
+        pair.append(weights(trainer))
+    assert_equal(*pair)
+
+
+@dataclass
+class WithEMA(TrainingArguments):
+    using_ema: bool = field(default=False)
+
+
+def test_S070_a_subclass_of_the_arguments_is_parsed_and_saved(tmp_path):
+    [args] = transformers.HfArgumentParser(WithEMA).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--using_ema", "--max_steps", "1", "--use_cpu", "--report_to", "none"]
+    )
+    assert args.using_ema
+    Trainer(Line(), args, train_dataset=line()).save_model()
+    read = json.loads((tmp_path / "training_args.json").read_text())
+    assert read["using_ema"] is True and read["max_steps"] == 1
