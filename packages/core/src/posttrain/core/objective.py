@@ -247,6 +247,13 @@ def with_items(compute_loss: Callable[..., Any], num_items: torch.Tensor | int) 
     return functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
 
 
+def _tensors_in(inputs: Mapping[str, Any]) -> bool:
+    for value in inputs.values():  # a generator for `any` would cost more than the look itself
+        if isinstance(value, torch.Tensor):
+            return True
+    return False
+
+
 def model_loss(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -265,7 +272,7 @@ def model_loss(
         label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
         shifted: see `count_items`; used with label smoothing.
     """
-    if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+    if type(inputs) is not dict and not isinstance(inputs, Mapping) or not _tensors_in(inputs):
         raise TypeError(
             f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for the model's "
             "forward."

@@ -99,7 +99,7 @@ class JSONLinesCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         # Only into the folder in which training began: a search gives the trainer its own back after the trials.
         if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
-            line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
+            line = _json({**(logs or {}), "step": state.global_step}) + "\n"
             if self.file is not None:
                 self.file.write(line)
             else:  # an evaluation after training
@@ -110,6 +110,13 @@ class JSONLinesCallback(TrainerCallback):
         if getattr(self, "file", None) is not None:
             self.file.close()
             self.file = None
+
+
+def _json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError):  # a NaN, or a number that is not Python's
+        return json.dumps(strict(record), allow_nan=False)
 
 
 def _history_of(line: str) -> str:

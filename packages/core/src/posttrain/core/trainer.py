@@ -203,7 +203,8 @@ class Trainer(Lifecycle, Questions):
             loss = share if loss is None else loss + share
             if not data.is_filler(inputs):
                 self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
-                self.metrics.add_sum(FLOPS, self.floating_point_ops(inputs), 0)
+                if operations := self.floating_point_ops(inputs):
+                    self.metrics.add_sum(FLOPS, operations, 0)
             if number < len(window):
                 self._fire("on_substep_end")
         grad_norm = self.progress.grad_norm = self.dist.clip_gradients(

@@ -1,0 +1,169 @@
+"""What supervised fine-tuning is for, one promise after another. The number in a test's name is that of the feature in our
+plan; details are tested beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.core import TrainingArguments
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+
+TEXTS = [{"text": text} for text in tiny.CORPUS] * 2
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+USUAL = dict(max_steps=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+             disable_tqdm=True, learning_rate=1e-2)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model with its tokenizer in a folder, as from the Hub."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny.causal_lm().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def tune(out, model=None, rows=TEXTS, peft_config=None, **changes):
+    args = SFTConfig(str(out), **(USUAL | {"max_length": 64} | changes))
+    model = tiny.causal_lm() if model is None else model
+    tokenizer = tiny.tokenizer()
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config)
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "gemma"])
+def test_S140_three_lines_train_a_causal_language_model(arch, tmp_path):
+    trainer = tune(tmp_path, tiny.causal_lm(arch), max_steps=8)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def test_S141_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another(tmp_path):
+    plain, packed = tune(tmp_path, max_length=128), tune(tmp_path, max_length=128, packing=True)
+    assert len(packed.train_dataset) < len(plain.train_dataset)
+    model = packed.model.eval()
+    row = packed.train_dataset[0]
+    starts = [0, *torch.tensor(row["seq_lengths"]).cumsum(0).tolist()]
+    assert len(starts) > 2  # several documents
+    batch = {name: value for name, value in packed.data_collator([row]).items() if name != "labels"}
+    with torch.no_grad():
+        together = model(**batch).logits[0]
+        for start, end in zip(starts, starts[1:], strict=False):
+            alone = model(torch.tensor([row["input_ids"][start:end]])).logits[0]
+            torch.testing.assert_close(together[start:end], alone, rtol=0, atol=1e-5)
+
+
+def test_S142_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
+    trainer = tune(tmp_path, peft_config=LORA)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(tiny.causal_lm(), tmp_path / "adapter").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
+        assert not torch.equal(loaded(ids).logits, tiny.causal_lm().eval()(ids).logits)
+
+
+@pytest.mark.gpu
+def test_S143_adapters_are_trained_on_a_base_of_four_bits(base, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    args = SFTConfig(str(tmp_path), **(USUAL | {"use_cpu": False, "max_length": 64}))
+    options = dict(quantization_config=BitsAndBytesConfig(load_in_4bit=True), peft_config=LORA)
+    trainer = SFTTrainer(base, args, train_dataset=TEXTS, **options)
+    assert trainer.train().global_step == 2
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora" not in name} == set()
+
+
+@pytest.fixture
+def printed(base, tmp_path, monkeypatch):
+    """`printed(**arguments)`: a script with `SFTTrainer`, as tutorials print it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(to="cpu", **arguments):
+        train_dataset = Dataset.from_list([{**row, "label": index % 2} for index, row in enumerate(TEXTS)])
+        args = TrainingArguments(**({"disable_tqdm": True, "max_steps": 3} | arguments))
+        model = AutoModelForCausalLM.from_pretrained(base, low_cpu_mem_usage=True).to(to)
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            dataset_text_field="text",
+            max_seq_length=32,
+        )
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def test_S145_S146_S147_S149_arguments_of_earlier_versions_are_taken_with_a_warning_each(printed):
+    with pytest.warns(FutureWarning) as warned:
+        trainer = printed(output_dir="out", per_device_train_batch_size=2)
+    said = [str(warning.message) for warning in warned]
+    assert sum("dataset_text_field" in text for text in said) == sum("max_seq_length" in text for text in said) == 1
+    assert isinstance(trainer.args, SFTConfig) and trainer.args.per_device_train_batch_size == 2
+    assert trainer.args.max_length == 32 == max(len(row["input_ids"]) for row in trainer.train_dataset)
+    assert trainer.state.global_step == 3
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "label" not in batch and batch["labels"].shape == batch["input_ids"].shape
+
+
+def test_S148_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
+    args = SFTConfig(str(tmp_path), **USUAL)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    trainer = SFTTrainer(model=model, args=args, train_dataset=TEXTS)
+    assert trainer.processing_class.get_vocab() == tiny.tokenizer().get_vocab()
+    with pytest.raises(ValueError, match="processing_class"):
+        SFTTrainer(model=tiny.causal_lm(), args=args, train_dataset=TEXTS)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_S150_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
+    trainer = printed(to=0 if torch.cuda.is_available() else "cpu", output_dir="out")
+    assert trainer.state.global_step == 3
+
+
+GALORE = {"optim_target_modules": [r".*.attn.*", r".*.mlp.*"], "per_device_train_batch_size": 2}
+SPARING = {"gradient_checkpointing": True, "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 2e-6}
+SPARING |= {"save_strategy": "no", "run_name": "lomo-imdb", "per_device_train_batch_size": 4}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("optim", "options"),
+    [
+        ("galore_adamw", GALORE),
+        ("galore_adamw", GALORE | {"optim_args": "rank=4, update_proj_gap=100, scale=0.10"}),
+        ("galore_adamw_layerwise", GALORE),
+        ("galore_adafactor", GALORE),
+        ("lomo", SPARING),
+        ("adalomo", SPARING),
+        ("schedule_free_adamw", SPARING),
+        ("schedule_free_sgd", SPARING),
+    ],
+)
+def test_script_of_001_runs_as_printed_with_each_optimizer(optim, options, printed):
+    if optim.startswith("schedule_free"):
+        pytest.importorskip("schedulefree")
+    trainer = printed(output_dir=f"./test-{optim}", optim=optim, **options)
+    assert trainer.state.global_step == 3
+    start = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path)
+    moved = zip(trainer.model.parameters(), start.parameters(), strict=True)
+    assert any(not torch.equal(ours.cpu(), theirs) for ours, theirs in moved)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_script_of_001_with_neftune_and_liger_runs_as_printed(printed):
+    trainer = printed(output_dir="your-model", neftune_noise_alpha=0.1, use_liger_kernel=True)
+    embeddings, ids = trainer.model.get_input_embeddings().train(), torch.tensor([[5, 6]], device=trainer.model.device)
+    assert torch.equal(embeddings(ids), embeddings.weight[ids])
