@@ -18,9 +18,9 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import torch  # noqa: E402
-from results import write  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from results import write
+from torch import nn
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 128, 32, 16, 8
 

@@ -339,8 +339,7 @@ def test_S023_saving_follows_its_strategy(strategy, steps, tmp_path):
         "metric_for_best_model": "loss",
         "eval_strategy": "epoch",
     }  # the line is learned: each is better than the last
-    limit = 1 if strategy == "best" else None
-    fit(tmp_path, num_train_epochs=3, save_strategy=strategy, save_steps=4, save_total_limit=limit, **best).train()
+    fit(tmp_path, num_train_epochs=3, save_strategy=strategy, save_steps=4, **best).train()
     assert saved(tmp_path) == [f"checkpoint-{step}" for step in steps]
 
 
@@ -684,7 +683,7 @@ def test_S063_the_newest_and_the_best_checkpoints_remain(tmp_path):
 
 def test_S064_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
     scores = iter([0.2, 0.9, 0.5])
-    options = dict(num_train_epochs=3, eval_strategy="epoch", save_strategy="best", save_total_limit=1)
+    options = dict(num_train_epochs=3, eval_strategy="epoch", save_strategy="best")
     compute = {"compute_metrics": lambda prediction: {"score": next(scores)}}
     fit(tmp_path, metric_for_best_model="score", **options, **compute).train()
     assert saved(tmp_path) == ["checkpoint-4"]

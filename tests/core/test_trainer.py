@@ -154,13 +154,14 @@ def test_the_best_model_is_loaded_at_the_end_and_never_rotated_away(tmp_path):
     assert torch.equal(best.model.a, trainer.model.a)
 
 
-def test_save_strategy_best_saves_improvements_alone(tmp_path):
+@pytest.mark.parametrize(("limit", "kept"), [(None, [8]), (2, [4, 8]), (9, [2, 4, 8])])
+def test_save_strategy_best_saves_improvements_alone_and_keeps_one_unless_told(limit, kept, tmp_path):
     scores = iter([0.3, 0.9, 0.5, 0.95])
     regression(
         tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="best", metric_for_best_model="score",
-        greater_is_better=True, compute_metrics=lambda p: {"score": next(scores)},
+        greater_is_better=True, save_total_limit=limit, compute_metrics=lambda p: {"score": next(scores)},
     ).train()  # fmt: skip
-    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+    assert sorted(int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*")) == kept
 
 
 def test_a_wrong_metric_name_is_answered_at_the_first_evaluation(tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, hub, models, objective
+from posttrain.core import data, evaluation, health, hub, models, objective, trackers
 from posttrain.core.checkpoint import codec, rng, weights
 from posttrain.core.errors import DataError
 from posttrain.core.loader import check_limits
@@ -167,6 +167,9 @@ class Lifecycle:
                 yield self.model_wrapped
         finally:
             self.is_in_train = False
+            for callback in handler.callbacks:
+                if isinstance(callback, trackers.JSONLinesCallback):
+                    callback.close()  # on_train_end is not heard when training raises
             if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
                 self.optimizer.eval()
 
@@ -414,7 +417,10 @@ class Lifecycle:
     def _rotate(self) -> None:
         keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
         keep = [*map(Path, keep), *self.uploader.in_use]
-        self.dist.on_main(lambda: self.store.rotate(self.args.save_total_limit, keep=keep) and None)
+        limit = self.args.save_total_limit
+        if limit is None and self.args.save_strategy == "best":
+            limit = 1  # the newest is the best so far
+        self.dist.on_main(lambda: self.store.rotate(limit, keep=keep) and None)
 
     def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""

@@ -107,6 +107,10 @@ class JSONLinesCallback(TrainerCallback):
                     file.write(line)
 
     def on_train_end(self, args, state, control, **kwargs):
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; records that follow, of evaluations after training, open it for themselves."""
         if getattr(self, "file", None) is not None:
             self.file.close()
             self.file = None

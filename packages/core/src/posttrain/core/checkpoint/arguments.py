@@ -22,7 +22,8 @@ class CheckpointArguments:
     )
     save_total_limit: int | None = opt(
         None,
-        "How many checkpoints to keep. The oldest go first, never the newest or the best. None or 0 keeps all.",
+        "How many checkpoints to keep. The oldest go first, never the newest or the best. 0 keeps all, and so does None, but "
+        "for save_strategy='best', where it keeps one.",
         min=0,
     )
     save_only_model: bool = opt(
