@@ -319,7 +319,7 @@ def test_an_evaluation_without_a_loss_asks_for_an_objective(tmp_path):
 
 ROOT = Path(__file__).parents[2]
 PAIR = """
-import json, sys
+import json, os, sys
 import torch
 from tests.core import test_search as t
 
@@ -328,6 +328,8 @@ best = t.try_each(trainer, 0.2, 1e30, 0.01, pruner=t.StopAfterTwo())
 with open(f"{sys.argv[1]}/rank-{trainer.args.process_index}.json", "w") as file:
     json.dump([best.run_id, best.objective, best.hyperparameters, float(trainer.model.a), trainer.state.global_step], file)
 torch.distributed.destroy_process_group()
+# Under load, gloo's threads of one run's reducers may abort the interpreter's own teardown after all is done (torch 2.13).
+os._exit(0)
 """
 
 

@@ -6,6 +6,7 @@ one process and for many.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -104,6 +105,12 @@ def precision(args: DistributedArguments) -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
+def _leave_group() -> None:
+    """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is done."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 class Distributed:
     """What a loop asks of the machine it runs on. One per trainer.
 
@@ -128,6 +135,9 @@ class Distributed:
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.local_rank: int = self.accelerator.local_process_index
+        if self.world_size > 1 and self.device.type == "cpu":
+            atexit.unregister(_leave_group)
+            atexit.register(_leave_group)
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
         if args.tf32 is not None and torch.cuda.is_available():
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
