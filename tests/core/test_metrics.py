@@ -58,12 +58,13 @@ def test_performance_counts_training_time_alone():
     clock = Clock()
     clock._last -= 10  # ten seconds ago
     clock.add("eval", 6.0)
-    values = clock.performance(tokens=400, slots=800, steps=4, steps_left=8)
+    clock.count(tokens=400, slots=800)
+    values = clock.performance(steps=4, steps_left=8)
     assert values["perf/tokens_per_second"] == pytest.approx(100, rel=0.01)
     assert values["perf/real_token_share"] == 0.5
     assert values["perf/step_seconds"] == pytest.approx(1, rel=0.01)
     assert values["perf/time_left_seconds"] == pytest.approx(20, rel=0.01)
-    assert clock.performance(0, 0, 1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds"}
+    assert clock.performance(1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds"}
 
 
 def test_speed_metrics_are_per_second_and_known_as_timings():

@@ -324,16 +324,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         if self.world_size == 1:
             yield
             return
-        distributed.Distributed(self)  # starts the process group, which the trainer uses later, where none is running
-        main = (self.local_process_index if local else self.process_index) == 0
-        if not main:
-            logging.getLogger(__name__).debug("Waiting for the main process to do %s", desc)
-            distributed.barrier()
-        try:
+        logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
+        # Starts the process group, which the trainer uses later, where none is running.
+        with distributed.Distributed(self).main_first(local):
             yield
-        finally:  # also after an error, else the others would wait for ever
-            if main:
-                distributed.barrier()
 
     # ---- as plain data ----
 

@@ -248,13 +248,16 @@ class Distributed:
         barrier()
 
     @contextlib.contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before all others: what it writes to a cache, they read."""
-        if not self.is_main:
+    def main_first(self, local: bool = False) -> Iterator[None]:
+        """Rank 0 runs the block before all others, or the first of each machine if `local`: what it writes, they read."""
+        first = self.is_local_main if local else self.is_main
+        if not first:
             self.barrier()
-        yield
-        if self.is_main:
-            self.barrier()
+        try:
+            yield
+        finally:  # also after an error, else the others would wait for ever
+            if first:
+                self.barrier()
 
     def on_main(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0 and return its result everywhere; an error there is raised on every rank."""

@@ -357,7 +357,7 @@ class Lifecycle:
         )
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
-        logs |= self.clock.performance(0, 0, step - progress.last_logged, self.state.max_steps - step)
+        logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
         progress.last_logged = step
         self.log(logs)
 

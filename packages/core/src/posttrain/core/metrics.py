@@ -96,7 +96,7 @@ class Clock:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     def count(self, tokens: float, slots: float) -> None:
-        """Take in the tokens of some steps before the next `performance`; see there."""
+        """Take in, for the next `performance`, tokens that are not padding and all `slots`, over all processes."""
         self._tokens += tokens
         self._slots += slots
 
@@ -104,16 +104,15 @@ class Clock:
         """Seconds since the clock was made."""
         return time.perf_counter() - self._started
 
-    def performance(self, tokens: float, slots: float, steps: int, steps_left: int) -> dict[str, float]:
+    def performance(self, steps: int, steps_left: int) -> dict[str, float]:
         """The ``perf/`` values of a log record, since the last one; then start afresh.
 
         Args:
-            tokens: tokens that are not padding, over all processes, beside those counted. slots: all, with padding.
             steps: updates since the last record. steps_left: updates to the end of the run.
         """
         now = time.perf_counter()
         seconds, phases = now - self._last, self._phases
-        tokens, slots = tokens + self._tokens, slots + self._slots
+        tokens, slots = self._tokens, self._slots
         self._last, self._phases, self._tokens, self._slots = now, {}, 0.0, 0.0
         # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
         training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
