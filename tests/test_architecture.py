@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
-    0: "plan schedules metrics losses state collators errors fields objective health".split(),
-    1: "arguments callbacks chat checkpoint data distributed evaluation heads hub loader models optim optimizers registry report samplers trackers".split(),
-    2: "trainer lifecycle questions search cli".split(),
+    0: "plan schedules metrics losses state collators errors fields objective health memory accelerator_config".split(),
+    1: """arguments callbacks chat checkpoint data distributed ema evaluation heads hub loader models optim optimizers registry report
+        resuming samplers trackers""".split(),
+    2: "trainer lifecycle incidents questions search cli".split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # The ground needs nothing that has to be installed besides these.
