@@ -21,12 +21,14 @@ def transact(
     is_main: bool,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
     extra: dict[str, Any] | None = None,
+    leader: int = 0,
 ) -> Path | None:
     """Let every process `write` into one temporary directory, then commit it as ``checkpoint-<step>``.
 
     Args:
         write: writes this process' files into the directory it is given.
         gather: lists what every process passed, in rank order; also the barrier between writing and committing.
+        leader: the process with `is_main` whose directory this one writes into: rank 0, or the first of its machine.
 
     Returns:
         The checkpoint, or None where a write failed on any process (a full disk, a lost mount): what was written is
@@ -38,7 +40,7 @@ def transact(
             temp = store.begin(step)
         except (OSError, CheckpointError) as error:
             failure = str(error)
-    temp = gather(temp)[0]
+    temp = gather(temp)[leader]
     if temp is not None:
         try:
             with store.writing(temp):
@@ -62,4 +64,4 @@ def transact(
             "checkpoint-%d was not saved: %s. Training goes on and saving is tried again at the next save; the "
             "checkpoints before it are untouched.", step, "; ".join(failures),
         )  # fmt: skip
-    return gather(final)[0]
+    return gather(final)[leader]
