@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core import data, evaluation, health, hub, models, objective, trackers
-from posttrain.core.checkpoint import codec, rng, weights
+from posttrain.core.checkpoint import Saver, codec, rng, weights
 from posttrain.core.errors import DataError
 from posttrain.core.loader import check_limits
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
@@ -145,6 +145,8 @@ class Lifecycle:
         self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
         self._guard = health.FiniteGuard()
         self._loader, self._rng = loader, None
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
+        self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
         loader.set_epoch(0)
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -167,6 +169,7 @@ class Lifecycle:
                 yield self.model_wrapped
         finally:
             self.is_in_train = False
+            self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
                 if isinstance(callback, trackers.JSONLinesCallback):
                     callback.close()  # on_train_end is not heard when training raises
@@ -331,6 +334,8 @@ class Lifecycle:
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+            self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.progress.last_logged:
             self._log_training()
         self.control.should_log = False
@@ -345,6 +350,23 @@ class Lifecycle:
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
+
+    def _settle_save(self, wait: bool = True) -> None:
+        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
+        outcome = self._saver.settle(wait)
+        if outcome is None:
+            return
+        if outcome.path is None:
+            if self.state.best_global_step == outcome.step:
+                self.state.best_model_checkpoint = None
+            return
+        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
+        try:
+            self._upload(outcome.path)
+            self._rotate(now.best_model_checkpoint)
+            self._fire("on_save")
+        finally:
+            self.state = now
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
@@ -397,6 +419,7 @@ class Lifecycle:
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
         self._guard.check(self.state.global_step)
+        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = (a + b for a, b in zip(self._loss_so_far(), rest.get("loss", (0.0, 0)), strict=True))
@@ -414,9 +437,8 @@ class Lifecycle:
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def _rotate(self) -> None:
-        keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-        keep = [*map(Path, keep), *self.uploader.in_use]
+    def _rotate(self, best: str | None) -> None:
+        keep = [*([Path(best)] if best else []), *self.uploader.in_use]
         limit = self.args.save_total_limit
         if limit is None and self.args.save_strategy == "best":
             limit = 1  # the newest is the best so far
@@ -440,7 +462,7 @@ class Lifecycle:
         self._upload(None, at_end=True)
         # Half of what the other processes wait in their next collective.
         self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
-        self._rotate()
+        self._rotate(self.state.best_model_checkpoint)
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
