@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core import data, ema, evaluation, health, hub, models, objective, resuming, trackers
-from posttrain.core.checkpoint import codec, rng, weights
+from posttrain.core.checkpoint import Saver, codec, rng, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
 from posttrain.core.memory import MemoryTracker
@@ -150,6 +150,9 @@ class Lifecycle(Incidents):
             {},
         )
         self._loader, self._rng = loader, None
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
+        place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
+        self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
         loader.set_epoch(0)
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -174,6 +177,7 @@ class Lifecycle(Incidents):
                 yield self.model_wrapped
         finally:
             self.is_in_train = False
+            self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
                 if isinstance(callback, trackers.JSONLinesCallback):
                     callback.close()  # on_train_end is not heard when training raises
@@ -346,6 +350,8 @@ class Lifecycle(Incidents):
         """Do what the flags of the control ask for, and clear them."""
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._guard.settle()
+        if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+            self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.progress.last_logged:
             self._log_training()
         self.control.should_log = False
@@ -360,6 +366,23 @@ class Lifecycle(Incidents):
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
+
+    def _settle_save(self, wait: bool = True) -> None:
+        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
+        outcome = self._saver.settle(wait)
+        if outcome is None:
+            return
+        if outcome.path is None:
+            if self.state.best_global_step == outcome.step:
+                self.state.best_model_checkpoint = None
+            return
+        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
+        try:
+            self._upload(outcome.path)
+            self._rotate(now.best_model_checkpoint)
+            self._fire("on_save")
+        finally:
+            self.state = now
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
@@ -413,6 +436,7 @@ class Lifecycle(Incidents):
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
         self._guard.settle()
+        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
@@ -436,9 +460,8 @@ class Lifecycle(Incidents):
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def _rotate(self) -> None:
-        keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-        keep = [*map(Path, keep), *self.uploader.in_use]
+    def _rotate(self, best: str | None) -> None:
+        keep = [*([Path(best)] if best else []), *self.uploader.in_use]
         limit = self.args.save_total_limit
         if limit is None and self.args.save_strategy == "best":
             limit = 1  # the newest is the best so far
@@ -462,7 +485,7 @@ class Lifecycle(Incidents):
         self._upload(None, at_end=True)
         # Half of what the other processes wait in their next collective.
         self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
-        self._rotate()
+        self._rotate(self.state.best_model_checkpoint)
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False

@@ -7,6 +7,7 @@ that knows nothing of trainers. Override the door to change what happens; use a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import logging
@@ -21,7 +22,7 @@ from torch import nn
 from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
-from posttrain.core.checkpoint import Store, transaction, weights
+from posttrain.core.checkpoint import Store, weights
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
 from posttrain.core.lifecycle import Lifecycle
@@ -575,16 +576,12 @@ class Trainer(Lifecycle, Questions):
             self._loader.set_epoch(self.progress.epoch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        step = self.state.global_step
-        place = {"is_main": self.args.should_save, "gather": self.dist.gather_object}
-        place["leader"] = self.dist.rank - self.dist.local_rank if self.args.save_on_each_node else 0
-        path = transaction.transact(self.store, step, self._write_checkpoint, **place)
-        if path is not None:
-            self._upload(path)
-            self._rotate()
-            self._fire("on_save")
-        elif self.state.best_global_step == step:
-            self.state.best_model_checkpoint = None
+        self._settle_save()
+        later = self.args.save_async
+        self._state_at_save = copy.copy(self.state) if later else self.state
+        self._saver.save(self.state.global_step, self._write_checkpoint, later)
+        if not later:
+            self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
