@@ -94,10 +94,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     # The first loss that is not finite stops the run, so there is never one to filter.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
     "accelerator_config": _later("gradient accumulation and data loading have arguments of their own"),
-    "parallelism_config": _later("start data parallel training with torchrun"),
-    "fsdp": _later("start data parallel training with torchrun", False, "", []),
-    "fsdp_config": _later("start data parallel training with torchrun", {}),
-    "deepspeed": _later("start data parallel training with torchrun"),
 }
 
 

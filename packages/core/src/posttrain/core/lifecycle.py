@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from posttrain.core import data, evaluation, health, hub, models, objective, trackers
-from posttrain.core.checkpoint import codec, rng, weights
+from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.loader import check_limits
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
+from posttrain.core.resuming import Resuming
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 TOKENS, FLOPS = "input/tokens", "input/flops"
 
 
-class Lifecycle:
+class Lifecycle(Resuming):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -66,6 +67,7 @@ class Lifecycle:
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
+        self._adapters_checked = not models.is_peft_model(model)
         self.dist.place(model)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
@@ -140,6 +142,7 @@ class Lifecycle:
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
@@ -181,7 +184,8 @@ class Lifecycle:
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        given = None if self._owns_optimizer else self.optimizer
+        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
         if args.torch_compile:
             wrapped = torch.compile(
                 wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
@@ -208,18 +212,26 @@ class Lifecycle:
             setattr(self.state, name, getattr(fresh, name))
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
-        if not (checkpoint / "optimizer.json").is_file():
+        if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
             logger.warning(
                 "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
                 "random numbers start afresh.", checkpoint,
             )  # fmt: skip
             return
-        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
+        self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
-        mine = checkpoint / f"rank-{self.dist.rank}"
-        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        self._rng = saved["rng"]
+        if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
+            self.progress.batches = self._loader.batches_given
+        if saved["rng"] is None:
+            self._rng = elastic.fresh_random_numbers(
+                self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
+            )
+        else:
+            self._rng = saved["rng"]
+        if self.dist.scaler is not None and saved.get("scaler"):
+            self.dist.scaler.load_state_dict(saved["scaler"])
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
@@ -232,6 +244,10 @@ class Lifecycle:
             codec.write_tensors(
                 state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
             )
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model, besides its weights."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
@@ -241,14 +257,14 @@ class Lifecycle:
         return self.args.output_dir
 
     def _write_checkpoint(self, directory: Path) -> None:
-        self.save_model(str(directory), _internal_call=True)
+        self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(
-                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
-            )
+            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
+            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
+            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            self._save_optimizer(directory)
         if self.dist.is_main:
             if not self.args.save_only_model:
-                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
@@ -454,6 +470,10 @@ class Lifecycle:
 
     def _evaluation_model(self) -> nn.Module:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if self.dist.engine is not None and self.is_in_train:
+            return self.model_wrapped
+        if self.dist.shards:
+            return self.dist.shard(self.model, self.optimizer)
         if not self.is_in_train:
             self.dist.place(self.model)
             if self.args.bf16_full_eval or self.args.fp16_full_eval:
