@@ -93,10 +93,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "enable_jit_checkpoint": _later("save more often, with save_steps", False),
     # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
-    "parallelism_config": _later("start data parallel training with torchrun"),
-    "fsdp": _later("start data parallel training with torchrun", False, "", []),
-    "fsdp_config": _later("start data parallel training with torchrun", {}),
-    "deepspeed": _later("start data parallel training with torchrun"),
 }
 
 

@@ -63,8 +63,6 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
-    #: Scripts ask for these; data parallel training by DDP is all that this version has.
-    is_deepspeed_enabled, is_fsdp_enabled = False, False
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class Trainer(Lifecycle, Questions):
         self.args.validate()  # what was assigned since construction
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
-        plan = self.make_plan(loader)
+        plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
@@ -540,8 +538,9 @@ class Trainer(Lifecycle, Questions):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
+        whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir)
+            self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -584,7 +583,9 @@ class Trainer(Lifecycle, Questions):
             self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
+        model = models.unwrap(self.model if model is None else model)
+        with self.dist.writable(model):
+            weights.load_weights(model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------------------------------------ above one run
 
