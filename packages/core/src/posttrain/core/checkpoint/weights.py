@@ -24,7 +24,7 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with _quiet(), _written_here():
+        with _quiet(), _written_here(), _on_this_process(model):
             model.save_pretrained(str(directory))
     else:
         from safetensors.torch import save_model
@@ -59,6 +59,19 @@ def _written_here() -> Iterator[None]:
     finally:
         for module, name, original in originals:
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _on_this_process(model: nn.Module) -> Iterator[None]:
+    """transformers saves on rank 0 alone, whoever calls it; with `save_on_each_node` others are asked to as well."""
+    decides = hasattr(model, "should_save_on_this_rank")
+    if decides:
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        if decides:
+            del model.should_save_on_this_rank
 
 
 @contextlib.contextmanager
