@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         default_data_collator,
     )
     from posttrain.core.data import enable_full_determinism, set_seed
+    from posttrain.core.evaluation import StreamingMetric
     from posttrain.core.fields import opt
     from posttrain.core.state import (
         EvalLoopOutput,
@@ -46,6 +47,7 @@ _HOMES = {
         "default_data_collator",
     ),
     "data": ("enable_full_determinism", "set_seed"),
+    "evaluation": ("StreamingMetric",),
     "fields": ("opt",),
     "state": (
         "EvalLoopOutput",
