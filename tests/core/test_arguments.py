@@ -27,7 +27,6 @@ MEANT = {
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
     "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
-    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
     "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
     "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
 }  # fmt: skip

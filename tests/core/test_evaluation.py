@@ -231,7 +231,7 @@ kept, _, _ = evaluation.run(batches, predict, count_items=lambda b: 4, metrics=M
 print((peak() - before) / (kept.predictions.nbytes / 2**20))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 1.65  # 320 MiB, two blocks and a batch: 1.43
+    assert float(done.stdout) < 1.6  # 320 MiB, two blocks of 40 and a batch are 1.28
 
 
 def test_a_metric_is_found_with_and_without_its_prefix_and_a_wrong_one_lists_the_rest():

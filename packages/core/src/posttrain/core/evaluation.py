@@ -22,8 +22,9 @@ from posttrain.core.state import EvalPrediction
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 64 * 2**20
-"""Bytes of small batches that are put into one array as they come: pieces of this size go back to the system when freed."""
+BLOCK = 33 * 2**20
+"""Bytes of small batches that are put into one array as they come. The memory of arrays above 32 MiB goes back to the
+system the moment they are let go (glibc), that of smaller ones may not."""
 
 
 @dataclass
