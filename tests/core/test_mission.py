@@ -654,6 +654,10 @@ def test_S061_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(t
     with pytest.raises((ValueError, KeyError), match="perplexity"):
         wrong.train()
     assert wrong.state.global_step == 2  # the first of two evaluations
+    early = fit(tmp_path / "early", metric_for_best_model="perplexty", eval_on_start=True, **options, **compute)
+    with pytest.raises(KeyError, match="eval_perplexity"):
+        early.train()
+    assert early.state.global_step == 0
 
 
 @pytest.mark.parametrize(("greater", "best"), [(False, 2), (True, 4)])
@@ -1067,6 +1071,24 @@ class Augmented(Mapped):
 
         noise = torch.rand(()).item() + np.random.rand() + random.random()
         return {**super().__getitem__(row), "x": super().__getitem__(row)["x"] + noise}
+
+
+def test_S109_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # noqa: F811
+    options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy="checkpoint")
+    options |= dict(save_strategy="steps", save_steps=2, hub_always_push=True, lr_scheduler_type="constant")
+    straight = fit(tmp_path / "straight", max_steps=4, lr_scheduler_type="constant")
+    straight.train()
+    fit(tmp_path / "first", max_steps=2, **options).train()
+    received = (
+        tmp_path / "received" / "last-checkpoint"
+    )  # as `hf download me/model --include 'last-checkpoint/*'` leaves it
+    received.mkdir(parents=True)
+    for name, data in hub.files["me/model", "main"].items():
+        if name.startswith("last-checkpoint/"):
+            (received / name.removeprefix("last-checkpoint/")).write_bytes(data)
+    resumed = fit(tmp_path / "second", max_steps=4, lr_scheduler_type="constant")
+    assert resumed.train(resume_from_checkpoint=received).global_step == 4
+    assert_equal(weights(resumed), weights(straight))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

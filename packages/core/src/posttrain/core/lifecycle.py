@@ -387,6 +387,8 @@ class Lifecycle:
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
