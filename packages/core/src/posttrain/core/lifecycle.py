@@ -94,7 +94,18 @@ class Lifecycle(Incidents, Resuming):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        if args.batch_eval_metrics and self.compute_metrics is not None:
+        is_streaming = evaluation.is_streaming(self.compute_metrics)
+        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
+            raise TypeError(
+                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
+                "have update(predictions, labels) and compute()."
+            )
+        if is_streaming and args.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
+                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
+            )
+        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
             if not objective.accepts(self.compute_metrics, "compute_result"):
                 raise ValueError(
                     "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
@@ -428,6 +439,8 @@ class Lifecycle(Incidents, Resuming):
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics

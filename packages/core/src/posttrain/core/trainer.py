@@ -49,7 +49,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: tokenizer or processor; saved with the model.
         model_init: makes a fresh model at each `train`, instead of `model`.
         compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
-        compute_metrics: ``EvalPrediction -> {name: value}``.
+        compute_metrics: ``EvalPrediction -> {name: value}``, or a `StreamingMetric`, for which no prediction is stored.
         callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
         optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
         optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
@@ -74,7 +74,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | evaluation.StreamingMetric | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
@@ -471,7 +471,7 @@ class Trainer(Lifecycle, Questions):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
-        batch_metrics = compute_metrics if args.batch_eval_metrics else None
+        batch_metrics = evaluation.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
         with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
             kept, named, num_samples = evaluation.run(
@@ -483,12 +483,13 @@ class Trainer(Lifecycle, Questions):
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
                 is_filler=data.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
-                batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
+                batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
                 on_batch=lambda: self._fire("on_prediction_step"),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
