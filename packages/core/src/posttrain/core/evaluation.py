@@ -119,6 +119,8 @@ def run(
     num_batches: int | None = None,
     concatenate: bool = True,
     keep_with_batch_metrics: bool = False,
+    order: np.ndarray | None = None,
+    fill: int = -100,
 ) -> tuple[EvalPrediction, dict[str, float], int]:
     """One pass over `batches`: (everything kept, named means, rows seen on all processes).
 
@@ -136,6 +138,9 @@ def run(
             unless `keep_with_batch_metrics`.
         include: "inputs" and "loss": keep these too, for `compute_metrics`.
         gather: lists what every process passed, in rank order.
+        order: the dataset's row of each row of `batches`, over all processes, where they come in another order: what is
+            kept is put back into the dataset's.
+        fill: fills predictions of ragged width; labels are filled with -100.
 
     Raises:
         MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set.
@@ -178,7 +183,10 @@ def run(
     longest = max(len(part) for _, part in everyone)
     ordered = [part[i] for i in range(longest) for _, part in everyone if i < len(part)]
     columns = list(zip(*ordered, strict=True)) if ordered else [()] * 4
-    joined = [list(column) if not concatenate else join(column) for column in columns]
+    fills = (fill, -100, -100, -100)
+    joined = [join(c, f) if concatenate else list(c) for c, f in zip(columns, fills, strict=True)]
+    if order is not None and concatenate:
+        joined = [restore(column, order) for column in joined]
     return EvalPrediction(*joined), named, sum(count for count, _ in everyone)
 
 
@@ -224,7 +232,7 @@ def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 
 
 def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with -100."""
+    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with `padding`."""
     parts = [part for part in parts if part is not None]
     if not parts:
         return None
@@ -244,6 +252,26 @@ def join(parts: Iterable[Any], padding: int = -100) -> Any:
         whole[(slice(row, row + len(part)), *(slice(0, size) for size in part.shape[1:]))] = part
         row += len(part)
     return whole
+
+
+def reading_order(loader: Any) -> np.ndarray | None:
+    """The dataset's row of each row that `loader` reads, where its sampler says that results are to be put back."""
+    return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)
+
+
+def restore(value: Any, order: np.ndarray) -> Any:
+    """Arrays whose row i belongs to row ``order[i]`` of the dataset, in the order of the dataset.
+
+    Where there are several rows for each one of the dataset (sequences generated from it), they stay together.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)(restore(item, order) for item in value)
+    if isinstance(value, dict):
+        return {key: restore(item, order) for key, item in value.items()}
+    if not isinstance(value, np.ndarray) or not len(order) or len(value) % len(order):
+        return value
+    grouped = value.reshape(len(order), -1, *value.shape[1:])
+    return grouped[np.argsort(order)].reshape(value.shape)
 
 
 def detach(value: Any) -> Any:

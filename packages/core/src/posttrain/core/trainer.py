@@ -61,6 +61,8 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
+    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
+    prediction_fill: int = -100
     #: Scripts ask for these; data parallel training by DDP is all that this version has.
     is_deepspeed_enabled, is_fsdp_enabled = False, False
 
@@ -470,6 +472,8 @@ class Trainer(Lifecycle, Questions):
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
                 concatenate=args.eval_do_concat_batches,
+                order=evaluation.reading_order(dataloader),
+                fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if compute_metrics is not None and batch_metrics is None and has_both:

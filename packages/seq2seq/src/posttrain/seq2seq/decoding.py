@@ -200,8 +200,9 @@ def _read_bart(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
     embedding = decoder.embed_tokens
     scale = getattr(embedding, "embed_scale", getattr(decoder, "embed_scale", 1.0))
     attention = decoder.layers[0].self_attn
-    device, limit = embedding.weight.device, decoder.embed_positions.num_embeddings - getattr(
-        decoder.embed_positions, "offset", 0
+    device, limit = (
+        embedding.weight.device,
+        decoder.embed_positions.num_embeddings - getattr(decoder.embed_positions, "offset", 0),
     )
 
     def positions(length: int) -> torch.Tensor:
