@@ -24,8 +24,8 @@ FLOORS = {
         segments state
     """.split(),
     1: """
-        arguments attention callbacks changes chat checkpoint data distributed ema evaluation heads hub loader
-        models optim optimizers registry report samplers trackers
+        arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
+        heads hub loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """
         cli incidents lifecycle questions resuming search trainer

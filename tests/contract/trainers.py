@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
+from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -115,6 +116,29 @@ def sft(**options: Any) -> Callable[..., Trainer]:
     return make
 
 
+def seq2seq_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Sources with targets of other lengths, which end with the eos token."""
+    sources, targets = tiny.token_rows(num_rows, seed), tiny.token_rows(num_rows, seed + 100, max_length=12)
+    return [{**source, "labels": target["input_ids"] + [1]} for source, target in zip(sources, targets, strict=True)]
+
+
+def count_generated(evaluated: Any) -> dict[str, float]:
+    """A `compute_metrics`: tokens that are neither pad nor start, which of a T5 are the same."""
+    return {"generated": float((evaluated.predictions > 0).sum())}
+
+
+def seq2seq(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+    return Seq2SeqTrainer(
+        model=tiny.seq2seq_lm(),
+        args=arguments(Seq2SeqTrainingArguments, output_dir, **({"predict_with_generate": True} | changes)),
+        processing_class=tiny.tokenizer(),
+        train_dataset=seq2seq_rows(ROWS),
+        eval_dataset=seq2seq_rows(7, seed=1),
+        compute_metrics=count_generated,
+        callbacks=callbacks,
+    )
+
+
 TRAINERS: dict[str, Callable[..., Trainer]] = {
     "causal-lm": causal_lm(),
     "dropout": causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1),
@@ -124,6 +148,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "sft": sft(),
     "sft-packed": sft(packing=True, max_length=48),
     "sft-lora": sft(lora=True),
+    "seq2seq": seq2seq,
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
 EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}

@@ -63,6 +63,8 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
+    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
+    prediction_fill: int = -100
 
     def __init__(
         self,
@@ -491,6 +493,8 @@ class Trainer(Lifecycle, Questions):
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
                 accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
+                order=evaluation.reading_order(dataloader),
+                fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if compute_metrics is not None and batch_metrics is None and has_both:
