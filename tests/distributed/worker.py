@@ -14,7 +14,7 @@ import torch
 
 from posttrain.core import TrainerCallback
 from posttrain.core.metrics import is_timing
-from tests.contract.trainers import TRAINERS
+from tests.contract.trainers import TRAINERS, causal_lm
 
 #: As one process does it with 8 x 1: for 2 processes, and for 4.
 SPLITS = {1: (8, 1), 2: (2, 2), 4: (1, 2)}
@@ -71,6 +71,34 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         found |= {"predictions": output.predictions, "label_ids": output.label_ids, "test": output.metrics}
     trainer.save_model(str(Path(out) / "final"))
     return found
+
+
+def tied(out):
+    trainer = causal_lm(tie_word_embeddings=True)(out, fsdp="full_shard", **split(2))
+    trainer.train()
+    trainer.save_model(str(Path(out) / "final"))
+    model = trainer.model
+    return {"weights": whole(trainer), "is_one": model.lm_head.weight is model.model.embed_tokens.weight}
+
+
+def given_optimizer(out):
+    trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", **split(2))
+    trainer.optimizer, trainer._owns_optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05), False
+    trainer.train()
+    return whole(trainer)
+
+
+def low_precision(out):
+    seen = set()
+
+    def look(module, inputs):
+        seen.update(parameter.dtype for parameter in module.parameters())
+
+    trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", bf16=True, max_steps=1, **split(2))
+    trainer.model.model.layers[0].mlp.register_forward_pre_hook(look)
+    trainer.train()
+    kept = {parameter.dtype for parameter in trainer.model.parameters()}
+    return {"kept": kept, "gathered": seen, "loss": trainer.state.log_history[0]["loss"]}
 
 
 if __name__ == "__main__":
