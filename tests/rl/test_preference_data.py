@@ -4,7 +4,8 @@ import datasets
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.preference_data import extract_prompt, prepare_preferences, to_pairs, to_unpaired
+from posttrain.rl.preference_data import prepare_preferences
+from posttrain.rl.preference_rows import extract_prompt, to_pairs, to_unpaired
 from tests import tiny
 
 TOKENIZER = tiny.tokenizer()
