@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields import opt
+from posttrain.core.models import load_causal_lm, load_tokenizer
 from posttrain.rl import background
 from posttrain.rl.reward_functions import (
     accuracy_reward,
@@ -30,7 +32,7 @@ from posttrain.rl.reward_functions import (
 
 __all__ = [
     "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "reward_functions", "think_format_reward",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -112,8 +114,6 @@ class RewardModel:
     @classmethod
     def load(cls, name: str, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
         """The reward model at a folder or Hub name."""
-        from posttrain.core.models import load_causal_lm, load_tokenizer
-
         kind = "AutoModelForSequenceClassification"
         model = load_causal_lm(name, {"num_labels": 1}, trust_remote_code=trust_remote_code, auto_class=kind)
         return cls(model, tokenizer or load_tokenizer(name, trust_remote_code))
@@ -315,3 +315,25 @@ def _told_values(values: list[float | None], failed: list[bool]) -> str:
 def _short(value: Any, length: int = 300) -> str:
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
+
+
+def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
+    """`given`, one or several functions, models or names of models, as a list of functions."""
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    several = isinstance(tokenizers, (list, tuple))
+    tokenizers = list(tokenizers) if several else [tokenizers] * len(functions)
+    if len(tokenizers) != len(functions):
+        raise ValueError(
+            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
+            f"({len(functions)}); give None for those that need none."
+        )
+    made: list[Callable[..., Any]] = []
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        if isinstance(function, (str, os.PathLike)):
+            function = RewardModel.load(os.fspath(function), tokenizer, trust_remote_code)
+        elif isinstance(function, nn.Module):
+            function = RewardModel(function, tokenizer or load_tokenizer(function, trust_remote_code))
+        elif not callable(function):
+            raise TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+        made.append(function)
+    return made

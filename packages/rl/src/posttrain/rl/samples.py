@@ -54,7 +54,7 @@ class Rollout:
         old_logps: (N, C) of the policy that wrote them, as training computes them; None while that is the one in training.
         ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
         correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
-        entropy_threshold: (), below which tokens are not learned from.
+        entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
     """
 
     prompt_ids: torch.Tensor
@@ -67,7 +67,7 @@ class Rollout:
     ref_logps: torch.Tensor | None = None
     sampling_logps: torch.Tensor | None = None
     correction: torch.Tensor | None = None
-    entropy_threshold: torch.Tensor | None = None
+    entropy_mask: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
@@ -117,13 +117,11 @@ class Rollout:
         completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
         width = int(self.completion_lengths[start:stop].max())
         part = lay_out(prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple)
-        for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction"):
+        for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask"):
             values = getattr(self, name)
             if values is not None:
                 values = values[start:stop]
                 part[name] = values[:, :width] if values.ndim == 2 and values.shape[1] > 1 else values
-        if self.entropy_threshold is not None:
-            part["entropy_threshold"] = self.entropy_threshold
         return part
 
     def state_dict(self) -> dict[str, torch.Tensor]:
