@@ -19,9 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
-    0: "plan schedules metrics losses state collators errors fields objective health segments".split(),
-    1: "arguments attention callbacks chat checkpoint data distributed evaluation heads hub loader models optim optimizers registry report samplers trackers".split(),
-    2: "trainer lifecycle questions search cli".split(),
+    0: """
+        accelerator_config collators errors fields health losses memory metrics objective plan schedules
+        segments state
+    """.split(),
+    1: """
+        arguments attention callbacks chat checkpoint data distributed ema evaluation heads hub loader
+        models optim optimizers registry report resuming samplers trackers
+    """.split(),
+    2: """
+        cli incidents lifecycle questions search trainer
+    """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # The ground needs nothing that has to be installed besides these.

@@ -153,8 +153,10 @@ class Distributed:
     # ---- model ----
 
     def place(self, model: nn.Module) -> None:
-        """Move `model` to this process' device, unless whoever loaded it placed its parts already."""
-        if not getattr(model, "hf_device_map", None) and not getattr(model, "is_quantized", False):
+        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or the arguments forbid."""
+        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+        asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
+        if asked or (asked is None and not placed):
             model.to(self.device)
 
     def prepare_model(self, model: nn.Module, gradient_checkpointing: bool = False) -> nn.Module:
