@@ -34,15 +34,16 @@ class Summary:
     kl: torch.Tensor | None = None
 
     @classmethod
-    def join(cls, parts: Sequence[Summary]) -> Summary:
-        """The completions of all processes, in rank order."""
-        kl = None if parts[0].kl is None else torch.cat([part.kl for part in parts])
+    def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
+        """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
+        lengths = [length for part in parts for length in part.lengths]
+        finished = [ended for part in parts for ended in part.finished]
         return cls(
-            torch.cat([part.rewards for part in parts]),
-            torch.cat([part.failed for part in parts]),
-            [length for part in parts for length in part.lengths],
-            [ended for part in parts for ended in part.finished],
-            kl,
+            torch.cat([part.rewards for part in parts])[order],
+            torch.cat([part.failed for part in parts])[order],
+            [lengths[place] for place in order],
+            [finished[place] for place in order],
+            None if parts[0].kl is None else torch.cat([part.kl for part in parts])[order],
         )
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,43 +16,69 @@ from posttrain.core.errors import DataError
 from posttrain.core.samplers import EpochSampler
 
 
-class GroupSampler(EpochSampler):
-    """Each prompt `group_size` times in a row, for whole rollouts: what is left over of an epoch is not sampled.
+@dataclass(frozen=True)
+class Layout:
+    """How the completions of a rollout are numbered and dealt to processes.
 
-    Args:
-        num_prompts: of the dataset.
-        prompts_per_rollout: over all processes.
+    Number i belongs to prompt ``i // group_size``. An update learns from neighbouring numbers, whatever the number of
+    processes: each process gets `chunk` of them for its first update, `chunk` for its second, ...
+
+    Attributes:
+        group_size: completions of each prompt. per_process: completions of a rollout on each process.
+        chunk: of an update, on each process; divides `per_process`.
     """
 
-    def __init__(
-        self, num_prompts: int, group_size: int, prompts_per_rollout: int, seed: int, shuffle: bool = True
-    ) -> None:
-        self.num_prompts, self.group_size, self.shuffle = num_prompts, group_size, shuffle
-        self.kept = num_prompts // prompts_per_rollout * prompts_per_rollout
-        super().__init__(self.kept * group_size, seed)
+    group_size: int
+    per_process: int
+    chunk: int
+    world_size: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout, over all processes."""
+        return self.per_process * self.world_size // self.group_size
+
+    def numbers(self, rank: int) -> torch.Tensor:
+        """(per_process,) the numbers that a process has, in its order."""
+        places = torch.arange(self.per_process)
+        update, offset = places // self.chunk, places % self.chunk
+        return (update * self.world_size + rank) * self.chunk + offset
+
+    def dealt(self) -> torch.Tensor:
+        """The numbers of all processes in rank order: a permutation of the rollout."""
+        return torch.cat([self.numbers(rank) for rank in range(self.world_size)])
+
+
+class GroupSampler(EpochSampler):
+    """Each prompt as often as it is completed, for whole rollouts: what is left over of an epoch is not sampled."""
+
+    def __init__(self, num_prompts: int, layout: Layout, seed: int, shuffle: bool = True) -> None:
+        self.num_prompts, self.layout, self.shuffle = num_prompts, layout, shuffle
+        self.rollouts = num_prompts // layout.prompts
+        super().__init__(self.rollouts * layout.per_process * layout.world_size, seed)
 
     def order(self) -> torch.Tensor:
-        """(kept prompts * group size,) indices of this epoch."""
+        """Indices of the dataset, rollout after rollout, each as it is dealt."""
         prompts = torch.arange(self.num_prompts)
         if self.shuffle:
             prompts = torch.randperm(self.num_prompts, generator=self.generator())
-        return prompts[: self.kept].repeat_interleave(self.group_size)
+        rollouts = prompts[: self.rollouts * self.layout.prompts].view(self.rollouts, self.layout.prompts)
+        return rollouts[:, self.layout.dealt() // self.layout.group_size].flatten()
 
 
 class GroupedStream(IterableDataset):
-    """The rows of a stream, each `group_size` times in a row, for whole rollouts."""
+    """The rows of a stream, each as often as it is completed, for whole rollouts, as they are dealt."""
 
-    def __init__(self, rows: Iterable[Any], group_size: int, prompts_per_rollout: int) -> None:
-        self.rows, self.group_size, self.prompts = rows, group_size, prompts_per_rollout
+    def __init__(self, rows: Iterable[Any], layout: Layout) -> None:
+        self.rows, self.layout = rows, layout
         if hasattr(rows, "set_epoch"):
             self.set_epoch = rows.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        rows = iter(self.rows)
-        while len(chunk := list(islice(rows, self.prompts))) == self.prompts:
-            for row in chunk:
-                for _ in range(self.group_size):
-                    yield row
+        rows, places = iter(self.rows), (self.layout.dealt() // self.layout.group_size).tolist()
+        while len(chunk := list(islice(rows, self.layout.prompts))) == self.layout.prompts:
+            for place in places:
+                yield chunk[place]
 
 
 def check_prompts(dataset: Any, name: str, at_least: int = 1) -> None:

@@ -28,7 +28,7 @@ from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy import engine_settings, eval_mode, load_policy
-from posttrain.rl.prompts import GroupedStream, GroupSampler, PromptCodec, check_prompts, runs
+from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
@@ -172,7 +172,7 @@ class RolloutTrainer(Trainer):
         if data.is_stream(dataset):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self._data_seed) if shuffles else dataset
-            dataset = GroupedStream(dataset, self.num_generations, self._prompts_per_rollout)
+            dataset = GroupedStream(dataset, self.layout)
         size = self._train_batch_size * self.args.steps_per_generation
         return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
 
@@ -180,8 +180,7 @@ class RolloutTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if data.is_stream(dataset):
             return None
-        options = {"seed": self._data_seed, "shuffle": bool(self.args.shuffle_dataset)}
-        return GroupSampler(len(dataset), self.num_generations, self._prompts_per_rollout, **options)
+        return GroupSampler(len(dataset), self.layout, self._data_seed, bool(self.args.shuffle_dataset))
 
     def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None):
         if not is_training:  # its batches hold prompts, and the sizes that are set count completions
@@ -304,14 +303,13 @@ class RolloutTrainer(Trainer):
         mine = told.Summary(
             scores.rewards, scores.failed, [s.num_chosen for s in samples], [s.finished for s in samples], kl
         )
-        parts = self.dist.gather_object(mine)
-        everyone, before = told.Summary.join(parts), sum(len(part.lengths) for part in parts[: self.dist.rank])
+        everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
         if self.dist.is_main:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
                 self.log_metric(name, value)
-        rollout = replace(rollout, advantages=advantages[before : before + len(samples)])
+        rollout = replace(rollout, advantages=advantages[self.layout.numbers(self.dist.rank)])
         self._tell(samples, scores, rollout.advantages)
         return rollout
 
@@ -349,7 +347,8 @@ class RolloutTrainer(Trainer):
             return samples, scores
         size, wanted, kept, spare = self.num_generations, len(rows) * self.dist.world_size, [], []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
-            everyone = [pair for part in self.dist.gather_object(_pairs(samples, scores)) for pair in part]
+            dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
+            everyone = [dealt[place] for place in self.layout.dealt().argsort()]
             total = total_rewards(torch.stack([rewards for _, rewards, _ in everyone]), self.rewards.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
@@ -360,13 +359,13 @@ class RolloutTrainer(Trainer):
             if more is None:
                 break
             samples, scores = self._sample_rows(more)
-        mine = (kept + spare)[:wanted][self.dist.rank * len(rows) : (self.dist.rank + 1) * len(rows)]
+        mine = [(kept + spare)[number] for number in self.layout.numbers(self.dist.rank)]
         rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
         return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
 
     def _sample_rows(self, rows: list[dict[str, Any]]) -> tuple[list[Sample], Scores]:
-        samples, first = self.new_samples(rows), self.dist.rank * len(rows)
-        seeds = [mix(self.args.seed, self._num_rollouts, first + number) for number in range(len(rows))]
+        samples, numbers = self.new_samples(rows), self.layout.numbers(self.dist.rank).tolist()
+        seeds = [mix(self.args.seed, self._num_rollouts, number) for number in numbers]
         self._num_rollouts += 1
         self._sample(samples, seeds, self.temperature)
         return samples, self._timed_score(samples)
@@ -542,8 +541,11 @@ class RolloutTrainer(Trainer):
         return False
 
     @property
-    def _prompts_per_rollout(self) -> int:
-        return self.args.generation_batch_size // self.num_generations
+    def layout(self) -> Layout:
+        """Which completions of a rollout are whose."""
+        size, parts, window = self._train_batch_size, self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        chunk = size * (window if parts % window == 0 else parts)
+        return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 
     def _forget_rollout(self, keep_count: bool = False) -> None:
         self._rollout: Rollout | None = None
@@ -562,5 +564,5 @@ def as_they_are(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _pairs(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
+def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
     return list(zip(samples, scores.rewards, scores.failed, strict=True))
