@@ -1,4 +1,4 @@
-"""Preference training and online reinforcement learning of language models."""
+"""Preference training, reward models, and online reinforcement learning of language models."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.rl.dpo import DPOConfig, DPOTrainer
     from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
 
 _HOMES = {
+    "dpo": ("DPOConfig", "DPOTrainer"),
     "grpo": ("GRPOConfig", "GRPOTrainer"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
@@ -24,7 +26,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"posttrain.rl has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
