@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from posttrain.rl.advantages import equal_groups, standard_deviation, total_rewards
+from posttrain.rl.rewards import Scores
+from posttrain.rl.samples import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,12 @@ class Summary:
     lengths: list[int]
     finished: list[bool]
     kl: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
+        """What is told of `samples`."""
+        lengths, finished = [sample.num_chosen for sample in samples], [sample.finished for sample in samples]
+        return cls(scores.rewards, scores.failed, lengths, finished, kl)
 
     @classmethod
     def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
@@ -75,6 +83,24 @@ class Summary:
         numbers = {name: value.item() for name, value in found.items()}
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
+    def sums(
+        self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
+    ) -> dict[str, tuple[float, int]]:
+        """(sum, count) of what an evaluation tells: rewards, lengths, and ``pass@k``.
+
+        Args:
+            threshold: reward of the first function from which a completion passes.
+        """
+        total, size = total_rewards(self.rewards, weights), len(self.lengths)
+        columns = {"reward": total} | {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
+        found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
+        found["completions/mean_length"] = sum(self.lengths), size
+        found["completions/clipped_ratio"] = size - sum(self.finished), size
+        passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
+        for k in sorted({1, group_size}):
+            found[f"pass@{k}"] = sum(pass_at_k(group_size, right, k) for right in passed), len(passed)
+        return found
+
 
 def pass_at_k(num: int, passed: int, k: int) -> float:
     r"""The probability that of k completions drawn from `num`, of which `passed` are right, at least one is.
@@ -108,6 +134,19 @@ def learning_problem(logs: Mapping[str, float]) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
+
+
+def rows(
+    samples: Sequence[Sample], names: Sequence[str], scores: Scores, advantages: torch.Tensor, step: int
+) -> list[dict[str, Any]]:
+    """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
+    made = []
+    for i, sample in enumerate(samples):
+        row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
+        row |= dict(zip(names, scores.rewards[i].tolist(), strict=True))
+        row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
+        made.append(row | {"advantage": advantages[i].mean().item()})
+    return made
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = None, width: int = 60) -> str:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.core.losses import selective_log_softmax
+from posttrain.core.losses import IGNORE_INDEX, selective_log_softmax
 from posttrain.core.models import logps_in_head, supports_loss_in_head
-from posttrain.core.segments import Segments
+from posttrain.rl.shared_prefix import shared_rows
 
-IGNORE = -100
+FOR_THE_MODEL = ("attention_mask", "position_ids", "segments")
 ROWS_AT_ONCE = 512
 """Positions whose logits are brought to float32 together, where the model has made them whole."""
 
@@ -42,60 +42,54 @@ def lay_out(
     Args:
         prompts, completions: token ids, (P_i,) and (C_i,), at least one token each.
         mask: (N, C) bool, the tokens with a loss. C is the longest completion, or more.
-        share: neighbours with the same prompt follow one copy of it, all in one row without padding. All of the prompt but
-            its last token is shared: each completion needs that one in front of it, to have its first token predicted.
+        share: neighbours with the same prompt follow one copy of it, all in one row, see `posttrain.rl.shared_prefix`.
         multiple: pad rows to a multiple of this.
 
     Returns:
-        ``input_ids`` and ``labels``, both (N, L), or (1, L) where shared; ``loss_mask``, (N, C) float; ``places``, (N, C): where,
-        in the flattened predictions, each completion's tokens are predicted; ``attention_mask``, or ``segments`` where shared.
+        ``input_ids``, (N, L), or (1, L) where shared, with what the model takes beside them; ``labels`` of the same shape, the
+        token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C): where in the flattened
+        predictions each completion's tokens are predicted.
     """
     if share:
-        return _shared_row(prompts, completions, mask)
-    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    width = max(lengths) if multiple is None else -(-max(lengths) // multiple) * multiple
-    ids = torch.full((len(prompts), width), pad_token_id)
-    labels, starts = torch.full_like(ids, IGNORE), []
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        begin, end = len(prompt), lengths[row]
-        ids[row, :begin], ids[row, begin:end] = prompt, completion
-        labels[row, begin:end] = completion.where(mask[row, : len(completion)], IGNORE)
-        starts.append(row * width + begin - 1)
-    real = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-    return {"input_ids": ids, "attention_mask": real.long(), "labels": labels} | _places(starts, mask, ids.numel())
+        batch = shared_rows(groups(prompts, completions))
+        places, labels = batch.pop("completion_places"), batch.pop("shift_labels")
+        del batch["completion_mask"]
+    else:
+        batch = _padded(prompts, completions, pad_token_id, multiple)
+        places, labels = batch.pop("places"), torch.full_like(batch["input_ids"], IGNORE_INDEX)
+    width = mask.shape[1]
+    places = nn.functional.pad(places, (0, width - places.shape[1]))[:, :width]
+    tokens = nn.utils.rnn.pad_sequence(list(completions), batch_first=True)[:, :width]
+    tokens = nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+    labels.fill_(IGNORE_INDEX).view(-1)[places[mask]] = tokens[mask]
+    return batch | {"labels": labels, "places": places, "loss_mask": mask.float()}
 
 
-def _shared_row(
-    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], mask: torch.Tensor
-) -> dict[str, Any]:
-    pieces, labels, lengths, parents, starts = [], [], [], [], []
-    shared, place, parent = None, 0, -1
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if shared is None or not torch.equal(prompt, shared):
-            shared, parent = prompt, -1
-            if len(prompt) > 1:
-                parent = len(lengths)
-                pieces.append(prompt[:-1])
-                labels.append(torch.full_like(prompt[:-1], IGNORE))
-                lengths.append(len(prompt) - 1)
-                parents.append(-1)
-                place += len(prompt) - 1
-        pieces.append(torch.cat([prompt[-1:], completion]))
-        nothing = prompt.new_full((1,), IGNORE)
-        labels.append(torch.cat([nothing, completion.where(mask[row, : len(completion)], IGNORE)]))
-        lengths.append(1 + len(completion))
-        parents.append(parent)
-        starts.append(place)
-        place += 1 + len(completion)
-    segments = Segments(tuple(lengths), tuple(parents))
-    row_of_all = {"input_ids": torch.cat(pieces).unsqueeze(0), "labels": torch.cat(labels).unsqueeze(0)}
-    return row_of_all | {"segments": segments} | _places(starts, mask, place)
+def groups(
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor]
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Neighbours with the same prompt, as ``(prompt, completions)``."""
+    found: list[tuple[list[int], list[list[int]]]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if not found or found[-1][0] != prompt.tolist():
+            found.append((prompt.tolist(), []))
+        found[-1][1].append(completion.tolist())
+    return found
 
 
-def _places(starts: list[int], mask: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
-    places = torch.tensor(starts).unsqueeze(1) + torch.arange(mask.shape[1])
-    # Beyond a completion's end the place is another's, or none; what is found there is masked.
-    return {"places": places.clamp(max=size - 1), "loss_mask": mask.float()}
+def _padded(
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], pad_token_id: int, multiple: int | None
+) -> dict[str, torch.Tensor]:
+    rows = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    if multiple is not None:
+        ids = nn.functional.pad(ids, (0, -ids.shape[1] % multiple), value=pad_token_id)
+    width, lengths = ids.shape[1], torch.tensor([len(row) for row in rows])
+    first = torch.arange(len(rows)) * width + torch.tensor([len(prompt) for prompt in prompts]) - 1
+    longest = max(len(completion) for completion in completions)
+    # Beyond a completion's end the place is another's; what is found there is masked.
+    places = (first.unsqueeze(1) + torch.arange(longest)).clamp(max=ids.numel() - 1)
+    return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths.unsqueeze(1)).long(), "places": places}
 
 
 def completion_logps(
@@ -113,18 +107,14 @@ def completion_logps(
         entropy_gradient: the entropies carry a gradient; then, as for models whose head is hidden, the logits are held.
     """
     ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if "segments" in batch:
-        inputs |= batch["segments"].model_inputs(ids.shape, ids.device)
-    else:
-        inputs["attention_mask"] = batch["attention_mask"]
+    inputs: dict[str, Any] = {"input_ids": ids} | {name: batch[name] for name in FOR_THE_MODEL if name in batch}
     if router_logits:
         inputs["output_router_logits"] = True
     if entropy_gradient or supports_loss_in_head(model):
         outputs = model(**inputs)
         found = _from_logits(outputs.logits, labels, temperature, with_entropy, entropy_gradient)
     else:
-        with logps_in_head(model, labels, temperature=temperature, return_entropy=with_entropy):
+        with logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy):
             outputs = model(**inputs)
         found = outputs.logits if with_entropy else outputs.logits.unsqueeze(0)
     picked = [values.reshape(-1)[batch["places"]].float() * mask for values in found]
@@ -138,11 +128,11 @@ def _from_logits(
 ) -> list[torch.Tensor]:
     """[(N, L) log-probabilities, (N, L) entropies if asked for] from whole logits, in float32 a few positions at a time."""
     logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
-    rows, columns = (labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
+    rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
     logps, entropies = [], []
     for row, column in zip(rows.split(ROWS_AT_ONCE), columns.split(ROWS_AT_ONCE), strict=True):
         scaled = logits[row, column].float() / temperature
-        logps.append(selective_log_softmax(scaled, labels[row, column + 1]))
+        logps.append(selective_log_softmax(scaled, labels[row, column]))
         if with_entropy:
             with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
                 normal = scaled.log_softmax(-1)

@@ -1,11 +1,9 @@
-"""The model that is trained: loaded, prepared, and looked at without dropout."""
+"""The model that is trained: loaded and prepared."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,18 +12,6 @@ from posttrain.core import models
 from posttrain.rl.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """`model` without dropout in here; modules that were in training mode are so again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def load_policy(

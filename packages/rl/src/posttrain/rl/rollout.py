@@ -7,7 +7,6 @@ sample and to judge.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, attention, data, models
+from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
 from posttrain.core.samplers import mix
 from posttrain.rl import completions as told
@@ -27,8 +27,9 @@ from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.policy import engine_settings, eval_mode, load_policy
+from posttrain.rl.policy import engine_settings, load_policy
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
+from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
@@ -105,7 +106,10 @@ class RolloutTrainer(Trainer):
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
         self.generator = generator or TransformersGenerator(tokenizer, engine_settings(args))
-        self.ref_model = self._make_reference()
+        self.reference = self._make_reference(fresh_adapter=peft_config is not None)
+        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
+        if args.sync_ref_model:
+            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
         self._share_prompts = self._can_share_prompts()
         self._forget_rollout()
 
@@ -218,12 +222,6 @@ class RolloutTrainer(Trainer):
                 yield parts[(self._used - 1) % len(parts)]
             self._rollout = None
 
-    def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
-        """As the core's; then the reference follows the policy, where it is to."""
-        super().train_on_window(model, window, num_items)
-        if self.args.sync_ref_model and (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0:
-            self._move_reference()
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -276,8 +274,8 @@ class RolloutTrainer(Trainer):
         state = super().state_dict() | {"rollouts": self._num_rollouts}
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
-        if self.args.sync_ref_model:
-            state["reference"] = dict(self.ref_model.state_dict())
+        if self.reference is not None:
+            state["reference"] = self.reference.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,8 +285,8 @@ class RolloutTrainer(Trainer):
         self._num_rollouts = state["rollouts"]
         if "rollout" in state:
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
-        if "reference" in state:
-            self.ref_model.load_state_dict(state["reference"])
+        if self.reference is not None and "reference" in state:
+            self.reference.load_state_dict(state["reference"], self.args.output_dir)
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
@@ -300,9 +298,7 @@ class RolloutTrainer(Trainer):
         samples, scores = self._sample_and_score(rows, batches)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
-        mine = told.Summary(
-            scores.rewards, scores.failed, [s.num_chosen for s in samples], [s.finished for s in samples], kl
-        )
+        mine = told.Summary.of(samples, scores, kl)
         everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
         if self.dist.is_main:  # the same on every process
@@ -404,7 +400,7 @@ class RolloutTrainer(Trainer):
             rollout = replace(rollout, correction=self._correction(rollout, old))
         reference = None
         if self.beta:
-            with self._reference_policy() as policy:
+            with self.reference.use() as policy:
                 reference = self._logps_of(policy, rollout)[0]
         kl = None
         if self.needs_kl_of_samples and reference is not None:
@@ -447,22 +443,12 @@ class RolloutTrainer(Trainer):
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
-        summary = told.Summary(
-            scores.rewards, scores.failed, [s.num_chosen for s in samples], [s.finished for s in samples]
-        )
-        total = total_rewards(scores.rewards, weights)
-        self.metrics.add_sum("reward", float(total.nansum()), int((~total.isnan()).sum()))
-        for column, name in enumerate(self.reward_func_names):
-            known = scores.rewards[:, column]
-            self.metrics.add_sum(f"rewards/{name}/mean", float(known.nansum()), int((~known.isnan()).sum()))
-        self.metrics.add_sum("completions/mean_length", sum(summary.lengths), len(samples))
-        self.metrics.add_sum("completions/clipped_ratio", len(samples) - sum(summary.finished), len(samples))
-        passed = (scores.rewards[:, 0] >= self.args.pass_threshold).view(-1, size).sum(1).tolist()
-        for k in {1, size}:
-            self.metrics.add_sum(f"pass@{k}", sum(told.pass_at_k(size, right, k) for right in passed), len(passed))
+        summary = told.Summary.of(samples, scores)
+        for name, pair in summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold).items():
+            self.metrics.add_sum(name, *pair)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         if self.beta:
-            with self._reference_policy() as policy:
+            with self.reference.use() as policy:
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
         advantages = self.compute_advantages(scores.rewards, size, None)
         for part in self._parts_of(replace(rollout, advantages=advantages)):
@@ -475,12 +461,7 @@ class RolloutTrainer(Trainer):
         """Print and write the completions of a rollout, where that is asked for."""
         if not self.args.log_completions:
             return
-        rows = []
-        for i, sample in enumerate(samples):
-            row = {"step": self.state.global_step, "prompt": sample.prompt, "completion": sample.completion}
-            row |= dict(zip(self.reward_func_names, scores.rewards[i].tolist(), strict=True))
-            row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
-            rows.append(row | {"advantage": advantages[i].mean().item()})
+        rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         rows = [row for part in self.dist.gather_object(rows) for row in part]
         if self.dist.is_main:
             seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
@@ -488,31 +469,6 @@ class RolloutTrainer(Trainer):
             print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
             folder = Path(self.args.output_dir) / "completions"
             told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
-
-    # ------------------------------------------------------------------------------------------------ the reference
-
-    def _make_reference(self) -> nn.Module | None:
-        """A frozen copy of the weights that were passed; with adapters none is needed, unless it is to move."""
-        if not self.beta or models.is_peft_model(self.model):
-            return None
-        import copy
-
-        return copy.deepcopy(self.model).eval().requires_grad_(False)
-
-    @contextlib.contextmanager
-    def _reference_policy(self) -> Iterator[nn.Module]:
-        if self.ref_model is not None:
-            yield self.ref_model
-        else:
-            with models.unwrap(self.model).disable_adapter():
-                yield self.model
-
-    @torch.no_grad()
-    def _move_reference(self) -> None:
-        """TR-DPO, Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656, equation 4."""
-        share, policy = self.args.ref_model_mixup_alpha, models.unwrap(self.model)
-        for mine, theirs in zip(self.ref_model.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(theirs.to(mine.dtype), share)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -523,6 +479,14 @@ class RolloutTrainer(Trainer):
         for name, dataset in sets.items():
             if dataset is not None:
                 check_prompts(dataset, name)
+
+    def _make_reference(self, fresh_adapter: bool) -> Reference | None:
+        """The policy as it is now, where the loss needs it."""
+        if not self.beta:
+            return None
+        if self.args.sync_ref_model and (problem := sync_problem(self.model, None, self.args.ref_model_mixup_alpha)):
+            raise ValueError(problem)
+        return make_reference(self.model, None, fresh_adapter, moves=self.args.sync_ref_model)
 
     def _can_share_prompts(self) -> bool:
         """Whether completions go behind one copy of their prompt in training."""
