@@ -1,4 +1,4 @@
-"""``posttrain dpo`` and its siblings: preference training from the command line."""
+"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command line."""
 
 from __future__ import annotations
 
