@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: "plan schedules metrics losses state collators errors fields objective health".split(),
-    1: "arguments callbacks chat checkpoint data distributed evaluation heads hub loader models optim optimizers registry report samplers trackers".split(),
-    2: "trainer lifecycle questions search cli".split(),
+    1: "arguments callbacks chat checkpoint data distributed evaluation heads hub interrupts loader models optim optimizers registry report samplers trackers".split(),
+    2: "trainer lifecycle leaving questions search cli".split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # The ground needs nothing that has to be installed besides these.

@@ -29,10 +29,10 @@ TO_COME = {
     "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
     "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
     "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
-    "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
+    "auto_find_batch_size", "skip_memory_metrics",
 }  # fmt: skip
 # Fields that transformers does not have (any more).
-OURS = {"overwrite_output_dir"}
+OURS = {"overwrite_output_dir", "save_async", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:

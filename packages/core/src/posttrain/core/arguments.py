@@ -35,6 +35,7 @@ from posttrain.core.fields import (
     validate,
 )
 from posttrain.core.hub import HubArguments
+from posttrain.core.interrupts import InterruptArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
@@ -90,7 +91,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "trackio_static_space_id": _later("log to another tracker", False),
     "auto_find_batch_size": _later("lower per_device_train_batch_size and raise gradient_accumulation_steps", False),
     "skip_memory_metrics": _later("watch memory from outside", True),
-    "enable_jit_checkpoint": _later("save more often, with save_steps", False),
     # The first loss that is not finite stops the run, so there is never one to filter.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
     "accelerator_config": _later("gradient accumulation and data loading have arguments of their own"),
@@ -145,6 +145,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     DistributedArguments,
     ModelSideArguments,
     DataArguments,
+    InterruptArguments,
     CheckpointArguments,
     EvaluationArguments,
     LoggingArguments,

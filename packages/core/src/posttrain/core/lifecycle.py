@@ -7,6 +7,7 @@ evaluating and saving after each, and the last record.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import time
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, hub, models, objective, trackers
+from posttrain.core import data, evaluation, health, hub, interrupts, models, objective, trackers
 from posttrain.core.checkpoint import Saver, codec, rng, weights
 from posttrain.core.errors import DataError
+from posttrain.core.leaving import Leaving
 from posttrain.core.loader import check_limits
 from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 TOKENS, FLOPS = "input/tokens", "input/flops"
 
 
-class Lifecycle:
+class Lifecycle(Leaving):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -144,6 +146,10 @@ class Lifecycle:
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
         self._guard = health.FiniteGuard()
+        self._watch = interrupts.Watch(
+            self._saves_on_signal, args.max_time and interrupts.seconds(args.max_time), self.dist.world_size
+        )
+        self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
         self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
@@ -165,9 +171,19 @@ class Lifecycle:
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
+            self._watch.begin()
             with models.neftune(self.model, args.neftune_noise_alpha):
                 yield self.model_wrapped
+            self._leave_after_the_last(trial)
+        except interrupts.Left as left:
+            if (end := left.exit()) is not None:
+                raise end from None
+        except Exception as error:
+            if args.save_on_exception:
+                self._save_after(error)
+            raise
         finally:
+            self._watch.end()
             self.is_in_train = False
             self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
@@ -219,6 +235,7 @@ class Lifecycle:
             return
         self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+        self._saved_step = self.state.global_step
         mine = checkpoint / f"rank-{self.dist.rank}"
         saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
         self.load_state_dict(saved["trainer"])
@@ -246,15 +263,16 @@ class Lifecycle:
     def _write_checkpoint(self, directory: Path) -> None:
         self.save_model(str(directory), _internal_call=True)
         if not self.args.save_only_model:
-            codec.save_tree(
-                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
-            )
+            codec.save_tree(self._boundary or self._position(), directory / f"rank-{self.dist.rank}")
         if self.dist.is_main:
             if not self.args.save_only_model:
                 codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
+
+    def _position(self) -> dict[str, Any]:
+        return {"rng": rng.rng_state(), "trainer": self.state_dict()}
 
     def _restore_rng(self) -> None:
         if self._rng is not None:
@@ -306,6 +324,7 @@ class Lifecycle:
     def _advance(self, plan: Plan, num_batches: int) -> None:
         self.progress.batches += num_batches
         self.state.global_step += 1
+        self._is_moving, self._boundary = False, None
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
         if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
             self.store_flos()
@@ -334,15 +353,18 @@ class Lifecycle:
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if reason := self._watch.due():
+            self._leave(model, trial, reason)
         if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
             self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.progress.last_logged:
             self._log_training()
         self.control.should_log = False
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
             self.store_flos()
-            improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
+            metrics = self._evaluate_or_leave(model, trial, ignore_keys)
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(metrics)
             if self.args.save_strategy == "best":
                 self.control.should_save = improved
         if self.control.should_save:
@@ -350,23 +372,8 @@ class Lifecycle:
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
-
-    def _settle_save(self, wait: bool = True) -> None:
-        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
-        outcome = self._saver.settle(wait)
-        if outcome is None:
-            return
-        if outcome.path is None:
-            if self.state.best_global_step == outcome.step:
-                self.state.best_model_checkpoint = None
-            return
-        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
-        try:
-            self._upload(outcome.path)
-            self._rotate(now.best_model_checkpoint)
-            self._fire("on_save")
-        finally:
-            self.state = now
+        if self.args.save_on_exception:
+            self._boundary = copy.deepcopy(self._position())
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""

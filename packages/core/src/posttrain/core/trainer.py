@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
@@ -152,6 +152,7 @@ class Trainer(Lifecycle, Questions):
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            self._do_what_was_left(model, trial, ignore_keys_for_eval)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
@@ -215,6 +216,7 @@ class Trainer(Lifecycle, Questions):
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
             self._guard.before_step(self.optimizer, loss, grad_norm, self.state.global_step, num_items)
+        self._is_moving = True  # until the update is counted, no checkpoint can be written
         applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -467,7 +469,7 @@ class Trainer(Lifecycle, Questions):
                 batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
                 include=args.include_for_metrics,
                 main_input=self._main_input,
-                on_batch=lambda: self._fire("on_prediction_step"),
+                on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
                 concatenate=args.eval_do_concat_batches,
@@ -538,6 +540,7 @@ class Trainer(Lifecycle, Questions):
             "loader": self._loader.state_dict(),
             "metrics": self.metrics.state_dict(),
             "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+            "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -545,10 +548,9 @@ class Trainer(Lifecycle, Questions):
         self.progress = Progress(**state["progress"])
         self.metrics.load_state_dict(state["metrics"])
         self.control.should_training_stop = state["stopped"]
-        self._loader.load_state_dict(state["loader"])
-        if self.progress.epoch_ended:
-            self.progress.epoch += 1
-            self._loader.set_epoch(self.progress.epoch)
+        for flag in state["left"]:
+            setattr(self.control, flag, True)
+        self._seek(state["loader"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self._settle_save()
