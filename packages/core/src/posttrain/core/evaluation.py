@@ -206,6 +206,8 @@ def run(
     accumulate: int | None = None,
     concatenate: bool = True,
     keep_with_batch_metrics: bool = False,
+    order: np.ndarray | None = None,
+    fill: int = -100,
 ) -> tuple[EvalPrediction, dict[str, float], int]:
     """One pass over `batches`: (everything kept, named means, rows seen on all processes).
 
@@ -225,13 +227,16 @@ def run(
         gather: lists what every process passed, in rank order. All processes see equally many batches.
         num_batches: of this process, where it is known.
         accumulate: batches that stay on the device before they move to host memory; None: one.
+        order: the dataset's row of each row of `batches`, over all processes, where they come in another order: what is
+            kept is put back into the dataset's.
+        fill: fills predictions of ragged width; labels are filled with -100.
 
     Raises:
         MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set. Found
             at the first batch.
     """
     keep = keep and (batch_metrics is None or keep_with_batch_metrics)
-    kept, waiting, rows = _Kept(concatenate), [], 0
+    kept, waiting, rows = _Kept(concatenate, fill), [], 0
     expected = (num_batches or 0) * len(gather(None)) if keep else 0
     for inputs, is_last in _mark_last(batches):
         filler, entry = is_filler(inputs), None
@@ -264,7 +269,10 @@ def run(
     pairs = metrics.drain(gather)
     first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
     named = means(first | pairs) | (batch_metrics.compute(gather) if batch_metrics is not None and rows else {})
-    return EvalPrediction(*kept.joined()), named, sum(gather(rows))
+    joined = kept.joined()
+    if order is not None and concatenate:
+        joined = restore(joined, order)
+    return EvalPrediction(*joined), named, sum(gather(rows))
 
 
 def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -290,8 +298,8 @@ def _feed(to: _Streamed | _Called, entry: Any, is_last: bool, gather: Callable[[
 class _Kept:
     """Batches on their way to one array: small ones are put together as they come, and what was written is let go."""
 
-    def __init__(self, concatenate: bool) -> None:
-        self.concatenate = concatenate
+    def __init__(self, concatenate: bool, fill: int) -> None:
+        self.concatenate, self.fills = concatenate, (fill, -100, -100, -100)
         self.blocks: list[Any] = []
         self.small: list[Any] = []
         self.size = 0
@@ -301,7 +309,7 @@ class _Kept:
             self.small.append(entry)
             self.size += _nbytes(entry)
         if self.concatenate and self.size >= BLOCK:
-            self.blocks.append(_join(self.small))
+            self.blocks.append(self._join(self.small))
             self.size = 0
 
     def joined(self) -> tuple[Any, Any, Any, Any]:
@@ -310,7 +318,12 @@ class _Kept:
         self.small.clear()
         if not self.blocks:
             return (None,) * 4 if self.concatenate else ([],) * 4
-        return _join(self.blocks) if self.concatenate else tuple(map(list, zip(*self.blocks, strict=True)))
+        return self._join(self.blocks) if self.concatenate else tuple(map(list, zip(*self.blocks, strict=True)))
+
+    def _join(self, entries: list[Any]) -> tuple[Any, ...]:
+        columns = list(map(list, zip(*entries, strict=True)))
+        entries.clear()
+        return tuple(_join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
 
 
 def plain(metrics: Any) -> Any:
@@ -355,7 +368,7 @@ def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 
 
 def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with -100."""
+    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with `padding`."""
     return _join(list(parts), padding)
 
 
@@ -389,6 +402,26 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
         target[(slice(None), *(slice(0, size) for size in part.shape[1:]))] = part
         row += len(part)
     return whole
+
+
+def reading_order(loader: Any) -> np.ndarray | None:
+    """The dataset's row of each row that `loader` reads, where its sampler says that results are to be put back."""
+    return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)
+
+
+def restore(value: Any, order: np.ndarray) -> Any:
+    """Arrays whose row i belongs to row ``order[i]`` of the dataset, in the order of the dataset.
+
+    Where there are several rows for each one of the dataset (sequences generated from it), they stay together.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)(restore(item, order) for item in value)
+    if isinstance(value, dict):
+        return {key: restore(item, order) for key, item in value.items()}
+    if not isinstance(value, np.ndarray) or not len(order) or len(value) % len(order):
+        return value
+    grouped = value.reshape(len(order), -1, *value.shape[1:])
+    return grouped[np.argsort(order)].reshape(value.shape)
 
 
 def detach(value: Any) -> Any:
