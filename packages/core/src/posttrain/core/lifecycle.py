@@ -277,10 +277,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
             model.save_pretrained(str(directory), state_dict=state_dict)
         else:
-            directory.mkdir(parents=True, exist_ok=True)
-            codec.write_tensors(
-                state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
-            )
+            weights.write(state_dict, directory, type(model).__name__)
         self._save_beside(directory)
 
     def _save_beside(self, directory: Path) -> None:
