@@ -23,7 +23,7 @@ from posttrain.core import evaluation
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
 from posttrain.core.fields import opt
-from posttrain.core.samplers import EpochSampler
+from posttrain.core.samplers import EpochSampler, is_stream
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,8 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
     """
     columns = getattr(dataset, "column_names", None)
     layout = getattr(dataset, "format", None)
+    if is_stream(dataset):
+        return None
     if isinstance(dataset, (list, tuple)):
         if not dataset or not all(isinstance(row, Mapping) and main_input in row for row in dataset):
             return None
