@@ -26,13 +26,12 @@ MEANT = {
 }
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
-    "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
-    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
-    "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
-    "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
+    "logging_nan_inf_filter",  # non-finite numbers are never hidden
+    "enable_jit_checkpoint",
 }  # fmt: skip
 # Fields that transformers does not have (any more).
-OURS = {"overwrite_output_dir"}
+OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
+OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
 
 
 def problems_of(**kwargs) -> list[str]:

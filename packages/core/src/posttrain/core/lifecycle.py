@@ -10,19 +10,21 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, hub, models, objective, trackers
-from posttrain.core.checkpoint import codec, rng, weights
+from posttrain.core import changes, data, ema, evaluation, health, hub, models, objective, trackers
+from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
-from posttrain.core.loader import check_limits
-from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
+from posttrain.core.incidents import Incidents
+from posttrain.core.memory import MemoryTracker
+from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
+from posttrain.core.resuming import Resuming
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
 
 if TYPE_CHECKING:
@@ -33,11 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
-TOKENS, FLOPS = "input/tokens", "input/flops"
 
-
-class Lifecycle:
+class Lifecycle(Incidents, Resuming):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -50,6 +49,7 @@ class Lifecycle:
     metrics: Metrics
     clock: Clock
     progress: Progress
+    _memory: MemoryTracker
 
     def _set_model(self, model: nn.Module) -> None:
         base = models.base_model(model)
@@ -66,6 +66,7 @@ class Lifecycle:
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
+        self._adapters_checked = not models.is_peft_model(model)
         self.dist.place(model)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
@@ -75,6 +76,7 @@ class Lifecycle:
         self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
         self._training_step = objective.with_count(self.training_step)
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
+        self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
 
     def _check_parts(self) -> None:
         """What cannot go together, said before anything expensive happens."""
@@ -92,7 +94,18 @@ class Lifecycle:
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        if args.batch_eval_metrics and self.compute_metrics is not None:
+        is_streaming = evaluation.is_streaming(self.compute_metrics)
+        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
+            raise TypeError(
+                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
+                "have update(predictions, labels) and compute()."
+            )
+        if is_streaming and args.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
+                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
+            )
+        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
             if not objective.accepts(self.compute_metrics, "compute_result"):
                 raise ValueError(
                     "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
@@ -140,11 +153,20 @@ class Lifecycle:
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
-        self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
-        self._guard = health.FiniteGuard()
+        self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
+        self._guard, self._ema, self._cuts, self._loss_terms = (
+            self._make_guard(),
+            ema.make(self.model, args, self.optimizer),
+            0,
+            {},
+        )
         self._loader, self._rng = loader, None
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
+        place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
+        self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
         loader.set_epoch(0)
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -163,10 +185,13 @@ class Lifecycle:
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
-            with models.neftune(self.model, args.neftune_noise_alpha):
+            debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
+            memory = self._memory.stage("train")
+            with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
                 yield self.model_wrapped
         finally:
             self.is_in_train = False
+            self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
                 if isinstance(callback, trackers.JSONLinesCallback):
                     callback.close()  # on_train_end is not heard when training raises
@@ -181,7 +206,8 @@ class Lifecycle:
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        given = None if self._owns_optimizer else self.optimizer
+        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
         if args.torch_compile:
             wrapped = torch.compile(
                 wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
@@ -190,7 +216,7 @@ class Lifecycle:
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self.dist.on_main(self.store.clean)
+        self._on_savers(self.store.clean)
         if wanted:
             return self.dist.on_main(lambda: self.store.resolve(wanted))
         if self.store.checkpoints() and not self.args.overwrite_output_dir:
@@ -203,23 +229,34 @@ class Lifecycle:
 
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
+        ema.load(self._ema, checkpoint)
         self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
         for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
             setattr(self.state, name, getattr(fresh, name))
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
-        if not (checkpoint / "optimizer.json").is_file():
+        if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
             logger.warning(
                 "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
                 "random numbers start afresh.", checkpoint,
             )  # fmt: skip
             return
-        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
+        options, changed = changes.group_options(self.optimizer), changes.found(checkpoint, self.args, self.state.epoch)
+        self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
-        mine = checkpoint / f"rank-{self.dist.rank}"
-        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        self._rng = saved["rng"]
+        if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
+            self.progress.batches = self._loader.batches_given
+        if saved["rng"] is None:
+            self._rng = elastic.fresh_random_numbers(
+                self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
+            )
+        else:
+            self._rng = saved["rng"]
+        if self.dist.scaler is not None and saved.get("scaler"):
+            self.dist.scaler.load_state_dict(saved["scaler"])
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
@@ -232,24 +269,37 @@ class Lifecycle:
             codec.write_tensors(
                 state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
             )
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model, besides its weights."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
         (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
 
+    def _on_savers(self, work: Callable[[], Any]) -> None:
+        """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
+        if not self.args.save_on_each_node:
+            return self.dist.on_main(lambda: work() and None)
+        if self.args.should_save:
+            work()
+        self.dist.barrier()
+
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir
 
     def _write_checkpoint(self, directory: Path) -> None:
-        self.save_model(str(directory), _internal_call=True)
+        self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(
-                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
-            )
-        if self.dist.is_main:
+            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
+            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
+            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            self._save_optimizer(directory)
+        if self.args.should_save:
             if not self.args.save_only_model:
-                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
+            ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
 
@@ -276,20 +326,6 @@ class Lifecycle:
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
-    def _step_of(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        try:
-            return self._training_step(model, inputs, num_items)
-        except IndexError:  # an id that the model does not know, most often: say which
-            check_limits(inputs, self._limits())
-            raise
-
-    def _limits(self) -> dict[str, int]:
-        """How many ids the model knows, by column; labels only where its own loss reads them."""
-        stock = (
-            getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss" and self.compute_loss_func is None
-        )
-        return {name: n for name, n in models.id_limits(self.model).items() if stock or name != "labels"}
-
     def _count_window(self, window: list[Any]) -> torch.Tensor | None:
         """Items of the window, shape (), on the device; over all processes unless told to keep to this one.
 
@@ -299,6 +335,11 @@ class Lifecycle:
             return None
         items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
         return self.dist.sum(items) if self.args.average_tokens_across_devices else items
+
+    def _count_input(self, inputs: Any) -> None:
+        self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
+        if operations := self.floating_point_ops(inputs):
+            self.metrics.add_sum(FLOPS, operations, 0)
 
     def _advance(self, plan: Plan, num_batches: int) -> None:
         self.progress.batches += num_batches
@@ -331,6 +372,10 @@ class Lifecycle:
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._guard.settle()
+        if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+            self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.progress.last_logged:
             self._log_training()
         self.control.should_log = False
@@ -346,36 +391,56 @@ class Lifecycle:
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
 
+    def _settle_save(self, wait: bool = True) -> None:
+        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
+        outcome = self._saver.settle(wait)
+        if outcome is None:
+            return
+        if outcome.path is None:
+            if self.state.best_global_step == outcome.step:
+                self.state.best_model_checkpoint = None
+            return
+        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
+        try:
+            self._upload(outcome.path)
+            self._rotate(now.best_model_checkpoint)
+            self._fire("on_save")
+        finally:
+            self.state = now
+
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
         progress, step = self.progress, self.state.global_step
-        self._guard.check(step)
         pairs = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(pairs)
-        progress.loss_sum, progress.loss_count = (
-            a + b for a, b in zip(self._loss_so_far(), pairs["loss"], strict=True)
-        )
+        progress.loss_sum, progress.loss_count = self._loss_so_far(pairs["loss"])
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
+        logs |= self._guard.logged()
         logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
         progress.last_logged = step
         self.log(logs)
 
-    def _loss_so_far(self) -> tuple[float, int]:
-        return self.progress.loss_sum, self.progress.loss_count
+    def _loss_so_far(self, more: tuple[float, float]) -> tuple[float, float]:
+        """(sum, count) of the losses of this run; those of a record that is not finite are in the log, not in the mean."""
+        total, count = more if math.isfinite(more[0]) else (0.0, 0)
+        return self.progress.loss_sum + total, self.progress.loss_count + count
 
     def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
         """Move what the steps since the last call have read from drained metrics to the state."""
         tokens, slots = pairs.pop(TOKENS, (0, 0))
         self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
-        self.state.total_flos += float(pairs.pop(FLOPS, (0, 0))[0])
-        self.clock.count(tokens, slots)
+        flops = float(pairs.pop(FLOPS, (0, 0))[0])
+        self.state.total_flos += flops
+        self.clock.count(tokens, slots, flops)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -396,31 +461,37 @@ class Lifecycle:
 
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
-        self._guard.check(self.state.global_step)
+        self._guard.settle()
+        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
-        loss_sum, loss_count = (a + b for a, b in zip(self._loss_so_far(), rest.get("loss", (0.0, 0)), strict=True))
+        loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
         train_loss = loss_sum / max(loss_count, 1)
         done = self.state.global_step - self._first_step
         rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
         metrics = speed_metrics("train", self.clock.total(), rows, done)
         metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
+        metrics |= {"nonfinite_steps": self._guard.count} if self._guard.count else {}
+        metrics |= self._train_memory
         self.log(metrics)
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
-            self._load_from_checkpoint(self.dist.on_main(lambda: self.store.resolve(best)))
+            folder = self.dist.on_main(lambda: self.store.resolve(best))
+            self._load_from_checkpoint(folder)
+            ema.load(self._ema, folder)
+        if self._ema is not None and self.args.ema_use != "eval":
+            self._ema.copy_to_model()
         self._push_at_end()
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def _rotate(self) -> None:
-        keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-        keep = [*map(Path, keep), *self.uploader.in_use]
+    def _rotate(self, best: str | None) -> None:
+        keep = [*([Path(best)] if best else []), *self.uploader.in_use]
         limit = self.args.save_total_limit
         if limit is None and self.args.save_strategy == "best":
             limit = 1  # the newest is the best so far
-        self.dist.on_main(lambda: self.store.rotate(limit, keep=keep) and None)
+        self._on_savers(lambda: self.store.rotate(limit, keep=keep))
 
     def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
@@ -440,20 +511,28 @@ class Lifecycle:
         self._upload(None, at_end=True)
         # Half of what the other processes wait in their next collective.
         self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
-        self._rotate()
+        self._rotate(self.state.best_model_checkpoint)
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
         started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
         loss_only = None if keep or self.compute_metrics is not None else True
-        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        averaged = self.is_in_train and self._ema is not None and self.args.ema_use != "final"
+        weights = self._ema.swapped_in() if averaged else contextlib.nullcontext()
+        with weights, self._memory.stage(prefix) as memory:
+            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
         output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        output.metrics.update(memory)
         return output
 
     def _evaluation_model(self) -> nn.Module:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if self.dist.engine is not None and self.is_in_train:
+            return self.model_wrapped
+        if self.dist.shards:
+            return self.dist.shard(self.model, self.optimizer)
         if not self.is_in_train:
             self.dist.place(self.model)
             if self.args.bf16_full_eval or self.args.fp16_full_eval:

@@ -1,0 +1,99 @@
+"""How a run is spread over processes, as its checkpoints hold it and as another number of processes takes it up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from posttrain.core import models
+from posttrain.core.checkpoint import codec, elastic, sharded, weights
+from posttrain.core.plan import Plan, resumed
+from posttrain.core.state import TrainerState
+
+if TYPE_CHECKING:
+    from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.distributed import Distributed
+
+logger = logging.getLogger(__name__)
+
+
+class Resuming:
+    """The part of `Lifecycle` that writes and reads what is in pieces, from the attributes named here."""
+
+    args: TrainingArguments
+    dist: Distributed
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    save_model: Callable[..., None]
+    _save_beside: Callable[[Path], None]
+    _train_batch_size: int
+    _adapters_checked: bool
+
+    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+        """`plan` for a run that goes on from `checkpoint`, whose updates may have held another number of rows."""
+        if checkpoint is None or not sharded.is_there(checkpoint, "rank-0"):
+            return plan
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
+        rows = self._rows_per_update()
+        if saved.get("rows_per_update", rows) == rows:
+            return plan
+        step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
+        progress, given = saved["trainer"]["progress"], sum(saved["trainer"]["loader"]["given"])
+        batches = 0 if progress["epoch_ended"] else given // loader.rows_per_batch
+        changed = resumed(plan, step, progress["epoch"] + progress["epoch_ended"], batches, self.args.max_steps > 0)
+        logger.warning(
+            "An update holds %d rows (batch x accumulation x processes) and held %d in %s: the data goes on with the row at "
+            "which that stands, %d updates are left, and the schedule ends at update %d.",
+            rows, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
+        )  # fmt: skip
+        return changed
+
+    def _write_model(self, directory: Path) -> None:
+        """The weights of a checkpoint: as ``from_pretrained`` reads them, or of each process its part."""
+        model = models.unwrap(self.model)
+        if not self.dist.saves_in_parts or models.is_peft_model(model):
+            self.save_model(str(directory), _internal_call=True)
+            if not self._adapters_checked:
+                self._check_adapters(directory)
+            return
+        stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
+        codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
+        if self.dist.is_main:
+            if hasattr(model, "config"):
+                model.config.save_pretrained(str(directory))
+            self._save_beside(directory)
+
+    def _check_adapters(self, directory: Path) -> None:
+        """Read the first checkpoint of a PEFT model back: what was saved must be what is trained."""
+        state = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
+        if self.dist.is_main:
+            weights.check_adapters(models.unwrap(self.model), directory, state)
+        self._adapters_checked = True
+
+    def _save_optimizer(self, directory: Path) -> None:
+        rank, world_size = self.dist.rank, self.dist.world_size
+        if self.dist.engine is not None:
+            codec.save_tree(self.dist.engine.state_dict(), directory / sharded.stem("engine", rank, world_size))
+        elif self.dist.shards:
+            codec.save_tree(
+                sharded.part(self.optimizer.state_dict()), directory / sharded.stem("optimizer", rank, world_size)
+            )
+        elif self.dist.is_main:
+            codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
+
+    def _load_optimizer(self, checkpoint: Path) -> None:
+        if self.dist.engine is not None:
+            return self.dist.engine.load_state_dict(
+                sharded.own(checkpoint, "engine", self.dist.rank, self.dist.world_size)
+            )
+        # Whole tensors that only a part is taken of are mapped rather than read.
+        saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
+        self.optimizer.load_state_dict(sharded.optimizer_state(saved, self.optimizer))
+
+    def _rows_per_update(self) -> int:
+        return self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
