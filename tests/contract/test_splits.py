@@ -29,7 +29,9 @@ def test_cutting_a_window_differently_changes_nothing(name, batch, accumulation,
     trainer = EXACT[name](tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
     trainer.train()
     assert trainer.state.global_step == len(losses)
-    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == pytest.approx(
+        losses, rel=1e-5, abs=1e-6
+    )
     for key, value in weights(trainer).items():
         torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
     assert any(not torch.equal(before[key], expected[key]) for key in before)

@@ -26,8 +26,6 @@ MEANT = {
 }
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
-    "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
-    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
     "logging_nan_inf_filter",  # non-finite numbers are never hidden
     "enable_jit_checkpoint",
 }  # fmt: skip

@@ -45,9 +45,15 @@ def test_leave_one_out_compares_with_the_others():
 def test_reinforce_plus_plus_normalises_over_the_batch():
     rewards = torch.tensor([1.0, 3.0, 0.0, 4.0])
     close(adv.reinforce_plus_plus_advantages(rewards, 2), [a / (math.sqrt(10 / 3) + 1e-4) for a in (-1, 1, -2, 2)])
-    close(adv.reinforce_plus_plus_advantages(rewards, 2, baseline=False), [a / (math.sqrt(10 / 3) + 1e-4) for a in (-1, 1, -2, 2)])
+    close(
+        adv.reinforce_plus_plus_advantages(rewards, 2, baseline=False),
+        [a / (math.sqrt(10 / 3) + 1e-4) for a in (-1, 1, -2, 2)],
+    )
     shifted = torch.tensor([1.0, 3.0, 10.0, 14.0])  # mean 7
-    close(adv.reinforce_plus_plus_advantages(shifted, 2, baseline=False)[0], -6 / (math.sqrt((36 + 16 + 9 + 49) / 3) + 1e-4))
+    close(
+        adv.reinforce_plus_plus_advantages(shifted, 2, baseline=False)[0],
+        -6 / (math.sqrt((36 + 16 + 9 + 49) / 3) + 1e-4),
+    )
 
 
 def test_decoupled_advantages_do_not_let_a_large_scale_drown_a_small_one():

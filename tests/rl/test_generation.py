@@ -62,7 +62,9 @@ def test_greedy_is_what_generate_gives(arch):
     made, model = generator(arch) if arch != "gpt2" else generator("gpt2")
     done = made.generate(PROMPTS, 1, Sampling(12, temperature=0, eos_token_ids=(1,)))
     for prompt, ids in zip(PROMPTS, done.ids, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0
+        )
         assert expected[0, len(prompt) :].tolist() == ids
 
 

@@ -52,7 +52,10 @@ def test_they_are_those_of_each_text_alone(arch, size, share):
 def test_the_gradient_is_that_of_each_text_alone(share):
     model, (made, samples) = tiny.causal_lm(), rollout()
     weights = torch.linspace(-1, 1, 6)
-    sum(w * (alone(model, s)[0] * torch.tensor(s.learn or [1] * len(s.ids))).sum() for w, s in zip(weights, samples, strict=True)).backward()
+    sum(
+        w * (alone(model, s)[0] * torch.tensor(s.learn or [1] * len(s.ids))).sum()
+        for w, s in zip(weights, samples, strict=True)
+    ).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     enable_segments(model)

@@ -107,7 +107,9 @@ def test_engine_correction_of_tokens_and_sequences():
 def test_every_loss_makes_good_tokens_likelier_and_bad_ones_less_likely(name):
     for advantage in (1.0, -1.0):
         p = policy(advantage)
-        pl.LOSSES[name].of_tokens(p, SimpleNamespace(**vars(OPTIONS) | {"epsilon_high": 5.0})).expand(1, 3).sum().backward()
+        pl.LOSSES[name].of_tokens(p, SimpleNamespace(**vars(OPTIONS) | {"epsilon_high": 5.0})).expand(
+            1, 3
+        ).sum().backward()
         # On policy each gives the policy gradient, - A * grad log pi
         close(p.logps.grad, *[-advantage] * 3)
 
@@ -119,7 +121,9 @@ def test_averages_of_two_ragged_completions():
         return (pl.summed(loss, mask, average) / pl.count(mask, average, max_length=10, tokens_per_row=2.0)).item()
 
     found = {name: mean(name) for name in pl.AVERAGES}
-    assert found == pytest.approx({"sequences": (2 + 4) / 2, "tokens": 10 / 4, "rollout_tokens": 10 / 4, "constant": 10 / 20, "sums": 5})
+    assert found == pytest.approx(
+        {"sequences": (2 + 4) / 2, "tokens": 10 / 4, "rollout_tokens": 10 / 4, "constant": 10 / 20, "sums": 5}
+    )
 
 
 def test_a_value_per_sequence_counts_for_each_of_its_tokens():

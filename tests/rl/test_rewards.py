@@ -59,7 +59,11 @@ def test_a_missing_column_is_named():
         score(judge, columns={"answer": [5, 6]})
 
 
-@pytest.mark.parametrize("returned", [[1, 2.0], (True, 2), torch.tensor([1.0, 2.0]), np.array([1, 2]), [torch.tensor(1.0), np.float32(2)]], ids=str)
+@pytest.mark.parametrize(
+    "returned",
+    [[1, 2.0], (True, 2), torch.tensor([1.0, 2.0]), np.array([1, 2]), [torch.tensor(1.0), np.float32(2)]],
+    ids=str,
+)
 def test_numbers_of_any_kind_are_rewards(returned):
     assert score(lambda completions: returned).rewards.tolist() == [[1.0], [2.0]]
 
@@ -103,7 +107,9 @@ def test_a_failure_can_be_masked_or_given_a_value(caplog):
 
 def test_nan_can_be_masked_alone():
     scores = score(lambda completions: [math.nan, 4.0], reward_on_error="mask")
-    assert math.isnan(scores.rewards[0, 0]) and scores.rewards[1, 0] == 4 and scores.failed.tolist() == [[True], [False]]
+    assert (
+        math.isnan(scores.rewards[0, 0]) and scores.rewards[1, 0] == 4 and scores.failed.tolist() == [[True], [False]]
+    )
 
 
 def test_nothing_to_learn_from_is_an_error():
@@ -177,12 +183,20 @@ def test_a_reward_model_scores_each_text_by_itself():
 
     torch.manual_seed(0)
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    model = Qwen3ForSequenceClassification(Qwen3Config(**size, num_key_value_heads=2, head_dim=8, num_labels=1, pad_token_id=0))
+    model = Qwen3ForSequenceClassification(
+        Qwen3Config(**size, num_key_value_heads=2, head_dim=8, num_labels=1, pad_token_id=0)
+    )
     judge, tokenizer = rw.RewardModel(model, tiny.tokenizer(), batch_size=2), tiny.tokenizer()
     prompts, completions = ["Natalia sold", "Weng", "Betty is"], [" clips", " earns $12 an hour", " saving"]
-    expected = [model(torch.tensor([tokenizer(p + c)["input_ids"]])).logits.item() for p, c in zip(prompts, completions, strict=True)]
+    expected = [
+        model(torch.tensor([tokenizer(p + c)["input_ids"]])).logits.item()
+        for p, c in zip(prompts, completions, strict=True)
+    ]
     assert judge(prompts, completions) == pytest.approx(expected, abs=1e-5)
-    chats = [[{"role": "user", "content": p}] for p in prompts], [[{"role": "assistant", "content": c}] for c in completions]
+    chats = (
+        [[{"role": "user", "content": p}] for p in prompts],
+        [[{"role": "assistant", "content": c}] for c in completions],
+    )
     assert len(set(judge(*chats))) == 3
     model.config.num_labels = 2
     with pytest.raises(ValueError, match="num_labels=1"):
@@ -201,7 +215,11 @@ def test_accuracy(completion, solution, reward):
 
 def test_an_answer_inside_the_thoughts_does_not_count():
     solution = ["7", "7", "7"]
-    assert rw.reasoning_accuracy_reward(["<think>7</think> 8", "<think>8</think> 7", "<think> 7"], solution) == [0, 1, 0]
+    assert rw.reasoning_accuracy_reward(["<think>7</think> 8", "<think>8</think> 7", "<think> 7"], solution) == [
+        0,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(("text", "reward"), [

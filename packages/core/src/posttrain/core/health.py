@@ -343,8 +343,8 @@ class _Trace:
 def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> str | None:
     """Where the numbers go bad when `run` is called with each of `batches` in turn; None where they stay finite.
 
-    Parameters and batches are looked at first, then the output of each module in the order of the forward pass,
-    then the gradients in the order of the backward pass, if `run` makes one. Waits for the device at each of them.
+    Parameters and batches are looked at first, then the output of each module in the order of the forward pass, then what
+    `run` returns (the loss), then the gradients in the order of the backward pass, if `run` makes one. Waits for the device at each of them.
     """
     for name, parameter in model.named_parameters():
         if (fault := _fault(_tensors(parameter))) in ("NaN", "inf"):
@@ -362,12 +362,15 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
             if parameter.requires_grad:
                 what = f"the gradient of {name}"
                 trace.handles.append(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
-        for batch in batches:
-            run(batch)
+        loss = _fault(_tensors([run(batch) for batch in batches]))
     finally:
         for handle in trace.handles:
             handle.remove()
-    return trace.forward or trace.backward or trace.lowest
+    itself = (
+        loss
+        and f"the loss itself is {loss}, where every module's output is finite: look at how it is computed from them"
+    )
+    return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
 
 
 def spoilt_buffers(model: nn.Module) -> list[str]:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, ema, evaluation, health, hub, models, objective, resuming, trackers
-from posttrain.core.checkpoint import Saver, codec, rng, weights
+from posttrain.core import changes, data, ema, evaluation, health, hub, models, objective, trackers
+from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
 from posttrain.core.memory import MemoryTracker
 from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
+from posttrain.core.resuming import Resuming
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Lifecycle(Incidents):
+class Lifecycle(Incidents, Resuming):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -65,6 +66,7 @@ class Lifecycle(Incidents):
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
+        self._adapters_checked = not models.is_peft_model(model)
         self.dist.place(model)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
@@ -92,7 +94,18 @@ class Lifecycle(Incidents):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        if args.batch_eval_metrics and self.compute_metrics is not None:
+        is_streaming = evaluation.is_streaming(self.compute_metrics)
+        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
+            raise TypeError(
+                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
+                "have update(predictions, labels) and compute()."
+            )
+        if is_streaming and args.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
+                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
+            )
+        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
             if not objective.accepts(self.compute_metrics, "compute_result"):
                 raise ValueError(
                     "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
@@ -140,6 +153,7 @@ class Lifecycle(Incidents):
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
@@ -192,7 +206,8 @@ class Lifecycle(Incidents):
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        given = None if self._owns_optimizer else self.optimizer
+        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
         if args.torch_compile:
             wrapped = torch.compile(
                 wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
@@ -220,23 +235,28 @@ class Lifecycle(Incidents):
             setattr(self.state, name, getattr(fresh, name))
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
-        if not (checkpoint / "optimizer.json").is_file():
+        if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
             logger.warning(
                 "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
                 "random numbers start afresh.", checkpoint,
             )  # fmt: skip
             return
-        options, changed = (
-            resuming.group_options(self.optimizer),
-            resuming.changed(checkpoint, self.args, self.state.epoch),
-        )
-        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
+        options, changed = changes.group_options(self.optimizer), changes.found(checkpoint, self.args, self.state.epoch)
+        self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
-        resuming.apply(changed, self.optimizer, options, self.lr_scheduler)
-        mine = checkpoint / f"rank-{self.dist.rank}"
-        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        self._rng = saved["rng"]
+        if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
+            self.progress.batches = self._loader.batches_given
+        if saved["rng"] is None:
+            self._rng = elastic.fresh_random_numbers(
+                self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
+            )
+        else:
+            self._rng = saved["rng"]
+        if self.dist.scaler is not None and saved.get("scaler"):
+            self.dist.scaler.load_state_dict(saved["scaler"])
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
@@ -249,6 +269,10 @@ class Lifecycle(Incidents):
             codec.write_tensors(
                 state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
             )
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model, besides its weights."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
@@ -266,14 +290,14 @@ class Lifecycle(Incidents):
         return self.args.output_dir
 
     def _write_checkpoint(self, directory: Path) -> None:
-        self.save_model(str(directory), _internal_call=True)
+        self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(
-                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
-            )
+            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
+            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
+            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
-                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
             ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
@@ -415,6 +439,8 @@ class Lifecycle(Incidents):
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -503,6 +529,10 @@ class Lifecycle(Incidents):
 
     def _evaluation_model(self) -> nn.Module:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if self.dist.engine is not None and self.is_in_train:
+            return self.model_wrapped
+        if self.dist.shards:
+            return self.dist.shard(self.model, self.optimizer)
         if not self.is_in_train:
             self.dist.place(self.model)
             if self.args.bf16_full_eval or self.args.fp16_full_eval:

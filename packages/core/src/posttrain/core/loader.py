@@ -145,6 +145,16 @@ class Loader(DataLoader):
         """Rows of one batch over all processes; None where batches come ready-made, of any size."""
         return None if self.batch_size is None else self.batch_size * self._world_size
 
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that one batch of this process takes from the data, with those of the other processes."""
+        return self._unit
+
+    @property
+    def batches_given(self) -> int:
+        """Batches of the epoch that this loader would have given to be where it stands."""
+        return -(-sum(self._next.given) // self._unit)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
         if epoch != self.epoch:

@@ -7,7 +7,7 @@ it, so that the prompt is there once. How a model is made to compute this is in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -125,3 +125,31 @@ class Segments:
             )
         positions = self.position_ids().view(rows, width).to(device)
         return {"position_ids": positions, "attention_mask": torch.zeros(1, 1, 1, 1, device=device), "segments": self}
+
+
+def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[str, Any]:
+    """A batch padded on the right as one row without padding: for a model that reads segments, the same sum of losses.
+
+    Args:
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (B, T).
+
+    Returns:
+        ``input_ids`` and ``labels`` of (1, N), where N counts what the mask shows, and `Segments.model_inputs`. The label
+        of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or whose
+        rows do not begin with a token, comes back as it was.
+    """
+    if set(batch) != {"input_ids", "attention_mask", "labels"}:
+        return dict(batch)
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    if not ids.ndim == 2 or not ids.shape == mask.shape == labels.shape:
+        return dict(batch)
+    shown = mask.bool()
+    lengths = shown.sum(1)
+    if bool((lengths == 0).any()) or not torch.equal(
+        shown, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    ):
+        return dict(batch)
+    segments, labels = Segments.documents(lengths.tolist()), labels.clone()
+    labels[:, 0] = ignore_index
+    ids = ids[shown][None]
+    return {"input_ids": ids, "labels": labels[shown][None], **segments.model_inputs(ids.shape, ids.device)}

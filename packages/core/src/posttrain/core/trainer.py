@@ -49,7 +49,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: tokenizer or processor; saved with the model.
         model_init: makes a fresh model at each `train`, instead of `model`.
         compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
-        compute_metrics: ``EvalPrediction -> {name: value}``.
+        compute_metrics: ``EvalPrediction -> {name: value}``, or a `StreamingMetric`, for which no prediction is stored.
         callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
         optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
         optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
@@ -63,8 +63,8 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
-    #: Scripts ask for these; data parallel training by DDP is all that this version has.
-    is_deepspeed_enabled, is_fsdp_enabled = False, False
+    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
+    prediction_fill: int = -100
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | evaluation.StreamingMetric | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
@@ -152,7 +152,7 @@ class Trainer(Lifecycle, Questions):
         self.args.validate()  # what was assigned since construction
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
-        plan = self.make_plan(loader)
+        plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
@@ -473,7 +473,7 @@ class Trainer(Lifecycle, Questions):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
-        batch_metrics = compute_metrics if args.batch_eval_metrics else None
+        batch_metrics = evaluation.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
         with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
             kept, named, num_samples = evaluation.run(
@@ -485,13 +485,16 @@ class Trainer(Lifecycle, Questions):
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
                 is_filler=data.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
-                batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
+                batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
                 on_batch=lambda: self._fire("on_prediction_step"),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
+                order=evaluation.reading_order(dataloader),
+                fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if compute_metrics is not None and batch_metrics is None and has_both:
@@ -540,8 +543,9 @@ class Trainer(Lifecycle, Questions):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
+        whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir)
+            self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -584,7 +588,9 @@ class Trainer(Lifecycle, Questions):
             self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
+        model = models.unwrap(self.model if model is None else model)
+        with self.dist.writable(model):
+            weights.load_weights(model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------------------------------------ above one run
 

@@ -49,9 +49,7 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group
     return centred.flatten().nan_to_num(nan=0.0)
 
 
-def decoupled_advantages(
-    rewards: torch.Tensor, group_size: int, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def decoupled_advantages(rewards: torch.Tensor, group_size: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """GDPO, https://arxiv.org/abs/2601.05242: each reward function is normalised in its group, then the weighted sum is
     normalised over the batch, so that none drowns another by its scale. (N, F) -> (N,)."""
     groups = rewards.view(-1, group_size, rewards.shape[1])

@@ -129,7 +129,9 @@ def learning_problem(logs: Mapping[str, float]) -> str | None:
             f"{math.exp(gap):.2f} on average: its weights may be stale, or its precision too low."
         )
     if logs.get("entropy", 1.0) < 1e-3:
-        return "The policy has almost no entropy left: completions of a prompt will be alike, and nothing more is learned."
+        return (
+            "The policy has almost no entropy left: completions of a prompt will be alike, and nothing more is learned."
+        )
     return None
 
 

@@ -221,6 +221,19 @@ def length_desensitized(scores: CompletionScores, alpha: float) -> torch.Tensor:
     return (scores.logps * torch.where(number <= shorter, 1.0, alpha)).sum(1)
 
 
+@torch.no_grad()
+def pair_weights(chosen: CompletionScores, rejected: CompletionScores) -> torch.Tensor:
+    r"""(B,) how much the policy would have written both completions itself; 1 where each token is what it expects.
+
+    WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827, eq. 2 with sampled alignment: the product over both sides of
+    the geometric mean over their tokens of :math:`\pi(y_t) / \sum_v \pi(v)^2`.
+    """
+    logs = (
+        (side.logps - side.stats["log_collision"]).sum(1) / side.lengths.clamp_min(1) for side in (chosen, rejected)
+    )
+    return torch.exp(sum(logs))
+
+
 # ------------------------------------------------------------------------------------------------------------- trainer
 
 
@@ -327,9 +340,14 @@ class DPOTrainer(PreferenceTrainer):
         else:
             options["pairs_per_token"] = self._pairs_per_token
         weights = args.loss_weights or [1.0] * len(args.loss_type)
-        return sum(
+        losses = sum(
             weight * LOSSES[name](pairs, **options) for name, weight in zip(args.loss_type, weights, strict=True)
         )
+        return losses * pair_weights(chosen.tokens, rejected.tokens) if args.use_weighting else losses
+
+    @property
+    def token_stats(self) -> tuple[str, ...]:
+        return (*super().token_stats, "log_collision") if self.args.use_weighting else super().token_stats
 
     def pairs(self, chosen: Completions, rejected: Completions) -> Pairs:
         """What the losses read."""

@@ -55,7 +55,9 @@ class GRPOConfig(RolloutConfig):
     top_entropy_quantile: float = opt(
         1.0, "Learn from this share of the tokens alone, those at which the policy was most uncertain.", above=0, max=1
     )
-    entropy_coef: float = opt(0.0, "Weight of the entropy that is added to what is maximised; holds the logits whole.", min=0)
+    entropy_coef: float = opt(
+        0.0, "Weight of the entropy that is added to what is maximised; holds the logits whole.", min=0
+    )
     use_adaptive_entropy: bool = opt(False, "Move entropy_coef so that the entropy stays near entropy_target.")
     entropy_coef_min: float = opt(0.0, "Smallest entropy_coef that it is moved to.", min=0)
     entropy_coef_max: float = opt(1.0, "Largest entropy_coef that it is moved to.", min=0)
@@ -68,7 +70,9 @@ class GRPOConfig(RolloutConfig):
         True, "Weigh completions by how probable the trainer finds them against the engine that wrote them."
     )
     vllm_importance_sampling_mode: str = opt(
-        "sequence_mask", "Weights of tokens or completions, bounded or left out beyond the bounds.", choices=IMPORTANCE_MODES
+        "sequence_mask",
+        "Weights of tokens or completions, bounded or left out beyond the bounds.",
+        choices=IMPORTANCE_MODES,
     )
     vllm_importance_sampling_clip_max: float | None = opt(
         3.0, "Largest such weight.", above=0, aliases=("vllm_importance_sampling_cap",)
@@ -90,7 +94,9 @@ class GRPOConfig(RolloutConfig):
             yield f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True, else there is nothing to upload"
-        if self.delta is not None and self.delta <= 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high):
+        if self.delta is not None and self.delta <= 1 + (
+            self.epsilon if self.epsilon_high is None else self.epsilon_high
+        ):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
@@ -105,9 +111,13 @@ class GRPOTrainer(RolloutTrainer):
         super().__init__(*args, **kwargs)
         config = self.args
         if config.loss_type == "luspo" and config.importance_sampling_level == "token":
-            logger.warning("loss_type='luspo' is meant for ratios of sequences; set importance_sampling_level='sequence'.")
+            logger.warning(
+                "loss_type='luspo' is meant for ratios of sequences; set importance_sampling_level='sequence'."
+            )
         if config.loss_type == "cispo" and config.epsilon_high is None:
-            logger.warning("loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon)
+            logger.warning(
+                "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
+            )
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
 
     @property
@@ -160,7 +170,9 @@ class GRPOTrainer(RolloutTrainer):
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         weight = mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
         if args.loss_type == "cispo":
-            self.metrics.add_sum("cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float().mul(weight).sum(), weight.sum())
+            self.metrics.add_sum(
+                "cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float().mul(weight).sum(), weight.sum()
+            )
         if args.loss_type in ("cispo", "sapo", "vespo"):
             return
         low_clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)).float().mul(weight).sum()

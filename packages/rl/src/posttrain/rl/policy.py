@@ -48,7 +48,9 @@ def cast_head(model: nn.Module) -> None:
     base = models.base_model(model)
     head = base.get_output_embeddings()
     if head.weight is base.get_input_embeddings().weight:
-        raise ValueError("cast_lm_head_to_fp32=True needs a head of its own, and this model shares it with its embedding.")
+        raise ValueError(
+            "cast_lm_head_to_fp32=True needs a head of its own, and this model shares it with its embedding."
+        )
     head.float()
     head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
 

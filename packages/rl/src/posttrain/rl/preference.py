@@ -101,6 +101,8 @@ class PreferenceTrainer(Trainer):
     )  # fmt: skip
     #: The format of the rows: pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
+    #: What is computed of each completion token besides its log-probability.
+    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
 
@@ -225,13 +227,14 @@ class PreferenceTrainer(Trainer):
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
         """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
         options = {"output_router_logits": True} if self._aux_loss_coef else {}
-        scores = score_completions(model, inputs, with_entropy=True, **options)
+        scores = score_completions(model, inputs, stats=self.token_stats, **options)
         logp = self.completion_logp(scores)
         ref_logp = self.reference_logp(inputs) if self.needs_reference else None
         half = len(logp) // 2
         sides = []
         for part in (slice(0, half), slice(half, None)):
-            tokens = CompletionScores(scores.logps[part], scores.mask[part], scores.entropy[part])
+            stats = {name: stat[part] for name, stat in scores.stats.items()}
+            tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
         self._check_start(*sides)
         return *sides, scores.aux_loss if self._aux_loss_coef else None
@@ -357,10 +360,13 @@ class PreferenceTrainer(Trainer):
         for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
             add(f"rewards/{name}", totals[i], pairs)
             add(f"logps/{name}", side.logp.detach().sum(), pairs)
+            tokens = side.lengths.sum()
+            add(f"logits/{name}", side.tokens.stats["mean_logit"].sum(), tokens)
+            add("entropy", side.tokens.stats["entropy"].sum(), tokens)
+            if name == "chosen":
+                add("mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens)
         add("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs)
         add("rewards/margins", totals[0] - totals[1], pairs)
-        for side in (chosen, rejected):
-            add("entropy", side.tokens.entropy.sum(), side.tokens.mask.sum())
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         """`dataset` as tokens, with the reference's log-probabilities where they are to be precomputed."""

@@ -17,7 +17,8 @@ class ReinforcePlusPlusConfig(GRPOConfig):
 
     loss_type: str = opt("bnpo", "Which loss; the paper's is the clipped one, a mean over all tokens of an update.")
     group_baseline: bool = opt(
-        True, "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline."
+        True,
+        "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline.",
     )
 
 

@@ -25,7 +25,9 @@ def text_of(completion: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ right answers
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?|-?\.\d+")
-_NOISE = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:|\s)|\\text\{[^}]*\}|\\mathrm\{[^}]*\}|[\s$%°]|\\%|\\\$|^\{|\}$")
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|!|,|;|:|\s)|\\text\{[^}]*\}|\\mathrm\{[^}]*\}|[\s$%°]|\\%|\\\$|^\{|\}$"
+)
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 

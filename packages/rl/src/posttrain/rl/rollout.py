@@ -220,7 +220,9 @@ class RolloutTrainer(Trainer):
             return None
         return GroupSampler(len(dataset), self.layout, self._data_seed, bool(self.args.shuffle_dataset))
 
-    def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None):
+    def _get_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+    ):
         if not is_training:  # its batches hold prompts, and the sizes that are set count completions
             batch_size = max(batch_size // self.num_generations_eval, 1)
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
@@ -494,7 +496,9 @@ class RolloutTrainer(Trainer):
             part = self._prepare_inputs(part)
             items = self.count_items(part)
             with torch.no_grad(), self.compute_loss_context_manager():
-                self.metrics.add_sum("loss", self.compute_loss(self.model, part, num_items_in_batch=items) * items, items)
+                self.metrics.add_sum(
+                    "loss", self.compute_loss(self.model, part, num_items_in_batch=items) * items, items
+                )
 
     def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
         """Print and write the completions of a rollout, where that is asked for."""
@@ -548,7 +552,11 @@ class RolloutTrainer(Trainer):
     @property
     def layout(self) -> Layout:
         """Which completions of a rollout are whose."""
-        size, parts, window = self._train_batch_size, self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        size, parts, window = (
+            self._train_batch_size,
+            self.args.steps_per_generation,
+            self.args.gradient_accumulation_steps,
+        )
         chunk = size * (window if parts % window == 0 else parts)
         return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 

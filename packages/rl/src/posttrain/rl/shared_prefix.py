@@ -14,7 +14,7 @@ The other layout is the plain one: a row each, filled up on the right.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,13 +110,13 @@ class CompletionScores:
     """What a model says of each token of K completions; all (K, T).
 
     logps: log-probabilities, 0 outside the mask. mask: bool, which tokens are scored.
-    entropy: of the predicted distributions in nats, detached; None unless asked for.
+    stats: what `posttrain.core.losses.TOKEN_STATS` names and was asked for, detached.
     aux_loss: the router's load-balancing loss, (), of a mixture of experts that was asked for it.
     """
 
     logps: torch.Tensor
     mask: torch.Tensor
-    entropy: torch.Tensor | None = None
+    stats: dict[str, torch.Tensor] = field(default_factory=dict)
     aux_loss: torch.Tensor | None = None
 
     @property
@@ -126,12 +126,18 @@ class CompletionScores:
 
 
 def score_completions(
-    model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0, with_entropy: bool = False, **options: Any
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    stats: tuple[str, ...] = (),
+    **options: Any,
 ) -> CompletionScores:
     """Score the completions of a batch made by `shared_rows` or `padded_rows`. Logits are never held whole.
 
     Args:
         temperature: divides the logits.
+        stats: names in `posttrain.core.losses.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
     Raises:
@@ -143,11 +149,11 @@ def score_completions(
     else:
         labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
         mask = labels != IGNORE_INDEX
-    with models.logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy):
+    with models.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
         outputs = model(**inputs)
-    scores = outputs.logits if with_entropy else outputs.logits.unsqueeze(0)
+    scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
     if "completion_places" in batch:
         scores = scores.flatten(1)[:, batch["completion_places"]] * mask
-    return CompletionScores(
-        scores[0], mask, scores[1].detach() if with_entropy else None, getattr(outputs, "aux_loss", None)
-    )
+    logps, *found = scores.unbind()
+    found = {name: stat.detach() for name, stat in zip(stats, found, strict=True)}
+    return CompletionScores(logps, mask, found, getattr(outputs, "aux_loss", None))

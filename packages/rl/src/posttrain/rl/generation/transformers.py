@@ -56,9 +56,7 @@ class TransformersGenerator:
         logps = drawing.logps_of(completions)
         return Completions(completions, logps, finished, is_exact=logps is not None and _is_float32(self.model))
 
-    def _generate(
-        self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing
-    ) -> torch.Tensor:
+    def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         config = GenerationConfig(**self.kwargs | {
