@@ -47,3 +47,19 @@ DPO = Method(
     config="posttrain.rl.dpo:DPOConfig",
     run=train_with("posttrain.rl.dpo:DPOTrainer"),
 )
+
+GRPO = Method(
+    name="grpo",
+    help="Learn from completions of one's own, compared with others of the same prompt by reward functions.",
+    config="posttrain.rl.grpo:GRPOConfig",
+    run=train_with("posttrain.rl.grpo:GRPOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+)
+
+RLOO = Method(
+    name="rloo",
+    help="REINFORCE on completions of one's own, with the others of the same prompt as the baseline.",
+    config="posttrain.rl.rloo:RLOOConfig",
+    run=train_with("posttrain.rl.rloo:RLOOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+)

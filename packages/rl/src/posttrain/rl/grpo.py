@@ -130,7 +130,9 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def _corrects_engine(self) -> bool:
-        return self.args.vllm_importance_sampling_correction
+        # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
+        known = self.rollout_func is None or self.args.use_vllm
+        return self.args.vllm_importance_sampling_correction and known
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards against the mean of their group; see `posttrain.rl.advantages`."""
@@ -241,7 +243,7 @@ class EntropyBonus:
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self.coefficient = torch.tensor(float(args.entropy_coef))
-        self.last_entropy = torch.tensor(0.0)
+        self.last_entropy = torch.tensor(torch.inf)  # none was measured yet: the first update has no bonus
         self._sums = torch.zeros(2)
 
     def __call__(self, entropy_sum: torch.Tensor, count: torch.Tensor, window_count: torch.Tensor) -> torch.Tensor:
