@@ -292,9 +292,8 @@ class Lifecycle(Incidents, Resuming):
     def _write_checkpoint(self, directory: Path) -> None:
         self._write_model(directory)
         if not self.args.save_only_model:
-            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
-            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
-            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
             self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
