@@ -301,7 +301,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _write_checkpoint(self, directory: Path) -> None:
         self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(self._boundary or self._position(), directory / f"rank-{self.dist.rank}")
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
             self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
@@ -309,14 +310,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
             ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
-
-    def _position(self) -> dict[str, Any]:
-        return {
-            "rng": rng.rng_state(),
-            "trainer": self.state_dict(),
-            "rows_per_update": self._rows_per_update(),
-            "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
-        }
 
     def _restore_rng(self) -> None:
         if self._rng is not None:
