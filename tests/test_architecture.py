@@ -25,10 +25,10 @@ FLOORS = {
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
-        heads hub loader models optim optimizers registry report samplers trackers
+        heads hub interrupts loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """
-        cli incidents lifecycle questions resuming search trainer
+        cli incidents leaving lifecycle questions resuming search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -30,11 +30,11 @@ MEANT = {
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
     "logging_nan_inf_filter",  # non-finite numbers are never hidden
-    "enable_jit_checkpoint",
 }  # fmt: skip
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
+OURS |= {"save_async", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:

@@ -64,8 +64,7 @@ class Resuming:
         stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
         codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
         if self.dist.is_main:
-            if hasattr(model, "config"):
-                model.config.save_pretrained(str(directory))
+            weights.save_description(model, directory)
             self._save_beside(directory)
 
     def _check_adapters(self, directory: Path) -> None:
