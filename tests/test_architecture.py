@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         accelerator_config collators errors fields health losses memory metrics objective plan schedules
-        segments state
+        predictions segments state
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation

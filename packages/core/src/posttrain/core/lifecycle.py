@@ -96,23 +96,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        is_streaming = evaluation.is_streaming(self.compute_metrics)
-        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
-            raise TypeError(
-                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
-                "have update(predictions, labels) and compute()."
-            )
-        if is_streaming and args.include_for_metrics:
-            raise ValueError(
-                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
-                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
-            )
-        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
-            if not objective.accepts(self.compute_metrics, "compute_result"):
-                raise ValueError(
-                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-                    "last; this compute_metrics has no argument compute_result."
-                )
+        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
