@@ -318,6 +318,8 @@ class PreferenceTrainer(Trainer):
             problem = attention.segments_problem(ref_model)
         if self._aux_loss_coef:
             problem = "the router's auxiliary loss is that of padded rows."
+        if args.torch_compile:
+            problem = "the model is compiled, and would be compiled anew for each batch."
         if own_loss:
             problem = (
                 f"{type(self).__name__} has a compute_loss of its own, which is given a padded row for each completion."
@@ -333,7 +335,7 @@ class PreferenceTrainer(Trainer):
                 if one is not None:
                     attention.enable_segments(one)
         if why_not := models.supports_loss_in_head(model):
-            raise ValueError(f"The log-probabilities are computed in the model's head, which cannot be here: {why_not}")
+            logger.info("The logits of each batch are held whole: %s", why_not)
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
         args = self.args
