@@ -34,7 +34,7 @@ TO_COME = {
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
-OURS |= {"save_async", "save_on_signal", "save_on_exception", "max_time"}
+OURS |= {"save_async", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:
@@ -364,7 +364,7 @@ def test_hf_argument_parser_keeps_every_default():
 # What a field needs beside a value of its kind, or instead of one.
 SAMPLES = {
     "optim_args": {"amsgrad": True}, "trackio_static_space_id": "me/board", "fp16": False, "fp16_full_eval": False,
-    "tf32": False, "include_for_metrics": ["inputs"], "liger_kernel_config": {"rope": True}, "dtype": "float32",
+    "tf32": False, "remote_dir": "memory://run", "include_for_metrics": ["inputs"], "liger_kernel_config": {"rope": True}, "dtype": "float32",
 }  # fmt: skip
 COMPANIONS = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},

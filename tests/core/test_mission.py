@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.distributed.test_two_processes import launch
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,7 +28,6 @@ from posttrain.core.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 from tests.core.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
-from tests.distributed.test_two_processes import launch
 
 PARTS = """
     data_collator eval_dataset processing_class model_init compute_loss_func compute_metrics callbacks optimizers

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from tests.distributed.test_two_processes import ROOT, launch
 
 from tests.core.test_evaluation import Accuracy, classifier
-from tests.distributed.test_two_processes import ROOT, launch
 
 
 def test_a_streaming_metric_of_two_processes_is_that_of_one(tmp_path):

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer, RLOOConfig, RLOOTrainer
+from posttrain.rl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ReinforcePlusPlusConfig,
+    ReinforcePlusPlusTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from posttrain.rl.completions import learning_problem, pass_at_k, table
 from posttrain.rl.generation import Completions
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout
@@ -446,8 +453,8 @@ def test_the_wrong_config_is_named(tmp_path):
 
 
 def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
-    from posttrain.core.cli import main
     from posttrain.core import registry
+    from posttrain.core.cli import main
     from posttrain.rl import cli
 
     monkeypatch.chdir(tmp_path)
