@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         accelerator_config collators errors fields health losses memory metrics objective plan schedules
-        segments state
+        predictions segments state
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
@@ -45,6 +45,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
+    "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/loader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
     "core/trainer.py": "the loop and every door are read together",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",

@@ -60,6 +60,7 @@ def run(package, name, path, **changes):
 def engine_of(trainer, package):
     """RLOO of trl takes no rollout function: what generates is replaced."""
     if package is trl:
+
         def generate(prompts):
             made = rollout(prompts, trainer)
             texts = trainer.processing_class.batch_decode(made["completion_ids"], skip_special_tokens=True)

@@ -74,7 +74,9 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
     assert one.ids == [*one.ids[:first], *told, *last]
     assert one.learn == [True] * first + [False] * len(told) + [True] * len(last)
     assert one.logps == [-1.0] * first + [0.0] * len(told) + [-2.0] * len(last)
-    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.completion[1]["content"] == "5"
+    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.completion[1][
+        "content"
+    ] == "5"
     assert shown[0].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n") and one.finished
 
 
@@ -118,7 +120,10 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
 
 
 def test_calls_are_read_from_messages_too():
-    message = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
     assert tool_calls(message) == [("f", {"a": 1})]
     assert tool_calls({"role": "assistant", "content": "no call"}) == []
 

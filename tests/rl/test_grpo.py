@@ -68,7 +68,9 @@ class Scripted:
 
 
 def test_the_loader_gives_the_prompts_of_several_steps_at_once(tmp_path):
-    run = trainer(tmp_path, rows=ROWS * 2, per_device_train_batch_size=4, steps_per_generation=8, gradient_accumulation_steps=1)
+    run = trainer(
+        tmp_path, rows=ROWS * 2, per_device_train_batch_size=4, steps_per_generation=8, gradient_accumulation_steps=1
+    )
     batch = next(iter(run.get_train_dataloader()))
     assert len(batch) == 32
     prompts = [row["prompt"] for row in batch]
@@ -226,7 +228,9 @@ def test_log_probabilities_of_the_engine_are_those_that_a_pass_would_give(tmp_pa
             done = super().generate(*args, **kwargs)
             return Completions(done.ids, None, done.finished)
 
-    computed = trainer(tmp_path / "computed", num_iterations=2, max_steps=4, options={"generator": Silent(tiny.tokenizer())})
+    computed = trainer(
+        tmp_path / "computed", num_iterations=2, max_steps=4, options={"generator": Silent(tiny.tokenizer())}
+    )
     for run in (kept, computed):
         run.train()
     assert logged(kept, "loss") == pytest.approx(logged(computed, "loss"), abs=1e-5)
@@ -254,12 +258,18 @@ def test_sharing_prompts_changes_no_number(tmp_path):
     for run in runs:
         run.train()
     assert logged(runs[0], "grad_norm") == pytest.approx(logged(runs[1], "grad_norm"), rel=1e-4)
-    assert [b["input_ids"].shape[0] for run in runs for b in run._parts_of(run.make_rollout(iter(run.get_train_dataloader())))] == [1, 4]
+    assert [
+        b["input_ids"].shape[0]
+        for run in runs
+        for b in run._parts_of(run.make_rollout(iter(run.get_train_dataloader())))
+    ] == [1, 4]
 
 
 def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     def final(**changes):
-        run = trainer(tmp_path / str(len(changes)), reward=lambda completions: [0.0] * len(completions), max_steps=15, **changes)
+        run = trainer(
+            tmp_path / str(len(changes)), reward=lambda completions: [0.0] * len(completions), max_steps=15, **changes
+        )
         run.train()
         return run
 
@@ -331,7 +341,11 @@ def test_tools_are_called_in_training(tmp_path):
     class Calls(Scripted):
         def generate(self, prompts, n, sampling, seeds):
             self.calls.append((len(prompts), n))
-            texts = ['<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call><|im_end|>'] if len(self.calls) == 1 else ["8<|im_end|>"]
+            texts = (
+                ['<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call><|im_end|>']
+                if len(self.calls) == 1
+                else ["8<|im_end|>"]
+            )
             ids = [tiny.tokenizer()(texts[0])["input_ids"]] * len(prompts) * n
             return Completions(ids, None, [True] * len(ids))
 
@@ -353,7 +367,12 @@ def test_a_rollout_function_takes_the_place_of_generation(tmp_path):
     def rollout(prompts, trainer):
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         words = [[50 + i] for i in range(len(prompts))]
-        return {"prompt_ids": ids, "completion_ids": words, "logprobs": None, "score": [float(i) for i in range(len(prompts))]}
+        return {
+            "prompt_ids": ids,
+            "completion_ids": words,
+            "logprobs": None,
+            "score": [float(i) for i in range(len(prompts))],
+        }
 
     def judge(score):
         return score
@@ -397,14 +416,18 @@ def test_evaluation_sees_every_prompt_once(tmp_path):
     assert output.num_samples == 5
 
 
-@pytest.mark.parametrize(("num", "passed", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (4, 2, 2, 5 / 6)])
+@pytest.mark.parametrize(
+    ("num", "passed", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (4, 2, 2, 5 / 6)]
+)
 def test_pass_at_k(num, passed, k, expected):
     assert pass_at_k(num, passed, k) == pytest.approx(expected)
 
 
 def test_a_table_is_cut_to_what_fits():
     text = table([{"prompt": "p" * 200, "reward": 0.5, "other": float("nan")}], "Step 3", width=20)
-    assert text.splitlines()[0] == "Step 3" and "0.50" in text and "none" in text and max(map(len, text.splitlines())) < 60
+    assert (
+        text.splitlines()[0] == "Step 3" and "0.50" in text and "none" in text and max(map(len, text.splitlines())) < 60
+    )
     assert table([], "nothing") == ""
 
 
@@ -464,7 +487,9 @@ def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
     rows = [{"prompt": row["prompt"], "solution": "7"} for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = "--model_name_or_path model --dataset_name rows.jsonl --reward_funcs accuracy_reward --output_dir out --max_steps 1"
-    words += " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --use_cpu true --report_to none"
+    words += (
+        " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --use_cpu true --report_to none"
+    )
     for method in ("grpo", "rloo"):
         assert main([method, *words.split()]) == 0
         assert (tmp_path / "out" / "model.safetensors").is_file()

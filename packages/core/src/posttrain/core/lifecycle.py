@@ -96,23 +96,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        is_streaming = evaluation.is_streaming(self.compute_metrics)
-        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
-            raise TypeError(
-                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
-                "have update(predictions, labels) and compute()."
-            )
-        if is_streaming and args.include_for_metrics:
-            raise ValueError(
-                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
-                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
-            )
-        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
-            if not objective.accepts(self.compute_metrics, "compute_result"):
-                raise ValueError(
-                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-                    "last; this compute_metrics has no argument compute_result."
-                )
+        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
@@ -303,7 +287,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _write_checkpoint(self, directory: Path) -> None:
         self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(self._boundary or self._position(), directory / f"rank-{self.dist.rank}")
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
             self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
@@ -311,14 +296,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
             ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
-
-    def _position(self) -> dict[str, Any]:
-        return {
-            "rng": rng.rng_state(),
-            "trainer": self.state_dict(),
-            "rows_per_update": self._rows_per_update(),
-            "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
-        }
 
     def _restore_rng(self) -> None:
         if self._rng is not None:

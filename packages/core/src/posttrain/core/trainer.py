@@ -587,6 +587,7 @@ class Trainer(Lifecycle, Questions):
         self._settle_save()
         later = self.args.save_async
         self._state_at_save = copy.copy(self.state) if later else self.state
+        self._processes_at_save = {} if self.args.save_only_model else self._process_states()
         self._saver.save(self.state.global_step, self._write_checkpoint, later)
         if not later:
             self._settle_save()

@@ -95,8 +95,7 @@ class Environments:
         self.counts["calls"] += len(calls)
         self.counts["failures"] += sum(failed for _, failed in results)
         return [
-            {"role": "tool", "name": name, "content": text}
-            for (name, _), (text, _) in zip(calls, results, strict=True)
+            {"role": "tool", "name": name, "content": text} for (name, _), (text, _) in zip(calls, results, strict=True)
         ]
 
     def converse(
@@ -271,7 +270,9 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
     for i, sample in enumerate(samples):
         sample.prompt_ids, sample.ids = list(output["prompt_ids"][i]), list(output["completion_ids"][i])
         if not sample.prompt_ids or not sample.ids:
-            raise ValueError(f"rollout_func returned no tokens for prompt {i}; a prompt and a completion have at least one.")
+            raise ValueError(
+                f"rollout_func returned no tokens for prompt {i}; a prompt and a completion have at least one."
+            )
         sample.logps = None if output["logprobs"] is None else _plain_logps(output["logprobs"][i])
         sample.learn = None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]]
         sample.completion = codec.decode(sample.prompt, sample.ids)

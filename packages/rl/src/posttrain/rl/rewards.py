@@ -51,7 +51,8 @@ class RewardArguments:
     """How completions are scored."""
 
     reward_funcs: list[str] | None = opt(
-        None, "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward models."
+        None,
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward models.",
     )
     reward_weights: list[float] | None = opt(
         None, "Weight of each reward function in the sum; None: 1 each. A larger one pulls the policy its way."
@@ -321,7 +322,9 @@ def _short(value: Any, length: int = 300) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
-BUILT_IN = {function.__name__: function for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)}
+BUILT_IN = {
+    function.__name__: function for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
+}
 
 
 def named_function(name: str) -> Callable[..., Any]:

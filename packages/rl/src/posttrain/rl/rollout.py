@@ -96,7 +96,9 @@ class RolloutTrainer(Trainer):
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
         functions += self.environments.reward_functions
         if not functions:
-            raise ValueError("No reward source: pass reward_funcs, or an environment_factory whose class has get_reward().")
+            raise ValueError(
+                "No reward source: pass reward_funcs, or an environment_factory whose class has get_reward()."
+            )
         self.rewards = Rewards(functions, args)
         data.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, processing_class, args, quantization_config, peft_config)
