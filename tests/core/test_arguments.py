@@ -34,7 +34,7 @@ TO_COME = {
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
-OURS |= {"save_async", "save_on_signal", "save_on_exception", "max_time"}
+OURS |= {"save_async", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:
@@ -364,7 +364,7 @@ def test_hf_argument_parser_keeps_every_default():
 # What a field needs beside a value of its kind, or instead of one.
 SAMPLES = {
     "optim_args": {"amsgrad": True}, "lr_scheduler_kwargs": {"min_lr": 1e-6}, "include_for_metrics": ["inputs"],
-    "trackio_static_space_id": "me/board", "include_num_input_tokens_seen": "all",
+    "trackio_static_space_id": "me/board", "include_num_input_tokens_seen": "all", "remote_dir": "memory://run",
 }  # fmt: skip
 COMPANIONS = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
