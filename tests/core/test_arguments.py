@@ -26,7 +26,7 @@ MEANT = {
 }
 # Fields of transformers that do not exist here yet; `OLD_NAMES` says what to do instead.
 TO_COME = {
-    "accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed",  # sharding
+    "accelerator_config",
     "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",  # hosted dashboards
     "debug", "logging_nan_inf_filter",  # non-finite numbers stop a run anyway
     "auto_find_batch_size", "skip_memory_metrics", "enable_jit_checkpoint",
@@ -292,7 +292,7 @@ def test_a_share_of_warm_up_is_rounded_up_and_a_number_is_kept():
         ("sharded_ddp", "simple", "FSDP"),
         ("tpu_num_cores", 8, "TPUs are not supported"),
         ("mp_parameters", "x", "SageMaker"),
-        ("deepspeed", "zero3.json", "torchrun"),
+        ("accelerator_config", "config.json", "arguments of their own"),
     ],
 )
 def test_old_names_without_a_successor_say_why_and_what_to_do(old, given, advice):

@@ -781,8 +781,7 @@ class Collator:
 
 
 LATER = {
-    "fsdp": "full_shard", "deepspeed": "zero.json", "auto_find_batch_size": True, "skip_memory_metrics": False,
-    "push_to_hub": True, "parallelism_config": {},
+    "auto_find_batch_size": True, "skip_memory_metrics": False, "push_to_hub": True,
 }  # fmt: skip
 
 
