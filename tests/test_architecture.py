@@ -19,9 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
-    0: "plan schedules metrics losses state collators errors fields objective health".split(),
-    1: "arguments callbacks chat checkpoint data distributed evaluation heads hub loader models optim optimizers registry report samplers trackers".split(),
-    2: "trainer lifecycle resuming questions search cli".split(),
+    0: """
+        accelerator_config collators errors fields health losses memory metrics objective plan schedules
+        predictions segments state
+    """.split(),
+    1: """
+        arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
+        heads hub interrupts loader models optim optimizers registry report samplers trackers
+    """.split(),
+    2: """
+        cli incidents leaving lifecycle questions resuming search trainer
+    """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # The ground needs nothing that has to be installed besides these.
@@ -37,6 +45,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
+    "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/loader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
     "core/trainer.py": "the loop and every door are read together",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",

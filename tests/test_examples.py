@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tests import tiny
@@ -73,6 +74,34 @@ def test_sft(model_folder, tmp_path, monkeypatch, capsys):
     load("sft").main()
     assert "Loss curve:" in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
+    module = load("grpo_gsm8k")
+    whole = module.load_dataset
+    few = {"train": 40, "test": 2}
+    monkeypatch.setattr(
+        module, "load_dataset", lambda *names: datasets.DatasetDict(
+            {split: rows.select(range(few[split])) for split, rows in whole(*names).items()}
+        ),
+    )  # fmt: skip
+    argv = [
+        "grpo_gsm8k.py",
+        "--model",
+        model_folder,
+        "--data",
+        str(EXAMPLES / "data/gsm8k"),
+        "--steps",
+        "1",
+        "--length",
+        "6",
+    ]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output", str(tmp_path / "out")])
+    module.main()
+    assert "Held-out pass@1: 0.0" in capsys.readouterr().out
+    assert module.calculator("(48 / 2 - 4) * -3") == -60
+    with pytest.raises(ValueError, match="only numbers"):
+        module.calculator("__import__('os')")
 
 
 def test_the_slice_of_gsm8k_is_what_its_readme_says():

@@ -63,10 +63,12 @@ def test_the_manifest_says_what_is_in_the_checkpoint(checkpoints):
     path = save(checkpoints, 3, extra={"run": "a", "world_size": 2})
     read = manifest.read_manifest(path)
     import hashlib
+    import zlib
 
     assert (read["step"], read["extra"]) == (3, {"run": "a", "world_size": 2})
     assert set(read["files"]) == {"state.json", "state.safetensors", "nested/deep/notes.txt", "nothing.txt"}
-    assert read["files"]["nested/deep/notes.txt"] == {"size": 6, "sha256": [hashlib.sha256(b"step 3").hexdigest()]}
+    digests = {"sha256": [hashlib.sha256(b"step 3").hexdigest()], "crc32": [f"{zlib.crc32(b'step 3'):08x}"]}
+    assert read["files"]["nested/deep/notes.txt"] == {"size": 6} | digests
 
 
 def test_a_large_file_is_hashed_in_blocks(checkpoints, monkeypatch):
@@ -83,7 +85,9 @@ def test_a_large_file_is_hashed_in_blocks(checkpoints, monkeypatch):
     assert checkpoints.verify(path) == []
     for position in (5, 2**20 + 5, 2**21 + 4):
         (path / "large").write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        assert len(checkpoints.verify(path)) == 1
+        for kind, name in (("crc32", "CRC-32"), ("sha256", "SHA-256")):
+            (problem,) = checkpoints.verify(path, kind=kind)
+            assert f"its {name} is not" in problem
 
 
 def test_files_are_on_the_disk_before_the_name_is(checkpoints, monkeypatch):
@@ -314,7 +318,7 @@ def test_each_damaged_file_gets_a_sentence(checkpoints):
     DAMAGES["missing"](path / "state.json")
     DAMAGES["a bit flipped"](path / "state.safetensors")
     problems = checkpoints.verify(path)
-    assert len(problems) == 2 and "state.json is missing" in problems[0] and "SHA-256" in problems[1]
+    assert len(problems) == 2 and "state.json is missing" in problems[0] and "CRC-32" in problems[1]
 
 
 def test_files_that_a_callback_adds_are_no_damage(checkpoints):
@@ -367,8 +371,9 @@ def test_a_name_that_leads_out_of_the_checkpoint_is_refused(how, checkpoints, tm
         lambda body: body.update(files={"a": 3}),
         lambda body: body["files"]["state.json"].update(size="9"),
         lambda body: body["files"]["state.json"].update(sha256=None),
+        lambda body: body["files"]["state.json"].update(crc32=None),
         lambda body: body.update(block=1),
-        lambda body: body.update(version=2),
+        lambda body: body.update(version=3),
         lambda body: body.update(format="other"),
         lambda body: body.pop("written"),
     ],

@@ -304,6 +304,23 @@ def test_logps_take_any_upstream_gradient(dtype, relative, options, temperature)
     assert_near(ours, grads((expected.exp() * upstream * kept).sum(), hidden, weight, offset), relative)
 
 
+def test_logps_tell_of_each_distribution_what_is_asked_for():
+    hidden, weight, offset, labels = problem(torch.float64)
+    kept, logits = labels != -100, plain_logits(hidden, weight, offset)
+    expected = {
+        "log_collision": logits.softmax(-1).square().sum(-1).log(),
+        "correct": (logits.argmax(-1) == labels).double(),
+        "mean_logit": logits.mean(-1),
+        "entropy": torch.distributions.Categorical(logits=logits).entropy(),
+    }
+    _, *found = token_logps(hidden, weight, labels, bias=offset, chunk_size=10, stats=tuple(expected))
+    for stat, value in zip(found, expected.values(), strict=True):
+        assert not stat.requires_grad
+        assert_near([stat], [value.detach() * kept], 1e-13)
+    with pytest.raises(ValueError, match="stats holds 'mean'"):
+        token_logps(hidden, weight, labels, stats=("mean",))
+
+
 def test_logps_can_be_differentiated_twice_over_the_same_graph():
     hidden, weight, _, labels = problem()
     logps = token_logps(hidden, weight, labels)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from posttrain.core.metrics import Clock, Metrics, is_timing, means, speed_metrics
+from posttrain.core.metrics import Clock, Metrics, is_timing, means, peak_flops, speed_metrics
 
 
 def test_a_mean_weighs_what_it_was_given():
@@ -64,7 +64,51 @@ def test_performance_counts_training_time_alone():
     assert values["perf/real_token_share"] == 0.5
     assert values["perf/step_seconds"] == pytest.approx(1, rel=0.01)
     assert values["perf/time_left_seconds"] == pytest.approx(20, rel=0.01)
-    assert clock.performance(1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds"}
+    assert clock.performance(1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds", "perf/peak_host_mib"}
+
+
+def test_a_clock_divides_a_step_into_its_laps():
+    clock = Clock()
+    clock.begin()
+    clock._mark -= 3
+    clock.lap("forward_backward")
+    clock._mark -= 1
+    clock.lap("optimizer")
+    values = clock.performance(1, 0)
+    assert values["perf/forward_backward_seconds"] == pytest.approx(3, abs=0.1)
+    assert values["perf/optimizer_seconds"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_share_of_the_peak_is_operations_by_time_and_peak():
+    clock = Clock(peak_flops=1000.0)
+    clock._last -= 10
+    clock.count(tokens=1, slots=1, flops=2500)
+    assert clock.performance(1, 0)["perf/mfu"] == pytest.approx(0.25, rel=0.01)
+    clock.count(tokens=1, slots=1, flops=2500)
+    clock._peak_flops = None
+    assert "perf/mfu" not in clock.performance(1, 0)
+
+
+def test_the_peak_of_a_device_is_known_by_its_name_and_for_16_bits_alone(monkeypatch):
+    device = torch.device("cuda")
+    for name, peak in [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L4", 121e12),
+        ("X1", None),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(device, torch.bfloat16) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    assert peak_flops(device, torch.float32) is None and peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_a_copy_of_the_metrics_is_left_alone_by_the_original():
+    metrics = Metrics()
+    metrics.add("loss", 1.0)
+    before = metrics.copy()
+    metrics.add("loss", torch.tensor(3.0))
+    assert (before.total("loss"), metrics.total("loss"), metrics.total("other")) == (1.0, 4.0, 0)
 
 
 def test_speed_metrics_are_per_second_and_known_as_timings():

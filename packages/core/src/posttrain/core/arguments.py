@@ -18,9 +18,11 @@ from typing import Any, ClassVar
 import torch
 
 from posttrain.core import distributed, registry, schedules
+from posttrain.core.accelerator_config import AcceleratorArguments
 from posttrain.core.checkpoint import CheckpointArguments
 from posttrain.core.data import DataArguments
 from posttrain.core.distributed import DistributedArguments
+from posttrain.core.ema import EMAArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation import EvaluationArguments
 from posttrain.core.fields import (
@@ -34,7 +36,9 @@ from posttrain.core.fields import (
     translate_old_names,
     validate,
 )
+from posttrain.core.health import HealthArguments
 from posttrain.core.hub import HubArguments
+from posttrain.core.interrupts import InterruptArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
@@ -74,7 +78,7 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "fp16_opt_level": Removed("it set Apex, which torch's autocast replaced", (None, "O1")),
     "include_tokens_per_second": Removed("set include_num_input_tokens_seen='all' to log tokens", (None, False)),
     "dispatch_batches": Removed("every process reads its own rows", (None, False)),
-    "split_batches": Removed("per_device_train_batch_size counts the rows of one process", (None, False)),
+    "split_batches": Removed("it is now part of accelerator_config", (None, False)),
     "past_index": Removed("outputs of one batch are not fed to the next; do so in compute_loss", (None, -1)),
     "jit_mode_eval": Removed("TorchScript is retired; set torch_compile=True", (None, False)),
     "use_ipex": Removed("torch holds these kernels itself; bf16=True uses them on the CPU", (None, False)),
@@ -84,16 +88,8 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
-    "debug": Removed("losses and gradients that are not finite stop the run by themselves", (None, "", [])),
-    "trackio_space_id": _later("set the environment variable TRACKIO_SPACE_ID"),
-    "trackio_bucket_id": _later("log to another tracker"),
-    "trackio_static_space_id": _later("log to another tracker", False),
-    "auto_find_batch_size": _later("lower per_device_train_batch_size and raise gradient_accumulation_steps", False),
-    "skip_memory_metrics": _later("watch memory from outside", True),
-    "enable_jit_checkpoint": _later("save more often, with save_steps", False),
-    # The first loss that is not finite stops the run, so there is never one to filter.
+    # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
-    "accelerator_config": _later("gradient accumulation and data loading have arguments of their own"),
 }
 
 
@@ -126,6 +122,12 @@ class RunArguments:
     torch_empty_cache_steps: int | None = opt(
         None, "Give cached device memory back every so many updates: a lower peak, slower steps.", min=1
     )
+    auto_find_batch_size: bool = opt(
+        False, "When memory runs out, cut each micro-batch in two and go on: the same update, in twice as many parts."
+    )
+    skip_memory_metrics: bool = opt(
+        True, "Off: report how much memory training, each evaluation and each prediction took; slows them a little."
+    )
 
     def _normalize(self) -> None:
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
@@ -133,14 +135,23 @@ class RunArguments:
     def _problems(self) -> Iterator[str]:
         if self.max_steps == 0:
             yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
+        if self.auto_find_batch_size and distributed.world_size() > 1:
+            yield (
+                "auto_find_batch_size=True works in one process: of several, the others would wait for ever for the one that "
+                "has run out of memory. Find the size with one process, then set per_device_train_batch_size"
+            )
 
 
 @dataclass
 class TrainingArguments(  # a dataclass takes the fields of its last base first: output_dir must be the very first
     HubArguments,
+    AcceleratorArguments,
     DistributedArguments,
+    HealthArguments,
+    EMAArguments,
     ModelSideArguments,
     DataArguments,
+    InterruptArguments,
     CheckpointArguments,
     EvaluationArguments,
     LoggingArguments,
@@ -241,12 +252,12 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     @property
     def train_batch_size(self) -> int:
         """Rows of one micro-batch in this process."""
-        return self.per_device_train_batch_size
+        return self.per_process(self.per_device_train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:
         """Rows of one evaluation batch in this process."""
-        return self.per_device_eval_batch_size
+        return self.per_process(self.per_device_eval_batch_size)
 
     @property
     def world_size(self) -> int:

@@ -181,10 +181,12 @@ def logps_in_head(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 256,
     return_entropy: bool = False,
+    stats: tuple[str, ...] = (),
 ) -> Iterator[None]:
     """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
 
-    With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats.
+    With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
+    `posttrain.core.losses.TOKEN_STATS` as `stats` they are (1 + S, B, T).
     """
     targets = labels if shifted else shift_labels(labels, ignore_index)
 
@@ -201,8 +203,9 @@ def logps_in_head(
             softcap=head.softcap,
             scale=head.scale,
             return_entropy=return_entropy,
+            stats=stats,
         )
-        return (torch.stack(scores) if return_entropy else scores)[..., aligned.shape[1] - targets.shape[1] :]
+        return (torch.stack(scores) if return_entropy or stats else scores)[..., aligned.shape[1] - targets.shape[1] :]
 
     with _head_replaced(model, logps):
         yield

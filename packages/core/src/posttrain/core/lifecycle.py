@@ -7,21 +7,24 @@ evaluating and saving after each, and the last record.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, health, hub, models, objective, trackers
-from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
+from posttrain.core import changes, data, ema, evaluation, health, hub, interrupts, models, objective, trackers
+from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
-from posttrain.core.loader import check_limits
-from posttrain.core.metrics import Clock, Metrics, means, speed_metrics
+from posttrain.core.incidents import Incidents
+from posttrain.core.leaving import Leaving
+from posttrain.core.memory import MemoryTracker
+from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
 from posttrain.core.resuming import Resuming
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
@@ -34,11 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
-TOKENS, FLOPS = "input/tokens", "input/flops"
 
-
-class Lifecycle(Resuming):
+class Lifecycle(Incidents, Resuming, Leaving):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -51,6 +51,7 @@ class Lifecycle(Resuming):
     metrics: Metrics
     clock: Clock
     progress: Progress
+    _memory: MemoryTracker
 
     def _set_model(self, model: nn.Module) -> None:
         base = models.base_model(model)
@@ -77,6 +78,7 @@ class Lifecycle(Resuming):
         self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
         self._training_step = objective.with_count(self.training_step)
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
+        self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
 
     def _check_parts(self) -> None:
         """What cannot go together, said before anything expensive happens."""
@@ -94,12 +96,7 @@ class Lifecycle(Resuming):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        if args.batch_eval_metrics and self.compute_metrics is not None:
-            if not objective.accepts(self.compute_metrics, "compute_result"):
-                raise ValueError(
-                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-                    "last; this compute_metrics has no argument compute_result."
-                )
+        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
@@ -145,9 +142,16 @@ class Lifecycle(Resuming):
         self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
-        self.metrics, self.clock, self.progress = Metrics(), Clock(), Progress()
-        self._guard = health.FiniteGuard()
+        self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
+        self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
+        self._cuts, self._loss_terms = 0, {}
+        limit = args.max_time and interrupts.seconds(args.max_time)
+        self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
+        self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
+        place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
+        self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
         loader.set_epoch(0)
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -166,10 +170,23 @@ class Lifecycle(Resuming):
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
-            with models.neftune(self.model, args.neftune_noise_alpha):
+            self._watch.begin()
+            debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
+            memory = self._memory.stage("train")
+            with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
                 yield self.model_wrapped
+            self._leave_after_the_last(trial)
+        except interrupts.Left as left:
+            if (end := left.exit()) is not None:
+                raise end from None
+        except Exception as error:
+            if args.save_on_exception:
+                self._save_after(error)
+            raise
         finally:
+            self._watch.end()
             self.is_in_train = False
+            self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
                 if isinstance(callback, trackers.JSONLinesCallback):
                     callback.close()  # on_train_end is not heard when training raises
@@ -194,7 +211,7 @@ class Lifecycle(Resuming):
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self.dist.on_main(self.store.clean)
+        self._on_savers(self.store.clean)
         if wanted:
             return self.dist.on_main(lambda: self.store.resolve(wanted))
         if self.store.checkpoints() and not self.args.overwrite_output_dir:
@@ -207,6 +224,7 @@ class Lifecycle(Resuming):
 
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
+        ema.load(self._ema, checkpoint)
         self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
         for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
             setattr(self.state, name, getattr(fresh, name))
@@ -218,8 +236,11 @@ class Lifecycle(Resuming):
                 "random numbers start afresh.", checkpoint,
             )  # fmt: skip
             return
+        options, changed = changes.group_options(self.optimizer), changes.found(checkpoint, self.args, self.state.epoch)
         self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+        changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        self._saved_step = self.state.global_step
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
         if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
@@ -250,19 +271,27 @@ class Lifecycle(Resuming):
             processor.save_pretrained(str(directory))
         (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
 
+    def _on_savers(self, work: Callable[[], Any]) -> None:
+        """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
+        if not self.args.save_on_each_node:
+            return self.dist.on_main(lambda: work() and None)
+        if self.args.should_save:
+            work()
+        self.dist.barrier()
+
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir
 
     def _write_checkpoint(self, directory: Path) -> None:
         self._write_model(directory)
         if not self.args.save_only_model:
-            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
-            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
-            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
             self._save_optimizer(directory)
-        if self.dist.is_main:
+        if self.args.should_save:
             if not self.args.save_only_model:
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
+            ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
             self.state.save_to_json(directory / "trainer_state.json")
 
@@ -289,20 +318,6 @@ class Lifecycle(Resuming):
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
-    def _step_of(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        try:
-            return self._training_step(model, inputs, num_items)
-        except IndexError:  # an id that the model does not know, most often: say which
-            check_limits(inputs, self._limits())
-            raise
-
-    def _limits(self) -> dict[str, int]:
-        """How many ids the model knows, by column; labels only where its own loss reads them."""
-        stock = (
-            getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss" and self.compute_loss_func is None
-        )
-        return {name: n for name, n in models.id_limits(self.model).items() if stock or name != "labels"}
-
     def _count_window(self, window: list[Any]) -> torch.Tensor | None:
         """Items of the window, shape (), on the device; over all processes unless told to keep to this one.
 
@@ -313,9 +328,15 @@ class Lifecycle(Resuming):
         items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
         return self.dist.sum(items) if self.args.average_tokens_across_devices else items
 
+    def _count_input(self, inputs: Any) -> None:
+        self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
+        if operations := self.floating_point_ops(inputs):
+            self.metrics.add_sum(FLOPS, operations, 0)
+
     def _advance(self, plan: Plan, num_batches: int) -> None:
         self.progress.batches += num_batches
         self.state.global_step += 1
+        self._is_moving, self._boundary = False, None
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
         if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
             self.store_flos()
@@ -344,13 +365,20 @@ class Lifecycle(Resuming):
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if reason := self._watch.due():
+            self._leave(model, trial, reason)
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._guard.settle()
+        if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+            self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.progress.last_logged:
             self._log_training()
         self.control.should_log = False
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
             self.store_flos()
-            improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
+            metrics = self._evaluate_or_leave(model, trial, ignore_keys)
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(metrics)
             if self.args.save_strategy == "best":
                 self.control.should_save = improved
         if self.control.should_save:
@@ -358,37 +386,42 @@ class Lifecycle(Resuming):
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
+        if self.args.save_on_exception:
+            self._boundary = copy.deepcopy(self._position())
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
         progress, step = self.progress, self.state.global_step
-        self._guard.check(step)
         pairs = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(pairs)
-        progress.loss_sum, progress.loss_count = (
-            a + b for a, b in zip(self._loss_so_far(), pairs["loss"], strict=True)
-        )
+        progress.loss_sum, progress.loss_count = self._loss_so_far(pairs["loss"])
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
+        logs |= self._guard.logged()
         logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
         progress.last_logged = step
         self.log(logs)
 
-    def _loss_so_far(self) -> tuple[float, int]:
-        return self.progress.loss_sum, self.progress.loss_count
+    def _loss_so_far(self, more: tuple[float, float]) -> tuple[float, float]:
+        """(sum, count) of the losses of this run; those of a record that is not finite are in the log, not in the mean."""
+        total, count = more if math.isfinite(more[0]) else (0.0, 0)
+        return self.progress.loss_sum + total, self.progress.loss_count + count
 
     def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
         """Move what the steps since the last call have read from drained metrics to the state."""
         tokens, slots = pairs.pop(TOKENS, (0, 0))
         self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
-        self.state.total_flos += float(pairs.pop(FLOPS, (0, 0))[0])
-        self.clock.count(tokens, slots)
+        flops = float(pairs.pop(FLOPS, (0, 0))[0])
+        self.state.total_flos += flops
+        self.clock.count(tokens, slots, flops)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -409,31 +442,37 @@ class Lifecycle(Resuming):
 
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
-        self._guard.check(self.state.global_step)
+        self._guard.settle()
+        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
-        loss_sum, loss_count = (a + b for a, b in zip(self._loss_so_far(), rest.get("loss", (0.0, 0)), strict=True))
+        loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
         train_loss = loss_sum / max(loss_count, 1)
         done = self.state.global_step - self._first_step
         rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
         metrics = speed_metrics("train", self.clock.total(), rows, done)
         metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
+        metrics |= {"nonfinite_steps": self._guard.count} if self._guard.count else {}
+        metrics |= self._train_memory
         self.log(metrics)
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)
-            self._load_from_checkpoint(self.dist.on_main(lambda: self.store.resolve(best)))
+            folder = self.dist.on_main(lambda: self.store.resolve(best))
+            self._load_from_checkpoint(folder)
+            ema.load(self._ema, folder)
+        if self._ema is not None and self.args.ema_use != "eval":
+            self._ema.copy_to_model()
         self._push_at_end()
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def _rotate(self) -> None:
-        keep = [self.state.best_model_checkpoint] if self.state.best_model_checkpoint else []
-        keep = [*map(Path, keep), *self.uploader.in_use]
+    def _rotate(self, best: str | None) -> None:
+        keep = [*([Path(best)] if best else []), *self.uploader.in_use]
         limit = self.args.save_total_limit
         if limit is None and self.args.save_strategy == "best":
             limit = 1  # the newest is the best so far
-        self.dist.on_main(lambda: self.store.rotate(limit, keep=keep) and None)
+        self._on_savers(lambda: self.store.rotate(limit, keep=keep))
 
     def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
@@ -453,16 +492,20 @@ class Lifecycle(Resuming):
         self._upload(None, at_end=True)
         # Half of what the other processes wait in their next collective.
         self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
-        self._rotate()
+        self._rotate(self.state.best_model_checkpoint)
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
         started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
         loss_only = None if keep or self.compute_metrics is not None else True
-        output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        averaged = self.is_in_train and self._ema is not None and self.args.ema_use != "final"
+        weights = self._ema.swapped_in() if averaged else contextlib.nullcontext()
+        with weights, self._memory.stage(prefix) as memory:
+            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
         output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        output.metrics.update(memory)
         return output
 
     def _evaluation_model(self) -> nn.Module:

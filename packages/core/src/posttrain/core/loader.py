@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
+from posttrain.core.interrupts import WorkerStart
 from posttrain.core.samplers import (
     SeededRandomSampler,
     deal,
@@ -105,6 +106,7 @@ class Loader(DataLoader):
         dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
         self._generator = torch.Generator()
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
+        engine["worker_init_fn"] = WorkerStart(engine.get("worker_init_fn"))
         if is_stream(dataset):
             if any_rank is not None and world_size > 1 and _splits_evenly(dataset, world_size):
                 from datasets.distributed import split_dataset_by_node
@@ -169,6 +171,25 @@ class Loader(DataLoader):
         else:
             start.to_drop = num_batches  # which worker gives how many, only reading tells: some may run out of rows
         self._now = self._next = start
+
+    def rows_of(self, epoch: int, number: int) -> list[int] | None:
+        """The dataset's indices of the rows in batch `number` of `epoch` on this process; None where nobody can say."""
+        if self._stream is not None or not self.in_order:
+            return None
+        generator, began = self._draws.generator, self._now.sampler
+        if generator is None:
+            order = self._draws.order(epoch)
+        elif epoch == self.epoch and began is not None:
+            stands = generator.get_state()
+            generator.set_state(began)
+            order = self._draws.order(epoch)
+            generator.set_state(stands)
+        else:
+            return None
+        if isinstance(order, Iterator):
+            return None
+        draw = next(self._draws.from_place(order, epoch, number * self._unit), None)
+        return None if draw is None else list(draw.indices)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch and what was given out of it, in rows, so that it holds for any number of processes."""
@@ -338,10 +359,13 @@ class _Draws(Sampler):
         return self.drop_last and self.batch_size is not None  # a batch sampler has decided by itself
 
     def __iter__(self) -> Iterator[_Draw]:
-        order = range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, self.epoch, self.seed)
-        return self._draws(order, self.epoch, self.start)
+        return self.from_place(self.order(self.epoch), self.epoch, self.start)
 
-    def _draws(self, order: Any, epoch: int, start: int) -> Iterator[_Draw]:
+    def order(self, epoch: int) -> Any:
+        """The rows in the order of `epoch`; an iterator only if they are too many to count."""
+        return range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, epoch, self.seed)
+
+    def from_place(self, order: Any, epoch: int, start: int) -> Iterator[_Draw]:
         for place, group in groups(order, start, self.group):
             if len(group) < self.group and self._drops_rest:
                 return

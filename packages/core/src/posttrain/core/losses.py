@@ -34,6 +34,12 @@ class LossStats(NamedTuple):
     """Entropy of the predicted distributions, in nats, summed over the targets."""
 
 
+#: What `token_logps` can tell of each predicted distribution besides: whether the target is the most probable token (1 or
+#: 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the logarithm of the probability that
+#: two draws agree.
+TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
+
+
 # --------------------------------------------------------------------------------------------------------------- labels
 
 
@@ -141,8 +147,9 @@ def linear_cross_entropy(
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
     function = _TokenLosses if wait else _SummedLoss
-    loss, correct, entropy = function.apply(
-        hidden, weight, bias, targets, rows, options, return_stats, _needs_grad(hidden, weight, bias)
+    names = ("correct", "entropy") if return_stats else ()
+    loss, *stats = function.apply(
+        hidden, weight, bias, targets, rows, options, names, _needs_grad(hidden, weight, bias)
     )
     if reduction == "none":
         loss = _scatter(loss, rows, labels)
@@ -152,7 +159,7 @@ def linear_cross_entropy(
         loss = loss / max(targets.numel(), 1)
     if not return_stats:
         return loss
-    return loss, LossStats(correct.sum(), entropy.sum())
+    return loss, LossStats(*(stat.sum() for stat in stats))
 
 
 def token_logps(
@@ -167,7 +174,8 @@ def token_logps(
     softcap: float | None = None,
     scale: float = 1.0,
     return_entropy: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    stats: tuple[str, ...] = (),
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 where there is no label.
 
     The arguments are those of `linear_cross_entropy`; `temperature` divides the logits last. Differentiable for any
@@ -175,17 +183,20 @@ def token_logps(
 
     Returns:
         float32, in the shape of `labels`. With `return_entropy`, ``(logps, entropy)``: the entropy of each predicted
-        distribution in nats, detached.
+        distribution in nats, detached. With `stats`, names in `TOKEN_STATS`, ``(logps, *stats)``, detached.
     """
+    stats = stats or (("entropy",) if return_entropy else ())
+    if unknown := sorted({*stats} - {*TOKEN_STATS}):
+        raise ValueError(f"stats holds {unknown[0]!r}, which is not one of {', '.join(TOKEN_STATS)}.")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be > 0.")
     options = _Options(_compute_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
-    losses, _, entropy = _TokenLosses.apply(
-        hidden, weight, bias, targets, rows, options, return_entropy, _needs_grad(hidden, weight, bias)
+    losses, *found = _TokenLosses.apply(
+        hidden, weight, bias, targets, rows, options, stats, _needs_grad(hidden, weight, bias)
     )
     logps = _scatter(-losses, rows, labels)
-    return (logps, _scatter(entropy, rows, labels)) if return_entropy else logps
+    return (logps, *(_scatter(stat, rows, labels) for stat in found)) if stats else logps
 
 
 class _Options(NamedTuple):
@@ -300,24 +311,31 @@ class _Scores(NamedTuple):
     losses: torch.Tensor
     highest: torch.Tensor
     sums: torch.Tensor
-    correct: torch.Tensor
-    entropy: torch.Tensor
+    stats: tuple[torch.Tensor, ...]
 
 
-def _score(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, stats: bool) -> _Scores:
+def _score(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, stats: tuple[str, ...]) -> _Scores:
     target = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-    expected = target
+    expected, found = target, {}
     if label_smoothing:
         expected = (1 - label_smoothing) * target + label_smoothing * logits.mean(1)
-    correct = (logits.argmax(1) == labels).float() if stats else logits.new_zeros(0)
+    if "correct" in stats:
+        found["correct"] = (logits.argmax(1) == labels).to(logits.dtype)
+    if "mean_logit" in stats:
+        found["mean_logit"] = logits.mean(1)
     highest = logits.amax(1)
     logits.sub_(highest.unsqueeze(1))
-    weighted_sums = _exp_and_weighted_sum_(logits) if stats else logits.exp_().new_zeros(0)
+    weighted_sums = _exp_and_weighted_sum_(logits) if "entropy" in stats else None
+    if weighted_sums is None:
+        logits.exp_()
     sums = logits.sum(1)
     log_sums = sums.log()
-    # With d = logits - highest and p = e^d / sum e^d:  -sum p log p = log(sum e^d) - sum(d e^d) / sum e^d.
-    entropy = log_sums - weighted_sums / sums if stats else weighted_sums
-    return _Scores(highest + log_sums - expected, highest, sums, correct, entropy)
+    if weighted_sums is not None:
+        # With d = logits - highest and p = e^d / sum e^d:  -sum p log p = log(sum e^d) - sum(d e^d) / sum e^d.
+        found["entropy"] = log_sums - weighted_sums / sums
+    if "log_collision" in stats:
+        found["log_collision"] = 2 * (torch.linalg.vector_norm(logits, dim=1).log() - log_sums)
+    return _Scores(highest + log_sums - expected, highest, sums, tuple(found[name] for name in stats))
 
 
 def _exp_and_weighted_sum_(d: torch.Tensor) -> torch.Tensor:
@@ -392,7 +410,7 @@ def _subtract_labels(tile: torch.Tensor, labels: torch.Tensor, mass: torch.Tenso
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses, with the gradients made on the way. Returns (loss, correct (M,), entropy (M,))."""
+    """Sum of the losses, with the gradients made on the way. Returns (loss, and each of `stats` (M,))."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
@@ -404,16 +422,16 @@ class _SummedLoss(torch.autograd.Function):
                 states, targets = tiles.hidden_at(start, stop), labels[start:stop]
                 tile, slope = tiles.logits(states, with_slope=any(needs))
                 scores = _score(tile, targets, options.label_smoothing, stats)
-                scored.append((scores.losses, scores.correct, scores.entropy))
+                scored.append((scores.losses, *scores.stats))
                 if any(needs):  # the tile is sums * softmax: subtract sums * labels, and divide by sums later
                     _subtract_labels(tile, targets, scores.sums, options.label_smoothing)
                     if slope is not None:
                         tile.mul_(slope)
                     gradients.add(tiles, start, stop, states, tile, options.scale / options.temperature / scores.sums)
-            losses, correct, entropy = _join(scored, tiles)
+            losses, *found = _join(scored, tiles, 1 + len(stats))
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(correct, entropy)
-        return losses.sum(), correct, entropy
+        ctx.mark_non_differentiable(*found)
+        return losses.sum(), *found
 
     @staticmethod
     @once_differentiable
@@ -428,7 +446,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Each loss by itself; the backward makes the tiles again. Returns (losses, correct, entropy), each (M,)."""
+    """Each loss by itself; the backward makes the tiles again. Returns (losses, and each of `stats`), each (M,)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
@@ -438,13 +456,13 @@ class _TokenLosses(torch.autograd.Function):
             for start, stop in tiles:
                 tile, _ = tiles.logits(tiles.hidden_at(start, stop), with_slope=False)
                 scores = _score(tile, labels[start:stop], options.label_smoothing, stats)
-                scored.append((scores.losses, scores.correct, scores.entropy))
+                scored.append((scores.losses, *scores.stats))
                 log_sums.append(scores.highest + scores.sums.log())
-            losses, correct, entropy = _join(scored, tiles)
+            losses, *found = _join(scored, tiles, 1 + len(stats))
         ctx.save_for_backward(hidden, weight, bias, labels, rows, torch.cat(log_sums))
         ctx.options, ctx.needs = options, needs
-        ctx.mark_non_differentiable(correct, entropy)
-        return losses, correct, entropy
+        ctx.mark_non_differentiable(*found)
+        return losses, *found
 
     @staticmethod
     @once_differentiable
@@ -469,8 +487,8 @@ class _TokenLosses(torch.autograd.Function):
         return *gradients.scaled(), None, None, None, None, None
 
 
-def _join(scored: list[tuple[torch.Tensor, ...]], tiles: _Tiles) -> list[torch.Tensor]:
+def _join(scored: list[tuple[torch.Tensor, ...]], tiles: _Tiles, columns: int) -> list[torch.Tensor]:
     """The columns of `scored`, each concatenated; empty tensors where there was no tile."""
     if not scored:
-        return [tiles.tile.new_zeros(0) for _ in range(3)]
+        return [tiles.tile.new_zeros(0) for _ in range(columns)]
     return [torch.cat(column) for column in zip(*scored, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Container
 from datetime import timedelta
@@ -13,6 +14,14 @@ from typing import Any
 import torch
 
 from posttrain.core.state import strict
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+# Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
+TOKENS, FLOPS = "input/tokens", "input/flops"
 
 
 class Metrics:
@@ -37,6 +46,16 @@ class Metrics:
             self._pairs[name] = (before + total, number + count)
         else:
             self._pairs[name] = (total, count)
+
+    def total(self, name: str) -> float:
+        """The sum of `name` on this process since the last drain; waits for the device."""
+        return _number(self._pairs.get(name, (0, 0))[0])
+
+    def copy(self) -> Metrics:
+        """The metrics as they are now, to go back to. Adding to one leaves the other alone."""
+        other = Metrics()
+        other._pairs = dict(self._pairs)
+        return other
 
     def drain(
         self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
@@ -74,12 +93,41 @@ def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
 
 
-class Clock:
-    """Where the seconds of a run go, by phase, and how fast it moves."""
+# Dense 16-bit matrix operations a second, as the makers' data sheets have them, by a part of the device's name.
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
+    "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
+}  # fmt: skip
 
-    def __init__(self) -> None:
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second that `device` could do at best with matrices of `dtype`; None where that is not known here.
+
+    Only 16-bit types are known, and devices of `PEAK_FLOPS`.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class Clock:
+    """Where the seconds of a run go, by phase, and how fast it moves.
+
+    Args:
+        device: an accelerator's phases between `begin` and `lap` are timed by the device itself, and read when a record is
+            made; without one, they are the host's.
+        peak_flops: operations a second that all devices together could do, for the ``perf/mfu`` of a record.
+    """
+
+    def __init__(self, device: torch.device | None = None, peak_flops: float | None = None) -> None:
         self._phases: dict[str, float] = {}
-        self._tokens = self._slots = 0.0
+        self._tokens = self._slots = self._flops = 0.0
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._peak_flops = peak_flops
+        self._laps: list[tuple[str, Any, Any]] = []
+        self._mark: Any = None
         self._started = self._last = time.perf_counter()
 
     def __call__(self, phase: str) -> Clock:
@@ -95,10 +143,30 @@ class Clock:
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
-    def count(self, tokens: float, slots: float) -> None:
-        """Take in, for the next `performance`, tokens that are not padding and all `slots`, over all processes."""
+    def begin(self) -> None:
+        """The first lap begins."""
+        self._mark = time.perf_counter() if self._device is None else self._event()
+
+    def lap(self, phase: str) -> None:
+        """What has passed since `begin` or the last lap was `phase`."""
+        if self._device is None:
+            now = time.perf_counter()
+            self._phases[phase] = self._phases.get(phase, 0.0) + now - self._mark
+        else:
+            now = self._event()
+            self._laps.append((phase, self._mark, now))
+        self._mark = now
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def count(self, tokens: float, slots: float, flops: float = 0) -> None:
+        """Take in, for the next `performance`, tokens that are not padding, all `slots`, and operations, over all processes."""
         self._tokens += tokens
         self._slots += slots
+        self._flops += flops
 
     def total(self) -> float:
         """Seconds since the clock was made."""
@@ -107,13 +175,21 @@ class Clock:
     def performance(self, steps: int, steps_left: int) -> dict[str, float]:
         """The ``perf/`` values of a log record, since the last one; then start afresh.
 
+        Times of phases are in seconds, peaks of memory in MiB and since the process began, ``perf/mfu`` is the share of what
+        the devices could do at best (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
         Args:
             steps: updates since the last record. steps_left: updates to the end of the run.
         """
+        if self._laps:
+            self._laps[-1][2].synchronize()
+            for phase, begun, ended in self._laps:
+                self.add(phase, begun.elapsed_time(ended) / 1000)
+            self._laps = []
         now = time.perf_counter()
         seconds, phases = now - self._last, self._phases
-        tokens, slots = self._tokens, self._slots
-        self._last, self._phases, self._tokens, self._slots = now, {}, 0.0, 0.0
+        tokens, slots, flops = self._tokens, self._slots, self._flops
+        self._last, self._phases, self._tokens, self._slots, self._flops = now, {}, 0.0, 0.0, 0.0
         # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
         training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
         values = {
@@ -122,7 +198,33 @@ class Clock:
         }
         if slots:
             values |= {"perf/tokens_per_second": tokens / training, "perf/real_token_share": tokens / slots}
-        return values | {f"perf/{phase}_seconds": spent for phase, spent in phases.items()}
+        if flops and self._peak_flops:
+            values["perf/mfu"] = flops / training / self._peak_flops
+        return values | {f"perf/{phase}_seconds": spent for phase, spent in phases.items()} | peak_memory(self._device)
+
+
+def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
+    """A clock for training `model`.
+
+    Args:
+        dist: `posttrain.core.distributed.Distributed`: its device, precision and number of processes are read.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dist.precision)
+    dtype = dtype or next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    peak = peak_flops(dist.device, dtype)
+    return Clock(dist.device, peak and peak * dist.world_size)
+
+
+def peak_memory(device: torch.device | None = None) -> dict[str, float]:
+    """The most memory in MiB that this process has had so far: ``perf/peak_host_mib``, and of a CUDA `device`
+    ``perf/peak_device_mib``; empty on systems that do not say."""
+    values = {}
+    if resource is not None:
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        values["perf/peak_host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    if device is not None and device.type == "cuda":
+        values["perf/peak_device_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return values
 
 
 def speed_metrics(
@@ -176,4 +278,4 @@ def is_performance(name: str) -> bool:
 def is_timing(name: str) -> bool:
     """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
     endings = ("_runtime", "_per_second", "_seconds", "_mib")
-    return is_performance(name) or name.endswith(endings)
+    return is_performance(name) or "_mem_" in name or name.endswith(endings)

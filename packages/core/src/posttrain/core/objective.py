@@ -79,6 +79,8 @@ class Objective:
 
     def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
         self.compute_loss = compute_loss
+        #: Of the last loss that was a dict: its other values, shape () each, in the scale in which they were returned.
+        self.terms: dict[str, torch.Tensor] | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
 
@@ -90,12 +92,12 @@ class Objective:
     def __call__(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
         """(loss, whether it is a mean over this micro-batch alone)."""
         if not self.takes_count:
-            return _scalar(self.compute_loss(model, inputs)), True
+            return self._scalar(self.compute_loss(model, inputs)), True
         if num_items is None or self.returns_mean is not None:
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-            return _scalar(loss), num_items is None or bool(self.returns_mean)
+            return self._scalar(loss), num_items is None or bool(self.returns_mean)
         count = WatchedCount(torch.as_tensor(num_items))
-        loss = _scalar(self.compute_loss(model, inputs, num_items_in_batch=count))
+        loss = self._scalar(self.compute_loss(model, inputs, num_items_in_batch=count))
         self.returns_mean = not count.uses
         if self.returns_mean:
             logger.info(
@@ -104,14 +106,41 @@ class Objective:
             )
         return loss, self.returns_mean
 
+    def _scalar(self, loss: Any) -> torch.Tensor:
+        if isinstance(loss, torch.Tensor):
+            return loss if loss.ndim == 0 else loss.mean()
+        loss, self.terms = split_terms(loss)
+        return loss
 
-def _scalar(loss: Any) -> torch.Tensor:
+
+def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, or a dict that has it under ``"loss"``.
+
+    The terms are detached, shape () each.
+
+    Raises:
+        TypeError: it is neither; the message says what it is.
+    """
     if isinstance(loss, torch.Tensor):
-        return loss if loss.ndim == 0 else loss.mean()
-    raise TypeError(
-        f"compute_loss returned {type(loss).__name__}; it must return a tensor of shape (), or (loss, outputs) when "
-        "called with return_outputs=True."
-    )
+        return (loss if loss.ndim == 0 else loss.mean()), {}
+    if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
+        what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
+        raise TypeError(
+            f"compute_loss returned {what}; it must return a tensor of shape (), or a dict with that tensor under 'loss' and "
+            "terms of it to be logged under other names; when called with return_outputs=True, (either of them, outputs)."
+        )
+    terms = {}
+    for name, value in loss.items():
+        value = torch.as_tensor(value).detach() if isinstance(value, (torch.Tensor, int, float)) else value
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(
+                f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of shape (). "
+                "Return (loss, outputs) where the outputs are asked for."
+            )
+        terms[str(name)] = value.reshape(())
+    del terms["loss"]
+    return (loss["loss"] if loss["loss"].ndim == 0 else loss["loss"].mean()), terms
 
 
 def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
@@ -159,7 +188,9 @@ def flops_parameters(model: nn.Module) -> int:
 
 
 def count_rows(inputs: Any) -> int:
-    """Rows of a micro-batch: the length of its first tensor."""
+    """Rows of a micro-batch: the length of its first tensor; of a list of rows without tensors, how many they are."""
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping) and not _tensors_in(inputs[0]):
+        return len(inputs)
     values = inputs.values() if hasattr(inputs, "values") else inputs if isinstance(inputs, (list, tuple)) else [inputs]
     for value in values:
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -240,11 +271,30 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     return LabelSmoother(factor) if factor else None
 
 
-def with_items(compute_loss: Callable[..., Any], num_items: torch.Tensor | int) -> Callable[..., Any]:
-    """`compute_loss` told of the items of its only batch, if it takes them."""
-    if not accepts(compute_loss, "num_items_in_batch"):
-        return compute_loss
-    return functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
+def with_items(
+    compute_loss: Callable[..., Any],
+    num_items: torch.Tensor | int,
+    log: Callable[[str, torch.Tensor, Any], None] = lambda name, value, weight: None,
+) -> Callable[..., Any]:
+    """`compute_loss` told of the items of its only batch, if it takes them, and giving a tensor where it gives a dict.
+
+    Args:
+        log: called with (name, mean over the batch, items) for each term of a dict.
+    """
+
+    def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
+        result = call(model, inputs, **options)
+        loss, outputs = result if options.get("return_outputs") else (result, None)
+        if isinstance(loss, Mapping) and "loss" in loss:
+            loss, terms = split_terms(loss)
+            for name, value in terms.items():
+                log(name, value if num_items else 0.0, num_items)
+        return (loss, outputs) if options.get("return_outputs") else loss
+
+    call = compute_loss
+    if accepts(compute_loss, "num_items_in_batch"):
+        call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
+    return compute
 
 
 def _tensors_in(inputs: Mapping[str, Any]) -> bool:

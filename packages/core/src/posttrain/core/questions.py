@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core import data
-from posttrain.core.metrics import formatted, save_metrics, table
+from posttrain.core.metrics import FLOPS, Metrics, formatted, save_metrics, table
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -27,7 +27,42 @@ class Questions:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     make_plan: Callable[[Any], Plan]
+    metrics: Metrics
     _train_batch_size: int
+    #: Scripts ask for these. A search fills in the first two.
+    hp_name, hp_search_backend = None, None
+    deepspeed, is_fsdp_xla_enabled = None, False
+
+    @property
+    def current_flos(self) -> float:
+        """Operations of this process that `state.total_flos` does not hold yet; `store_flos` moves them there."""
+        return float(self.metrics.total(FLOPS))
+
+    @current_flos.setter
+    def current_flos(self, operations: float) -> None:
+        self.metrics.add_sum(FLOPS, operations - self.current_flos, 0)
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether whoever loaded the model has spread it over several devices."""
+        return len({str(place) for place in (getattr(self.model, "hf_device_map", None) or {}).values()}) > 1
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the trainer moves the model to its device: unless the arguments say so, not where somebody has placed it."""
+        asked = self.args.place_model_on_device
+        placed = getattr(self.model, "hf_device_map", None) or getattr(self.model, "is_quantized", False)
+        return not placed if asked is None else asked
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The noise that embeddings get in training; see the argument of this name."""
+        return self.args.neftune_noise_alpha
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository on the Hub that the run is pushed to; None where it is not pushed."""
+        return self.uploader.repo_id if self.args.push_to_hub else None
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""

@@ -7,6 +7,7 @@ that knows nothing of trainers. Override the door to change what happens; use a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import logging
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
-from posttrain.core.checkpoint import Store, transaction, weights
+from posttrain.core.checkpoint import Store, weights
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
-from posttrain.core.lifecycle import FLOPS, TOKENS, Lifecycle
-from posttrain.core.metrics import Clock, Metrics, is_performance
+from posttrain.core.lifecycle import Lifecycle
+from posttrain.core.memory import MemoryTracker
+from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
 from posttrain.core.plan import Plan, Progress, make_plan, windows
 from posttrain.core.questions import Questions
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
@@ -47,7 +49,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: tokenizer or processor; saved with the model.
         model_init: makes a fresh model at each `train`, instead of `model`.
         compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
-        compute_metrics: ``EvalPrediction -> {name: value}``.
+        compute_metrics: ``EvalPrediction -> {name: value}``, or a `StreamingMetric`, for which no prediction is stored.
         callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
         optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
         optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
@@ -61,6 +63,8 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
+    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
+    prediction_fill: int = -100
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | evaluation.StreamingMetric | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
@@ -100,6 +104,9 @@ class Trainer(Lifecycle, Questions):
         trackers.set_verbosity(args.get_process_log_level())
         data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
         self.dist = Distributed(args)
+        self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
+        setup = contextlib.ExitStack()
+        setup.enter_context(self._memory.stage("init"))
         self.accelerator = self.dist.accelerator
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -117,13 +124,14 @@ class Trainer(Lifecycle, Questions):
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.is_in_train = False
-        self.metrics, self.clock = Metrics(), Clock()
+        self.metrics, self.clock, self._ema = Metrics(), Clock(), None
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
         builtin = [*DEFAULT_CALLBACKS, *trackers.tracker_callbacks(args.report_to)]
         self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = self._new_state()
+        setup.close()
         self._fire("on_init_end")
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -149,6 +157,7 @@ class Trainer(Lifecycle, Questions):
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            self._do_what_was_left(model, trial, ignore_keys_for_eval)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
@@ -193,32 +202,42 @@ class Trainer(Lifecycle, Questions):
             num_items = self._count_window(window)
         if not model.training:
             self._set_train_mode(model)
-        self.current_gradient_accumulation_steps = len(window)
-        loss = None
-        for number, inputs in enumerate(window, start=1):
-            with self.dist.sync_gradients(model, when=number == len(window)):
-                share = self._step_of(model, inputs, num_items)
-            loss = share if loss is None else loss + share
-            if not data.is_filler(inputs):
-                self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
-                if operations := self.floating_point_ops(inputs):
-                    self.metrics.add_sum(FLOPS, operations, 0)
-            if number < len(window):
-                self._fire("on_substep_end")
+        self.clock.begin()
+        window, losses = self._accumulate_or_cut(model, window, num_items)
+        loss = sum(losses[1:], start=losses[0])
         grad_norm = self.progress.grad_norm = self.dist.clip_gradients(
             self._parameters, self.args.max_grad_norm, self.optimizer
         )
+        self.clock.lap("forward_backward")
         self._fire("on_pre_optimizer_step")
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
-        if self.dist.scaler is None:  # a loss scaler skips the steps that overflow, and lowers the scale
-            self._guard.before_step(self.optimizer, loss, grad_norm, self.state.global_step, num_items)
-        applied = self.dist.optimizer_step(self.optimizer)
+        may_step, applied = self._may_step(window, losses, loss, grad_norm, num_items), True
+        self._is_moving = True  # until the update is counted, no checkpoint can be written
+        if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
+            applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.lr_scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None
+        if self._ema is not None:
+            self._ema.update(self.state.global_step + 1)
+        self.clock.lap("optimizer")
         self.log_metric("loss", loss)
+        if self._loss_terms:
+            self._log_terms()
+
+    def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch of `window`; their shares of its loss, shape () each."""
+        self.current_gradient_accumulation_steps, losses = len(window), []
+        for number, inputs in enumerate(window, start=1):
+            with self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch):
+                losses.append(self._step_of(model, inputs, num_items))
+            if not data.is_filler(inputs):
+                self._count_input(inputs)
+            if number < len(window):
+                self._fire("on_substep_end")
+        return losses
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -234,13 +253,17 @@ class Trainer(Lifecycle, Questions):
         items = self.count_items(inputs) if count else None
         with self.compute_loss_context_manager():
             loss, is_mean = self._objective(model, inputs, num_items_in_batch)
-        if is_mean and items is not None:
-            loss = loss * (items / num_items_in_batch)
+        weight = items / num_items_in_batch if is_mean and items is not None else None
+        if weight is not None:
+            loss = loss * weight
         if data.is_filler(inputs):  # it only keeps the processes in step
             loss = loss * 0
         if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
             loss = loss * self._loss_scale
-        self.dist.backward(loss)
+        if self._objective.terms is not None:
+            self._keep_terms(weight, data.is_filler(inputs))
+        if self._may_go_backward(loss):
+            self.dist.backward(loss)
         return loss.detach()
 
     # ------------------------------------------------------------------------------------------------ the loss
@@ -253,6 +276,9 @@ class Trainer(Lifecycle, Questions):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of one micro-batch, shape (). The usual method to override.
+
+        A dict ``{"loss": ..., "kl": ...}`` may take the loss' place: its other values, terms of the loss in the same scale,
+        are logged under their names.
 
         Args:
             return_outputs: return ``(loss, outputs)``.
@@ -340,7 +366,7 @@ class Trainer(Lifecycle, Questions):
         return window, self._count_window(window) if window else None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return data.to_device(inputs, self.dist.device, non_blocking=self.args.dataloader_pin_memory)
+        return data.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return self._without_unused_columns(dataset, None, description)[0]
@@ -449,7 +475,7 @@ class Trainer(Lifecycle, Questions):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
-        batch_metrics = compute_metrics if args.batch_eval_metrics else None
+        batch_metrics = evaluation.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
         with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
             kept, named, num_samples = evaluation.run(
@@ -461,13 +487,16 @@ class Trainer(Lifecycle, Questions):
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
                 is_filler=data.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
-                batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
+                batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
-                on_batch=lambda: self._fire("on_prediction_step"),
+                on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
+                order=evaluation.reading_order(dataloader),
+                fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if compute_metrics is not None and batch_metrics is None and has_both:
@@ -484,7 +513,7 @@ class Trainer(Lifecycle, Questions):
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
         inputs = self._prepare_inputs(inputs)
         options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
-        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs))
+        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         with self.compute_loss_context_manager():
             return evaluation.predict_batch(model, inputs, compute_loss, loss_only=prediction_loss_only, **options)
 
@@ -517,7 +546,7 @@ class Trainer(Lifecycle, Questions):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
         whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
-        if self.dist.is_main:
+        if self.args.should_save:
             self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -535,29 +564,31 @@ class Trainer(Lifecycle, Questions):
             "progress": dataclasses.asdict(self.progress) | {"grad_norm": float(self.progress.grad_norm)},
             "loader": self._loader.state_dict(),
             "metrics": self.metrics.state_dict(),
+            "health": self._guard.state_dict(),
+            "cuts": self._cuts,
             "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+            "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.progress = Progress(**state["progress"])
         self.metrics.load_state_dict(state["metrics"])
+        self._guard.load_state_dict(state["health"])
+        self._cuts = state["cuts"]
         self.control.should_training_stop = state["stopped"]
-        self._loader.load_state_dict(state["loader"])
-        if self.progress.epoch_ended:
-            self.progress.epoch += 1
-            self._loader.set_epoch(self.progress.epoch)
+        for flag in state["left"]:
+            setattr(self.control, flag, True)
+        self._seek(state["loader"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        step = self.state.global_step
-        place = {"is_main": self.dist.is_main, "gather": self.dist.gather_object}
-        path = transaction.transact(self.store, step, self._write_checkpoint, **place)
-        if path is not None:
-            self._upload(path)
-            self._rotate()
-            self._fire("on_save")
-        elif self.state.best_global_step == step:
-            self.state.best_model_checkpoint = None
+        self._settle_save()
+        later = self.args.save_async
+        self._state_at_save = copy.copy(self.state) if later else self.state
+        self._processes_at_save = {} if self.args.save_only_model else self._process_states()
+        self._saver.save(self.state.global_step, self._write_checkpoint, later)
+        if not later:
+            self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         model = models.unwrap(self.model if model is None else model)
@@ -579,6 +610,7 @@ class Trainer(Lifecycle, Questions):
         """Train again and again with other arguments, to find the best; see `posttrain.core.search.search`."""
         from posttrain.core.search import search
 
+        self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
         return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
 
     def push_to_hub(

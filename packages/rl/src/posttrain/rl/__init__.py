@@ -1,0 +1,28 @@
+"""Preference training, reward models, and online reinforcement learning of language models."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.rl.dpo import DPOConfig, DPOTrainer
+    from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
+
+_HOMES = {
+    "dpo": ("DPOConfig", "DPOTrainer"),
+    "grpo": ("GRPOConfig", "GRPOTrainer"),
+    "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "rloo": ("RLOOConfig", "RLOOTrainer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"posttrain.rl has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)

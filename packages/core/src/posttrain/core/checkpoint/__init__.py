@@ -5,13 +5,16 @@ from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
 from posttrain.core.checkpoint.rng import rng_state, set_rng_state
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
-from posttrain.core.checkpoint.writer import AsyncWriter, snapshot
+from posttrain.core.checkpoint.transaction import Outcome, Saver
+from posttrain.core.checkpoint.writer import AsyncWriter
 
 __all__ = [
     "AsyncWriter",
     "CheckpointArguments",
     "DiskFullError",
     "MissingCheckpointError",
+    "Outcome",
+    "Saver",
     "Store",
     "check_space",
     "directory_bytes",
@@ -20,5 +23,4 @@ __all__ = [
     "rng_state",
     "save_tree",
     "set_rng_state",
-    "snapshot",
 ]

@@ -29,6 +29,11 @@ class CheckpointArguments:
     save_only_model: bool = opt(
         False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
     )
+    save_async: bool = opt(
+        False,
+        "Write checkpoints in the background: training waits only while the state is copied into host memory, of which as "
+        "much as a checkpoint is big stays taken.",
+    )
     save_on_each_node: bool = opt(
         False, "Write the checkpoint once on every node, for nodes that do not share a file system."
     )

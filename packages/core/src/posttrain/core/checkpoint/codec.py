@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.checkpoint.blocks import Source, bytes_of, write_file
 from posttrain.core.errors import CheckpointError
 
 FORMAT, VERSION = "posttrain-tree", 1
@@ -37,6 +38,11 @@ _NATIVE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether every reader of safetensors knows `dtype`."""
+    return dtype in _NATIVE
 
 
 def save_tree(tree: Any, stem: str | Path) -> None:
@@ -114,6 +120,8 @@ def read_json(path: Path) -> Any:
 def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
     """Write `tensors` as one safetensors file, fetching one at a time from its device.
 
+    While a checkpoint is saved in the background this only copies them: the file follows.
+
     Args:
         tensors: dense tensors of dtypes that safetensors has; they need not be contiguous or own their memory.
         metadata: strings to keep in the header.
@@ -129,20 +137,11 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            file.write(_bytes_of(tensors[name]).numpy().data)
+    write_file(Path(path), Source(struct.pack("<Q", len(text)) + text, [tensors[name] for name in names]))
 
 
 def _file(stem: Path, suffix: str) -> Path:
     return stem.parent / (stem.name + suffix)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in row-major order, as a flat uint8 tensor on the CPU. Copies only if it must."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.to("cpu").contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Encoder:
@@ -219,7 +218,7 @@ class _Encoder:
         name = self._names.get(view) if tensor.numel() else None
         if name is None:
             name = self._names[view] = self._new_name(path)
-            self.tensors[name] = tensor if native else _bytes_of(tensor)
+            self.tensors[name] = tensor if native else bytes_of(tensor)
         described = {} if native else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape)}
         return {"$tensor": name} | described
 

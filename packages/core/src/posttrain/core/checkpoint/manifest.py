@@ -1,4 +1,8 @@
-"""``manifest.json``: the name, size and SHA-256 of every file of a checkpoint. It is written last and read first."""
+"""``manifest.json``: name, size, SHA-256 and CRC-32 of every file of a checkpoint. It is written last and read first.
+
+The CRC-32 is what a resume compares: it finds any damage by chance as surely, and is read four times as fast. The SHA-256
+is compared where a checkpoint came over a network.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,37 @@ import json
 import os
 import re
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.checkpoint.blocks import BLOCK, Digest
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
 
-MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 1
-
-# A file is hashed in blocks of this many bytes, so that all cores share a large one.
-BLOCK = 64 * 2**20
+MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 2
 
 
-def write_manifest(directory: Path, step: int, extra: dict[str, Any]) -> None:
+def write_manifest(
+    directory: Path, step: int, extra: dict[str, Any], known: dict[str, list[Digest]] | None = None
+) -> None:
     """Fsync everything in `directory` and write the manifest of all files that are there.
+
+    Args:
+        known: the digests of files that were hashed as they were written, and are on the disk already.
 
     Raises:
         CheckpointError: there is something else than files and directories.
     """
     files, directories = _contents(directory)
     files.pop(MANIFEST, None)
+    digests = {name: found for name, found in (known or {}).items() if name in files}
+    others = {name: size for name, size in files.items() if name not in digests}
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="fsync") as pool:
-        synced = [pool.submit(sync_file, directory / name) for name in files]  # waits for the disk while we hash
-        digests = _hash(directory, files, BLOCK)
+        synced = [pool.submit(sync_file, directory / name) for name in others]  # waits for the disk while we hash
+        digests |= _hash(directory, others, BLOCK)
         for file in synced:
             file.result()
     manifest = {
@@ -40,7 +50,10 @@ def write_manifest(directory: Path, step: int, extra: dict[str, Any]) -> None:
         "step": step,
         "written": round(time.time(), 6),
         "block": BLOCK,
-        "files": {name: {"size": size, "sha256": digests[name]} for name, size in sorted(files.items())},
+        "files": {
+            name: {"size": size, "sha256": [d.sha256 for d in digests[name]], "crc32": [d.crc32 for d in digests[name]]}
+            for name, size in sorted(files.items())
+        },
         "extra": extra,
     }
     manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read back: the seal is of that
@@ -57,7 +70,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
 
     Returns:
         ``{"step", "written": seconds since 1970, "block": bytes, "extra",
-        "files": {name: {"size": bytes, "sha256": [one for each block]}}}``
+        "files": {name: {"size": bytes, "sha256": [one for each block], "crc32": [likewise]}}}``
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -83,11 +96,12 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def damages(checkpoint: str | Path, deep: bool = True) -> list[str]:
+def damages(checkpoint: str | Path, deep: bool = True, kind: str = "crc32") -> list[str]:
     """What is wrong with the checkpoint, a sentence for each damaged file; an empty list: it is whole.
 
     Args:
-        deep: read every file and compare its SHA-256; else only check that it is there and has its size.
+        deep: read every file and compare its checksum; else only check that it is there and has its size.
+        kind: of the checksum: ``"crc32"`` or ``"sha256"``.
     """
     directory = Path(checkpoint)
     try:
@@ -98,9 +112,10 @@ def damages(checkpoint: str | Path, deep: bool = True) -> list[str]:
         }
         if deep:
             present = {name: files[name]["size"] for name, problem in problems.items() if not problem}
-            for name, digest in _hash(directory, present, manifest["block"]).items():
-                if digest != files[name]["sha256"]:
-                    problems[name] = f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}."
+            for name, digests in _hash(directory, present, manifest["block"], (kind,)).items():
+                if [getattr(digest, kind) for digest in digests] != files[name][kind]:
+                    shown = {"crc32": "CRC-32", "sha256": "SHA-256"}[kind]
+                    problems[name] = f"{directory / name} is damaged: its {shown} is not the one in {MANIFEST}."
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
@@ -120,7 +135,7 @@ def _well_formed(manifest: dict[str, Any]) -> bool:
         and isinstance(manifest.get("written"), (int, float))
         and isinstance(files, dict)
         and all(isinstance(entry, dict) and isinstance(entry.get("size"), int) for entry in files.values())
-        and all(isinstance(entry.get("sha256"), list) for entry in files.values())
+        and all(isinstance(entry.get(kind), list) for entry in files.values() for kind in ("sha256", "crc32"))
     )
 
 
@@ -140,29 +155,34 @@ def _contents(directory: Path) -> tuple[dict[str, int], list[str]]:
     return files, directories
 
 
-def _hash(directory: Path, sizes: dict[str, int], block: int) -> dict[str, list[str]]:
-    """``{name: SHA-256 of each block}``, on all cores."""
+def _hash(
+    directory: Path, sizes: dict[str, int], block: int, kinds: tuple[str, ...] = ("sha256", "crc32")
+) -> dict[str, list[Digest]]:
+    """``{name: checksums of each block}``, on all cores; those of other `kinds` are left empty."""
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    digests: dict[str, list[str]] = {name: [] for name in sizes}
-    with ThreadPoolExecutor(max_workers=min(cores, 16), thread_name_prefix="sha256") as pool:
-        hashed = pool.map(lambda item: _hash_block(directory / item[0], item[1], block), blocks)
+    digests: dict[str, list[Digest]] = {name: [] for name in sizes}
+    with ThreadPoolExecutor(max_workers=min(cores, 16), thread_name_prefix="checksum") as pool:
+        hashed = pool.map(lambda item: _hash_block(directory / item[0], item[1], block, kinds), blocks)
         for (name, _), digest in zip(blocks, hashed, strict=True):
             digests[name].append(digest)
     return digests
 
 
-def _hash_block(path: Path, start: int, block: int) -> str:
-    digest, buffer, left = hashlib.sha256(), memoryview(bytearray(2**18)), block
+def _hash_block(path: Path, start: int, block: int, kinds: tuple[str, ...]) -> Digest:
+    sha256, crc32, buffer, left = hashlib.sha256(), 0, memoryview(bytearray(2**18)), block
     try:
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
             while left and (count := file.readinto(buffer[:left])):
-                digest.update(buffer[:count])
+                if "sha256" in kinds:
+                    sha256.update(buffer[:count])
+                if "crc32" in kinds:
+                    crc32 = zlib.crc32(buffer[:count], crc32)
                 left -= count
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed read does not know its file
-    return digest.hexdigest()
+    return Digest(sha256.hexdigest() if "sha256" in kinds else "", f"{crc32:08x}" if "crc32" in kinds else "")
 
 
 def _misplaced(directory: Path, name: str) -> str | None:

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
 from posttrain.core.errors import CheckpointError
@@ -72,7 +73,9 @@ class Store:
         """Around the code that writes into `temp`: an error that means a full disk becomes a `DiskFullError`."""
         return explaining_full_disk(temp, needed=self._last_size())
 
-    def commit(self, temp: str | Path, extra: dict[str, Any] | None = None) -> Path:
+    def commit(
+        self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
+    ) -> Path:
         """Make what lies in `temp` the checkpoint of its step, in place of an earlier one.
 
         When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
@@ -81,6 +84,7 @@ class Store:
         Args:
             temp: what `begin` returned.
             extra: kept in the manifest; JSON only.
+            known: the digests of files that are hashed and on the disk already.
 
         Raises:
             DiskFullError: the disk is full.
@@ -94,7 +98,7 @@ class Store:
         step = int(hidden["name"].removeprefix("checkpoint-"))
         try:
             with self.writing(temp):
-                write_manifest(temp, step, extra or {})
+                write_manifest(temp, step, extra or {}, known)
                 self._rename_into_place(temp, final, step)
         except BaseException:
             self.abort(temp)
@@ -153,15 +157,16 @@ class Store:
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
 
-    def verify(self, path: str | Path, deep: bool = True) -> list[str]:
+    def verify(self, path: str | Path, deep: bool = True, kind: str = "crc32") -> list[str]:
         """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
 
         Files that are not in the manifest, such as a callback leaves behind, are no damage.
 
         Args:
-            deep: read every file and compare its SHA-256; else only that it is there and has its size.
+            deep: read every file and compare its checksum; else only that it is there and has its size.
+            kind: of the checksum: ``"crc32"`` or ``"sha256"``.
         """
-        return damages(path, deep)
+        return damages(path, deep, kind)
 
     def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
         """The whole checkpoint that is meant by True (the newest whole one) or by a path (that one and no other).

@@ -1,65 +1,226 @@
-"""One checkpoint written by all processes of a run: it is there whole, or not at all."""
+"""One checkpoint written by all processes of a run, at once or while training goes on: it is there whole, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.checkpoint.blocks import Digest, Memory, Part
 from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint.writer import AsyncWriter
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+_LEAVING = 10.0  # seconds that the first process still waits for the others when training has failed
 
-def transact(
-    store: Store,
-    step: int,
-    write: Callable[[Path], None],
-    *,
-    is_main: bool,
-    gather: Callable[[Any], list[Any]] = lambda value: [value],
-    extra: dict[str, Any] | None = None,
-) -> Path | None:
-    """Let every process `write` into one temporary directory, then commit it as ``checkpoint-<step>``.
+
+@dataclass
+class Outcome:
+    """What a save came to: `path` is None where it failed, which was warned of."""
+
+    step: int
+    path: Path | None
+
+
+class Saver:
+    """Lets every process write into one temporary directory, then commits it as ``checkpoint-<step>``.
+
+    A write that fails on any process (a full disk, a lost mount) costs that checkpoint alone: what was written is
+    removed, the failure is logged once, and the older checkpoints are untouched.
 
     Args:
-        write: writes this process' files into the directory it is given.
-        gather: lists what every process passed, in rank order; also the barrier between writing and committing.
-
-    Returns:
-        The checkpoint, or None where a write failed on any process (a full disk, a lost mount): what was written is
-        removed, the failure is logged once, and the older checkpoints are untouched.
+        rank, world_size: this process, of how many.
+        gather: lists what every process passed, in rank order. Never called from a thread.
+        patience: seconds that the first process waits for files that the others write in the background.
+        leader: the process whose directory this one writes into: rank 0, or the first of its machine.
     """
-    temp, failure = None, None
-    if is_main:
-        try:
-            temp = store.begin(step)
-        except (OSError, CheckpointError) as error:
-            failure = str(error)
-    temp = gather(temp)[0]
-    if temp is not None:
-        try:
-            with store.writing(temp):
-                write(temp)
-        except (OSError, CheckpointError) as error:
-            failure = f"{type(error).__name__}: {error}"
-        except BaseException:
-            store.abort(temp)
-            raise
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(gather(failure)) if text]
-    final = None
-    if is_main and not failures:
-        try:
-            final = store.commit(temp, extra)
-        except (OSError, CheckpointError) as error:
-            failures = [str(error)]
-    if is_main and failures:
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        patience: float = 1800.0,
+        leader: int = 0,
+    ) -> None:
+        self.store, self.rank, self.world_size, self.patience = store, rank, world_size, patience
+        self._gather, self._leader = gather, leader
+        self._team = [other for other, led_by in enumerate(gather(leader)) if led_by == leader]
+        self._memory, self._writer = Memory(), AsyncWriter()
+        self._pending: int | None = None  # the step of the save that `settle` has not answered for
+        self._leaving = threading.Event()
+
+    @property
+    def pending(self) -> int | None:
+        """The step whose save `settle` is still to answer for."""
+        return self._pending
+
+    def save(
+        self, step: int, write: Callable[[Path], None], later: bool = False, extra: dict[str, Any] | None = None
+    ) -> None:
+        """Write the checkpoint of `step`; what it came to, `settle` says.
+
+        Args:
+            write: writes this process' files into the directory it is given.
+            later: only copy the tensors now, into host memory that is kept; a thread writes them and commits. The save
+                before must be settled.
+            extra: kept in the manifest.
+        """
+        if self._pending is not None:
+            raise RuntimeError(f"The save of step {self._pending} is not settled yet.")
+        temp, failure = None, None
+        if self.rank == self._leader:
+            try:
+                temp = self.store.begin(step)
+            except (OSError, CheckpointError) as error:
+                failure = str(error)
+        temp, part = self._gather(temp)[self._leader], None
         if temp is not None:
-            store.abort(temp)
-        logger.warning(
-            "checkpoint-%d was not saved: %s. Training goes on and saving is tried again at the next save; the "
-            "checkpoints before it are untouched.", step, "; ".join(failures),
-        )  # fmt: skip
-    return gather(final)[0]
+            part = Part(temp, self._memory, later)
+            try:
+                with part.writing():
+                    failure = self._attempt(temp, lambda: write(temp))
+            except BaseException:
+                self.store.abort(temp)
+                raise
+        reports = self._gather((failure, None if later or part is None else part.digests))
+        self._pending = step
+        if later and not any(failure for failure, _ in reports):
+            self._writer.submit(lambda: self._finish(temp, part, extra))
+        else:
+            done = self._conclude(temp, reports, extra)
+            self._writer.finished(done)
+
+    def settle(self, wait: bool = True) -> Outcome | None:
+        """What the last save came to, once; None where there is nothing to say, or not yet.
+
+        Args:
+            wait: until it is written; else ask whether it is. All processes must ask alike.
+
+        Raises:
+            Exception: what went wrong in the background, if it was no failure to write.
+        """
+        if self._pending is None or (not wait and any(self._gather(self._writer.busy))):
+            return None
+        step, self._pending, path, failures, error = self._pending, None, None, [], None
+        try:
+            path, failures = self._writer.wait()
+        except Exception as raised:
+            error = raised
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(error and repr(error))) if text]
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
+        if failures:
+            logger.warning(
+                "checkpoint-%d was not saved: %s. Training goes on and saving is tried again at the next save; the "
+                "checkpoints before it are untouched.", step, "; ".join(failures),
+            )  # fmt: skip
+        return Outcome(step, self._gather(path)[self._leader])
+
+    def leave(self) -> Path | None:
+        """Let the save that is under way end, where the other processes can no longer be asked; what it led to."""
+        if self._pending is None:
+            return None
+        step, self._pending = self._pending, None
+        self._leaving.set()
+        try:
+            path, failures = self._writer.wait()
+        except Exception as error:
+            path, failures = None, [repr(error)]
+        finally:
+            self._leaving.clear()
+        if failures:
+            logger.warning("checkpoint-%d was not saved: %s.", step, "; ".join(failures))
+        return path
+
+    def _attempt(self, temp: Path, work: Callable[[], None]) -> str | None:
+        try:
+            with self.store.writing(temp):
+                work()
+        except (OSError, CheckpointError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _conclude(self, temp: Path | None, reports: list[tuple], extra: Any) -> tuple[Path | None, list[str]]:
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
+        if self.rank != self._leader:
+            return None, []
+        if failures:
+            if temp is not None:
+                self.store.abort(temp)
+            return None, failures
+        known = {name: digests for rank in self._team for name, digests in reports[rank][1].items()}
+        try:
+            return self.store.commit(temp, extra, known), []
+        except (OSError, CheckpointError) as error:
+            self.store.abort(temp)
+            return None, [str(error)]
+
+    # ---- in the background: a thread of each process, which tell each other by files what they have written ----
+
+    def _finish(self, temp: Path, part: Part, extra: Any) -> tuple[Path | None, list[str]]:
+        unexpected, failure = None, None
+        try:
+            failure = self._attempt(temp, part.finish)
+        except Exception as error:
+            unexpected, failure = error, repr(error)
+        if self.rank != self._leader:
+            self._report(temp, failure, part)
+            if unexpected is not None:
+                raise unexpected
+            return None, []
+        reports: list[tuple] = [(None, {})] * self.world_size  # of the other machines: each commits for itself
+        reports[self.rank] = failure, part.digests
+        until = time.monotonic() + self.patience
+        for rank in self._team:
+            if rank != self.rank:
+                reports[rank] = self._report_of(temp, rank, until)
+        if unexpected is not None:
+            self.store.abort(temp)
+            raise unexpected
+        return self._conclude(temp, reports, extra)
+
+    def _report(self, temp: Path, failure: str | None, part: Part) -> None:
+        path = _report_path(temp, self.rank)
+        digests = {name: [asdict(digest) for digest in found] for name, found in part.digests.items()}
+        try:
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps({"failure": failure, "digests": digests}), encoding="utf-8")
+            os.replace(unfinished, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.touch()  # an empty file often finds room on a full disk
+
+    def _report_of(self, temp: Path, rank: int, until: float) -> tuple[str | None, dict[str, list[Digest]]]:
+        path = _report_path(temp, rank)
+        while not path.exists():
+            if self._leaving.is_set():
+                until = min(until, time.monotonic() + _LEAVING)
+                self._leaving.clear()
+            if time.monotonic() > until:
+                return "its files did not come", {}
+            time.sleep(0.02)
+        text = path.read_text(encoding="utf-8")
+        path.unlink()
+        if not text:
+            return "its files could not be written", {}
+        report = json.loads(text)
+        digests = {name: [Digest(**one) for one in found] for name, found in report["digests"].items()}
+        return report["failure"], digests
+
+
+def _report_path(temp: Path, rank: int) -> Path:
+    return temp / f".written-by-{rank}.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,12 +24,54 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with _quiet():
+        with _quiet(), _written_here(), _on_this_process(model):
             model.save_pretrained(str(directory))
     else:
         from safetensors.torch import save_model
 
-        save_model(model, str(directory / WEIGHTS), metadata={"format": "pt", "class": type(model).__name__})
+        with _written_here():
+            save_model(model, str(directory / WEIGHTS), metadata={"format": "pt", "class": type(model).__name__})
+
+
+@contextlib.contextmanager
+def _written_here() -> Iterator[None]:
+    """Let the codec write what transformers and safetensors would: it hashes on the way, and can do so later.
+
+    There is no other way in: both decide what is saved under which name, and write it, in one function.
+    """
+    from safetensors import torch as st
+
+    places = [(st, "save_file")]
+    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
+        places.append((modeling, "safe_save_file"))
+    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+
+    def write(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
+        if all(codec.is_native(tensor.dtype) for tensor in tensors.values()):
+            codec.write_tensors(tensors, filename, metadata)
+        else:
+            originals[0][2](tensors, filename, metadata)
+
+    try:
+        for module, name, _ in originals:
+            setattr(module, name, write)
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _on_this_process(model: nn.Module) -> Iterator[None]:
+    """transformers saves on rank 0 alone, whoever calls it; with `save_on_each_node` others are asked to as well."""
+    decides = hasattr(model, "should_save_on_this_rank")
+    if decides:
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        if decides:
+            del model.should_save_on_this_rank
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:

@@ -1,56 +1,10 @@
-"""Checkpoints written by a thread while training goes on: the loop stands still only while the state is copied."""
+"""A thread that writes a checkpoint while training goes on."""
 
 from __future__ import annotations
 
-import collections
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
-
-import torch
-
-
-def snapshot(tree: Any, reuse: Any = None) -> Any:
-    """A copy of `tree` in host memory that training no longer changes, for `save_tree`.
-
-    Args:
-        tree: what `save_tree` takes. Tensors that share memory share it in the copy.
-        reuse: an earlier snapshot of the same tree that nothing reads any more. Its memory is written over, which
-            spares asking the system for fresh pages and is several times faster.
-    """
-    copier = _Copier()
-    copied = copier.copy(tree, reuse)
-    for device in {tensor.device for tensor, _ in copier.copies.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # copies into pinned memory are asynchronous
-    return copied
-
-
-class _Copier:
-    def __init__(self) -> None:
-        self.copies: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}  # view -> (the tensor, its copy)
-        self._taken: set[int] = set()
-
-    def copy(self, tree: Any, reuse: Any) -> Any:
-        if type(tree) in (torch.Tensor, torch.nn.Parameter):
-            view = (tree.data_ptr(), tree.device, tree.dtype, tuple(tree.shape), tree.stride(), tree.is_conj())
-            if view not in self.copies or not tree.numel():
-                self.copies[view] = (tree, self._copy_tensor(tree.detach(), reuse))
-            return self.copies[view][1]
-        if type(tree) in (dict, collections.OrderedDict):
-            old = reuse if isinstance(reuse, dict) else {}
-            return {key: self.copy(item, old.get(key)) for key, item in tree.items()}
-        if type(tree) in (list, tuple):
-            old = reuse if isinstance(reuse, (list, tuple)) and len(reuse) == len(tree) else [None] * len(tree)
-            return type(tree)(self.copy(item, before) for item, before in zip(tree, old, strict=True))
-        return copy.copy(tree)  # an array or a Counter; what cannot be saved is refused by save_tree
-
-    def _copy_tensor(self, tensor: torch.Tensor, reuse: Any) -> torch.Tensor:
-        fits = type(reuse) is torch.Tensor and reuse.shape == tensor.shape and reuse.dtype == tensor.dtype
-        if not fits or reuse.data_ptr() in self._taken:  # two tensors that were one in the earlier snapshot
-            reuse = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._taken.add(reuse.data_ptr())
-        return reuse.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 class AsyncWriter:
@@ -73,6 +27,11 @@ class AsyncWriter:
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
         self._thread.start()
+
+    def finished(self, result: Any) -> None:
+        """Take in the result of a job that needed no thread, for `wait` to return."""
+        self.wait()
+        self._result = result
 
     def wait(self) -> Any:
         """Wait until nothing is being written.

@@ -152,10 +152,11 @@ class Distributed:
     # ---- model ----
 
     def place(self, model: nn.Module) -> None:
-        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or it is to be cut up."""
-        if self.shards:
-            return
-        if not getattr(model, "hf_device_map", None) and not getattr(model, "is_quantized", False):
+        """Move `model` to this process' device, unless whoever loaded it placed its parts already, it is to be cut up, or the
+        arguments forbid it."""
+        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+        asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
+        if not self.shards and (asked or (asked is None and not placed)):
             model.to(self.device)
 
     def prepare_model(

@@ -17,12 +17,16 @@ class Layerwise(torch.optim.Optimizer):
     """Any optimizer, stepped for one parameter as soon as its gradient is there, which is then dropped.
 
     ``step()`` has nothing left to do. Gradients cannot be accumulated, clipped by their common norm or averaged over
-    processes: none of that is known in time. The update of a loss that turns out not to be finite is already made.
+    processes: none of that is known in time. A gradient that turns out not to be
+    finite has made its update already.
 
     Args:
         params: parameters or groups.
         optimizer_class: what updates a parameter, made with `kwargs`.
     """
+
+    #: A trainer looks at the loss before the backward pass, for after it is too late.
+    steps_in_backward = True
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> None:
         # Holds all state, so that saving and loading are the inner optimizer's own.

@@ -1,0 +1,156 @@
+"""Memory that runs out, and how much of it a stage took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+# What libraries say when memory runs out, where they have no class of error for it.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that there was not enough memory, on the host or on a device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def halves(batch: Any) -> tuple[Any, Any]:
+    """`batch` as two batches of its first and its second rows, of the same types as it.
+
+    Args:
+        batch: a tensor, or a mapping, list or tuple of what can be halved; numbers, strings and None are in both.
+
+    Raises:
+        ValueError: it has one row, or holds things of different numbers of rows, so that nobody knows which belong
+            together. The message says which.
+    """
+    sizes = {name: len(value) for name, value in _columns(batch) if _has_rows(value)}
+    if len(set(sizes.values())) != 1:
+        found = ", ".join(f"{name} of {size} rows" for name, size in sizes.items()) or "no tensor"
+        raise ValueError(f"the batch holds {found}, and cannot be cut by rows")
+    [rows] = set(sizes.values())
+    if rows < 2:
+        raise ValueError("the batch has one row, and cannot be cut any more")
+    middle = (rows + 1) // 2
+    return _cut(batch, slice(0, middle)), _cut(batch, slice(middle, rows))
+
+
+def _columns(batch: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        return [pair for key, value in batch.items() for pair in _columns(value, f"{name}.{key}" if name else str(key))]
+    if isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(v, torch.Tensor) for v in batch)):
+        return [pair for i, value in enumerate(batch) for pair in _columns(value, f"{name}[{i}]")]
+    return [(name, batch)]
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def _cut(batch: Any, rows: slice) -> Any:
+    if isinstance(batch, Mapping):
+        cut = {name: _cut(value, rows) for name, value in batch.items()}
+        return cut if type(batch) is dict else type(batch)(cut)
+    if isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(v, torch.Tensor) for v in batch)):
+        parts = [_cut(value, rows) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch[rows] if _has_rows(batch) else batch
+
+
+def advice(rows: int, accumulation: int) -> str:
+    """What to set when a step of `accumulation` micro-batches of `rows` rows did not fit."""
+    smaller = (
+        f"per_device_train_batch_size={rows // 2} with gradient_accumulation_steps={accumulation * 2} (the same update), "
+        if rows > 1
+        else ""
+    )
+    found = "auto_find_batch_size=True to have that found, " if rows > 1 else ""
+    return f"To fit into memory, set {smaller}{found}gradient_checkpointing=True, or shorter rows."
+
+
+def host_bytes() -> int:
+    """Memory of this process that is in use now, in bytes; where the system does not say, the most it ever was."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as numbers:
+            return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class MemoryTracker:
+    """The memory that stages of a run take, under the names that transformers' Trainer gave them.
+
+    A stage within a stage counts as part of the outer one. The peak of the host is sampled a hundred times a second.
+
+    Args:
+        device: whose memory is reported besides the host's.
+        on: whether to track at all.
+    """
+
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self.device, self.on, self._under_way = device, on, False
+        self._of_init: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[dict[str, int]]:
+        """A dict that holds, after the block, ``<name>_mem_cpu_alloc_delta`` and ``<name>_mem_cpu_peaked_delta`` in bytes, and
+        ``_mem_gpu_`` likewise where there is a device. Empty for a stage within another.
+
+        The stage ``init`` reports nothing by itself: the first stage after it brings its numbers along.
+        """
+        metrics: dict[str, int] = {}
+        if not self.on or self._under_way:
+            yield metrics
+            return
+        self._under_way, host, device = True, host_bytes(), self._allocated()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        sampler = _Peak()
+        try:
+            yield metrics
+        finally:
+            self._under_way, peak, now = False, sampler.stop(), host_bytes()
+        found = {f"{name}_mem_cpu_alloc_delta": now - host, f"{name}_mem_cpu_peaked_delta": max(0, peak - now)}
+        if device is not None:
+            after = self._allocated()
+            found[f"{name}_mem_gpu_alloc_delta"] = after - device
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.device)
+                found[f"{name}_mem_gpu_peaked_delta"] = max(0, peak - after)
+        if name == "init":
+            before = {"before_init_mem_cpu": host} | ({} if device is None else {"before_init_mem_gpu": device})
+            self._of_init = before | found
+        else:
+            metrics |= self._of_init | found
+            self._of_init = {}
+
+    def _allocated(self) -> int | None:
+        return None if self.device.type in ("cpu", "mps") else torch.accelerator.memory_allocated(self.device)
+
+
+class _Peak:
+    """The largest memory use of this process while it runs."""
+
+    def __init__(self) -> None:
+        self.peak, self._done = host_bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.01):
+            self.peak = max(self.peak, host_bytes())
+
+    def stop(self) -> int:
+        self._done.set()
+        self._thread.join()
+        return max(self.peak, host_bytes())

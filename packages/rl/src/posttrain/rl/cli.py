@@ -1,0 +1,65 @@
+"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+from posttrain.core.errors import DataError
+from posttrain.core.registry import Method, Run
+
+
+def train_with(trainer: str) -> Callable[[Run], None]:
+    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in ``output_dir``."""
+
+    def run(run: Run) -> None:
+        module, _, name = trainer.partition(":")
+        config, model = run.config, run.model
+        train_rows, eval_rows = run.data.load()
+        if config.eval_strategy != "no" and eval_rows is None:
+            raise DataError(
+                f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on: the "
+                f"dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
+            )
+        extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
+        # On a command line "true" stands for the newest checkpoint and "false" for none; anything else is a path.
+        given = config.resume_from_checkpoint
+        resume = {"true": True, "false": None}.get(str(given).lower(), given)
+        changes = {"model_init_kwargs": model.model_init_kwargs() | extra, "resume_from_checkpoint": None}
+        made = getattr(importlib.import_module(module), name)(
+            model=model.model_name_or_path,
+            args=dataclasses.replace(config, **changes),
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            peft_config=model.peft_config(),
+            quantization_config=model.quantization_config(),
+        )
+        made.train(resume_from_checkpoint=resume)
+        made.save_model()
+
+    return run
+
+
+DPO = Method(
+    name="dpo",
+    help="Learn from pairs of a better and a worse completion, held to the model it began as.",
+    config="posttrain.rl.dpo:DPOConfig",
+    run=train_with("posttrain.rl.dpo:DPOTrainer"),
+)
+
+GRPO = Method(
+    name="grpo",
+    help="Learn from completions of one's own, compared with others of the same prompt by reward functions.",
+    config="posttrain.rl.grpo:GRPOConfig",
+    run=train_with("posttrain.rl.grpo:GRPOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+)
+
+RLOO = Method(
+    name="rloo",
+    help="REINFORCE on completions of one's own, with the others of the same prompt as the baseline.",
+    config="posttrain.rl.rloo:RLOOConfig",
+    run=train_with("posttrain.rl.rloo:RLOOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+)

@@ -1,0 +1,470 @@
+"""What every trainer of preferences shares: pairs in, scores of the policy and of a reference, a loss for each pair.
+
+An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which gives a loss for
+each of B pairs from the `Completions` of both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import Trainer, TrainingArguments, attention, data, evaluation, models, objective
+from posttrain.core.checkpoint import codec
+from posttrain.core.data import check_dataset
+from posttrain.rl import reference as references
+from posttrain.rl import side_by_side
+from posttrain.rl.preference_config import PreferenceConfig, as_config
+from posttrain.rl.preference_data import PreferenceReport, prepare_preferences
+from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """One side of B pairs, as policy and reference see it.
+
+    logp: (B,) log-probability of the completion under the policy. ref_logp: (B,) under the reference, None without one.
+    tokens: its tokens one by one.
+    """
+
+    logp: torch.Tensor
+    ref_logp: torch.Tensor | None
+    tokens: CompletionScores
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """(B,) log pi(y|x) - log pi_ref(y|x)."""
+        return self.logp - self.ref_logp
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) scored tokens."""
+        return self.tokens.lengths
+
+    @property
+    def mean_logp(self) -> torch.Tensor:
+        """(B,) log-probability of a token, on average."""
+        return self.logp / self.lengths.clamp_min(1)
+
+
+@dataclass
+class PreferenceCollator:
+    """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones.
+
+    Args:
+        shared: one row, each prompt once, see `shared_rows`. flat: one row, without padding. Neither: a row each.
+    """
+
+    pad_token_id: int
+    shared: bool = False
+    flat: bool = False
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
+        batch = reorder(batch, [*range(0, 2 * len(rows), 2), *range(1, 2 * len(rows), 2)])
+        for name in ("ref_chosen_logps", "ref_rejected_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+    def lay_out(self, groups: list[tuple[Any, Any]]) -> dict[str, Any]:
+        """A batch of prompts with their completions."""
+        if self.shared or self.flat:
+            return shared_rows(groups, share=self.shared)
+        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+
+
+class PreferenceTrainer(Trainer):
+    """The shared half of the trainers of preferences; see `posttrain.rl.dpo.DPOTrainer` for the arguments.
+
+    Attributes:
+        reference: where reference log-probabilities come from; None where they are not needed.
+        ref_model: the reference, called like the model; None where they are precomputed, or not needed.
+        data_reports: what became of the rows of each dataset, by name.
+    """
+
+    config_class = PreferenceConfig
+    signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
+    fixed_at_construction = (
+        "disable_dropout", "faulty_rows", "long_rows", "max_length", "pad_to_multiple_of", "padding_free",
+        "precompute_ref_log_probs", "shared_prefix", "sync_ref_model", "truncation_mode",
+    )  # fmt: skip
+    #: The format of the rows: pairs, or single completions with a verdict ("unpaired_preference").
+    data_kind = "preference"
+    #: What is computed of each completion token besides its log-probability.
+    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
+    #: Whether the loss compares the policy with a reference.
+    needs_reference = True
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        ref_model: nn.Module | str | None = None,
+        args: PreferenceConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **old_names: Any,
+    ) -> None:
+        args = as_config(type(self), args, old_names)
+        for name, dataset in (("train", train_dataset), *_named(eval_dataset)):
+            if dataset is not None:
+                check_dataset(dataset, f"{name}_dataset")
+        if ref_model is not None and ref_model is model:
+            raise ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
+        data.set_seed(args.seed)  # an adapter's first weights are random
+        tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
+        model, tokenizer = self.load(model, tokenizer, args, quantization_config, peft_config)
+        if isinstance(ref_model, (str, os.PathLike)):
+            ref_model = models.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
+        for one in (model, ref_model):
+            if one is not None and args.disable_dropout:
+                models.disable_dropout(one)
+        self._choose_layout(model, ref_model, args)
+        self.data_reports: dict[str, PreferenceReport] = {}
+        self._prepared: list[Any] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or self.make_collator(tokenizer, args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            **old_names,
+        )
+        self.reference: references.Reference | None = None
+        self.ref_model: Any = None
+        if self.needs_reference:
+            self._set_reference(ref_model, fresh_adapter=peft_config is not None)
+        if train_dataset is not None:
+            self.train_dataset = self._prepare(train_dataset, "train")
+        if eval_dataset is not None:
+            ready = {name: self._prepare(part, name) for name, part in _named(eval_dataset)}
+            self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
+        if isinstance(self.reference, references.PolicyAsReference):
+            self.reference.let_go()
+
+    # ------------------------------------------------------------------------------------------------ for algorithms
+
+    def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of each pair, (B,). An algorithm is this method."""
+        raise TypeError(f"{type(self).__name__} has no preference_loss(chosen, rejected, inputs); define it.")
+
+    def completion_logp(self, scores: CompletionScores) -> torch.Tensor:
+        """(K,) from (K, T): what the log-probability of a completion is made of. The sum over its tokens."""
+        return scores.logps.sum(1)
+
+    def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
+        """What makes a batch of prepared rows."""
+        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of)
+
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> tuple[nn.Module, Any]:
+        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            model = models.load_causal_lm(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
+        elif args.model_init_kwargs is not None or quantization_config is not None:
+            raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+        if not isinstance(model, nn.Module) or getattr(models.base_model(model), "config", None) is None:
+            raise TypeError(
+                f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."
+            )
+        if tokenizer is None:
+            tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        if args.pad_token is not None:
+            tokenizer.pad_token = args.pad_token
+        if done := models.ensure_pad_token(tokenizer):
+            logger.info(done)
+        if peft_config is not None:
+            model = models.add_adapter(model, peft_config)
+        models.check_trainable(model)
+        return model, tokenizer
+
+    # ------------------------------------------------------------------------------------------------ the doors
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean of `preference_loss` over the pairs of the window, shape ().
+
+        With `return_outputs` also ``{"rewards": (B, 2)}``, of the chosen and the rejected completion of each pair.
+        """
+        chosen, rejected, aux_loss = self.score(model, inputs)
+        losses = self.preference_loss(chosen, rejected, inputs)
+        if aux_loss is not None:
+            losses = losses + self._aux_loss_coef * aux_loss
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
+        if not data.is_filler(inputs):
+            self._log_pairs(chosen, rejected, rewards)
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
+        """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
+        options = {"output_router_logits": True} if self._aux_loss_coef else {}
+        scores = score_completions(model, inputs, stats=self.token_stats, **options)
+        logp = self.completion_logp(scores)
+        ref_logp = self.reference_logp(inputs) if self.needs_reference else None
+        half = len(logp) // 2
+        sides = []
+        for part in (slice(0, half), slice(half, None)):
+            stats = {name: stat[part] for name, stat in scores.stats.items()}
+            tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
+            sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
+        self._check_start(*sides)
+        return *sides, scores.aux_loss if self._aux_loss_coef else None
+
+    def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(K,) log-probability of each completion under the reference."""
+        if "ref_chosen_logps" in inputs:
+            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        with self.reference.use() as model:
+            return self.completion_logp(score_completions(model, inputs))
+
+    def rewards(self, side: Completions) -> torch.Tensor:
+        """(B,) what the policy's preference amounts to as a reward; for the log alone."""
+        return self.args.beta * (side.log_ratio if self.needs_reference else side.logp)
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The pairs of a micro-batch."""
+        return 0 if data.is_filler(inputs) else len(inputs["completion_mask"]) // 2
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
+        inputs = self._prepare_inputs(inputs)
+        pairs = self.count_items(inputs)
+        compute_loss = objective.with_items(self.compute_loss, pairs)
+        options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        with self.compute_loss_context_manager():
+            loss, logits, _ = evaluation.predict_batch(
+                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
+            )
+        return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
+        offload = self.args.activation_offloading
+        pin = offload and self.dist.device.type == "cuda"
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """As the core's; rows that were not prepared at construction are prepared here."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepare(eval_dataset, "eval")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in samples.jsonl."""
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if (
+            self.args.num_eval_samples and self.dist.is_main and not isinstance(chosen, Mapping)
+        ):  # a dict comes one by one
+            self._write_samples(self.callback_handler.eval_dataloader.dataset)
+        return metrics
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """As the core's; the rows are prepared here."""
+        return super().get_test_dataloader(self._prepare(test_dataset, "test"))
+
+    # ------------------------------------------------------------------------------------------------ behind the doors
+
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
+        """Whether prompts are shared, and what is told where they are not."""
+        config = models.base_model(model).config.get_text_config()
+        coefficient = args.router_aux_loss_coef
+        if coefficient and not hasattr(config, "output_router_logits"):
+            raise ValueError(f"router_aux_loss_coef={coefficient}: {type(model).__name__} is no mixture of experts.")
+        if coefficient is None and getattr(config, "output_router_logits", False):
+            coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+        self._aux_loss_coef = coefficient or 0.0
+        own_loss = type(self).compute_loss is not PreferenceTrainer.compute_loss
+        problem = attention.segments_problem(model)
+        if problem is None and ref_model is not None:
+            problem = attention.segments_problem(ref_model)
+        if self._aux_loss_coef:
+            problem = "the router's auxiliary loss is that of padded rows."
+        if args.torch_compile:
+            problem = "the model is compiled, and would be compiled anew for each batch."
+        if own_loss:
+            problem = (
+                f"{type(self).__name__} has a compute_loss of its own, which is given a padded row for each completion."
+            )
+        if problem and (args.shared_prefix or args.padding_free):
+            name = "shared_prefix" if args.shared_prefix else "padding_free"
+            raise ValueError(f"{name}=True cannot be: {problem} Set {name}=False.")
+        self._shared = problem is None and args.shared_prefix is not False
+        if problem:
+            logger.info("Each completion is read behind a prompt of its own: %s", problem)
+        if self._shared or args.padding_free:
+            for one in (model, ref_model):
+                if one is not None:
+                    attention.enable_segments(one)
+        if why_not := models.supports_loss_in_head(model):
+            logger.info("The logits of each batch are held whole: %s", why_not)
+
+    def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
+        args = self.args
+        if args.sync_ref_model and (
+            problem := references.sync_problem(self.model, ref_model, args.ref_model_mixup_alpha)
+        ):
+            raise ValueError(problem)
+        self._starts_at_reference = ref_model is None and args.disable_dropout and not args.neftune_noise_alpha
+        moves, precomputed = args.sync_ref_model, args.precompute_ref_log_probs
+        self.reference = references.make_reference(self.model, ref_model, fresh_adapter, moves, precomputed)
+        self.ref_model = self.reference.model
+        if isinstance(self.reference, references.FrozenReference):
+            self.dist.place(self.ref_model)
+        if args.sync_ref_model:
+            alpha, every = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+            self.add_callback(references.SyncReference(self.reference, alpha, every))
+
+    def _check_start(self, chosen: Completions, rejected: Completions) -> None:
+        """Once, before the first update: the policy is still what the reference was made of, so no margin may be there."""
+        if not getattr(self, "_starts_at_reference", False):
+            return
+        self._starts_at_reference = False
+        if self.state.global_step > 0:
+            return
+        half = self.args.bf16 or self.args.fp16 or chosen.logp.dtype != torch.float32
+        largest = max(float(side.log_ratio.detach().abs().max()) for side in (chosen, rejected))
+        scale = max(float(side.logp.detach().abs().max()) for side in (chosen, rejected))
+        if not largest <= (5e-2 if half else 1e-3) * max(scale, 1.0):
+            raise ValueError(
+                f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the log-probability "
+                "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
+                "its adapter not start at zero (init_lora_weights)? Pass ref_model to compare with another model on purpose."
+            )
+
+    def _log_pairs(self, chosen: Completions, rejected: Completions, rewards: torch.Tensor) -> None:
+        pairs, add = len(rewards), self.metrics.add_sum
+        totals = rewards.sum(0)
+        for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
+            add(f"rewards/{name}", totals[i], pairs)
+            add(f"logps/{name}", side.logp.detach().sum(), pairs)
+            tokens = side.lengths.sum()
+            add(f"logits/{name}", side.tokens.stats["mean_logit"].sum(), tokens)
+            add("entropy", side.tokens.stats["entropy"].sum(), tokens)
+            if name == "chosen":
+                add("mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens)
+        add("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs)
+        add("rewards/margins", totals[0] - totals[1], pairs)
+
+    def _write_samples(self, dataset: Any) -> None:
+        rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
+        prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
+        with self.compute_loss_context_manager():
+            samples = side_by_side.compare(
+                self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
+            )
+        side_by_side.append(samples, self.state.global_step, self.args.output_dir)
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        """`dataset` as tokens, with the reference's log-probabilities where they are to be precomputed."""
+        if any(dataset is ready for ready in self._prepared):
+            return dataset
+        args = self.args
+        with self.dist.main_first():  # one process writes the cache, the others read it
+            dataset, report = prepare_preferences(
+                dataset,
+                self.processing_class,
+                kind=self.data_kind,
+                max_length=args.max_length,
+                truncation=args.truncation_mode,
+                long_rows=args.long_rows,
+                faulty_rows=args.faulty_rows,
+                num_proc=args.dataset_num_proc,
+                limits=models.id_limits(self.model),
+                name=name,
+            )
+        self.data_reports[name] = report
+        if self.dist.is_main and report.rows_in:
+            report.tell(logger)
+        if self.needs_reference and args.precompute_ref_log_probs:
+            dataset = self._precompute(dataset, name)
+        self._prepared.append(dataset)
+        return dataset
+
+    @torch.no_grad()
+    def _precompute(self, dataset: Any, name: str) -> Any:
+        """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{name}: precompute_ref_log_probs=True needs to know all rows, and a stream ends nobody knows where. Set it to "
+                "False, or load the rows with streaming=False."
+            )
+        if "ref_chosen_logps" in dataset.column_names:
+            return dataset
+        if self.reference.is_gone:
+            raise ValueError(
+                f"{name}: the reference's log-probabilities of new rows cannot be computed any more: with "
+                "precompute_ref_log_probs=True it was let go when those of the datasets passed to the trainer were known. Pass "
+                "these rows as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
+            )
+        batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        mine = range(self.dist.rank, len(dataset), self.dist.world_size)
+        logps: dict[int, tuple[float, float]] = {}
+        with evaluation.eval_mode(self.model):
+            for start in range(0, len(mine), batch_size):
+                rows = mine[start : start + batch_size]
+                inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
+                with self.compute_loss_context_manager():
+                    pairs = self.reference_logp(inputs).float().view(2, len(rows)).t().tolist()
+                logps |= dict(zip(rows, map(tuple, pairs), strict=True))
+        for part in self.dist.gather_object(logps):
+            logps |= part
+        ordered = [logps[row] for row in range(len(dataset))]
+        for column, values in zip(("ref_chosen_logps", "ref_rejected_logps"), zip(*ordered, strict=True), strict=True):
+            dataset = dataset.add_column(column, list(values))
+        return dataset
+
+    # The reference is one file of the checkpoint, for all processes.
+
+    def _write_checkpoint(self, directory: Any) -> None:
+        super()._write_checkpoint(directory)
+        if self.reference is not None and self.dist.is_main and not self.args.save_only_model:
+            codec.save_tree(self.reference.state_dict(), directory / "reference")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        stem = Path(resume_from_checkpoint) / "reference"
+        if self.reference is not None and stem.with_suffix(".json").is_file():
+            self.reference.load_state_dict(codec.load_tree(stem), resume_from_checkpoint)
+
+
+def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
+    return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]

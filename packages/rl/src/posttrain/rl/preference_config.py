@@ -1,0 +1,111 @@
+"""The arguments that every trainer of preferences shares, and what earlier versions called them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core import Trainer, TrainingArguments, opt
+from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.rl.preference_rows import FAULTY, LONG
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PreferenceConfig(TrainingArguments):
+    """Arguments of every trainer of preferences."""
+
+    learning_rate: float = opt(1e-6, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
+    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    activation_checkpointing: bool | None = opt(
+        True, "Recompute activations in the backward pass: about a third slower, far less memory."
+    )
+    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+    model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments of from_pretrained, for a model given by name."
+    )
+    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    disable_dropout: bool = opt(True, "Set every dropout of the model and the reference to 0.")
+    activation_offloading: bool = opt(False, "Keep activations in host memory between forward and backward.")
+    router_aux_loss_coef: float | None = opt(
+        None,
+        "Weight of a mixture of experts' load-balancing loss; None: what the model's config says. 0 turns it off.",
+        min=0,
+    )
+    dataset_num_proc: int | None = opt(
+        None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
+    )
+    max_length: int | None = opt(1024, "Most tokens of a prompt with one completion; None: any number.", min=2)
+    truncation_mode: str = opt(
+        "keep_start", "keep_start cuts long completions at their end, keep_end cuts the prompt at its beginning.",
+        choices=("keep_start", "keep_end"),
+    )  # fmt: skip
+    long_rows: str = opt("truncate", "What becomes of rows longer than max_length.", choices=LONG)
+    faulty_rows: str = opt(
+        "drop", "What becomes of equal completions and of empty ones; each is counted and told.", choices=FAULTY
+    )
+    shared_prefix: bool | None = opt(
+        None, "Read each prompt once for all its completions. None: where the model's attention allows it."
+    )
+    padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding; shared_prefix does so anyway.")
+    pad_to_multiple_of: int | str | None = opt(
+        "auto", "Pad batches that have padding to a multiple of this; auto: to none."
+    )
+    num_eval_samples: int = opt(
+        0, "Prompts of each evaluation that policy and reference answer, side by side in samples.jsonl.", min=0
+    )
+    max_sample_tokens: int = opt(64, "Most tokens of such an answer.", min=1)
+    pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
+
+    def _normalize(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        if self.pad_to_multiple_of == "auto":
+            self.pad_to_multiple_of = None
+
+    def _problems(self) -> Iterator[str]:
+        if isinstance(self.pad_to_multiple_of, str) or (self.pad_to_multiple_of or 1) < 1:
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number >= 1, 'auto' or None"
+        if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
+            yield f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as JSON"
+
+
+def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> Any:
+    """The config that `args` and the arguments that earlier versions took elsewhere (taken out of `old_names`) amount to."""
+    config_class = trainer.config_class
+    if args is not None and not isinstance(args, TrainingArguments):
+        raise TypeError(f"args is of type {type(args).__name__}; pass a {config_class.__name__}(output_dir=...).")
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
+    moved = {name: old_names.pop(name) for name in list(old_names) if name in fields}
+    known = [*inspect.signature(trainer.__init__).parameters][1:-1]
+    for name in old_names:
+        if name not in ("tokenizer", "callback"):
+            raise TypeError(
+                f"{trainer.__name__} got an unknown argument {name!r}{did_you_mean(name, [*known, *fields])}"
+            )
+    for name in moved:
+        message = f"{trainer.__name__}: {name}= is now {config_class.__name__}({name}=...); both work."
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    if args is None:
+        return config_class(**moved)
+    if not isinstance(args, config_class):
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        args = config_class(**{name: value for name, value in given.items() if name in fields})
+        logger.info("Arguments of another class were given: what they lack follows %s.", config_class.__name__)
+    default = {name: field.default for name, field in fields.items()}
+    problems = [
+        f"{name}={value!r} was passed to {trainer.__name__}, and {name}={getattr(args, name)!r} in its args"
+        for name, value in moved.items()
+        if getattr(args, name) not in (default[name], value)
+    ]
+    if problems:
+        raise ConfigError(trainer.__name__, problems)
+    return dataclasses.replace(args, **moved) if moved else args

@@ -1,0 +1,282 @@
+"""The reference policy: the weights that the trainer was given, frozen. Nothing is loaded again by name.
+
+It is one of:
+
+- a frozen copy of the model, or the model that was passed as such (`FrozenReference`);
+- the model itself with its adapter off, or with another adapter that holds what the first one was (`AdapterReference`);
+- numbers computed before training, and no model at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import TrainerCallback, models, opt
+from posttrain.core.errors import CheckpointError
+from posttrain.core.evaluation import eval_mode
+
+ADAPTER = "reference"
+
+
+@dataclass
+class ReferenceArguments:
+    """Where the reference log-probabilities come from."""
+
+    precompute_ref_log_probs: bool = opt(
+        False, "Compute the reference's log-probabilities once, before training, and keep no reference model."
+    )
+    precompute_ref_batch_size: int | None = opt(
+        None, "Rows at a time when they are computed before training; None: as in training.", min=1
+    )
+    sync_ref_model: bool = opt(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
+    ref_model_mixup_alpha: float = opt(
+        0.6, "Share of the policy in the reference after a move; at 1 the reference becomes the policy.", above=0, max=1
+    )
+    ref_model_sync_steps: int = opt(512, "Updates between moves of the reference.", min=1)
+
+    def _problems(self) -> Iterator[str]:
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            yield (
+                "sync_ref_model=True moves the reference, and precompute_ref_log_probs=True fixes what it says; set one of "
+                "them to False"
+            )
+
+
+class FrozenReference:
+    """A model of its own, never trained.
+
+    Attributes:
+        model: called like the policy.
+        is_gone: nothing can be asked of it any more.
+    """
+
+    is_gone = False
+
+    def __init__(self, model: nn.Module, moves: bool = False) -> None:
+        self.model, self.moves = model.requires_grad_(False).eval(), moves
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad():
+            yield self.model
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Move the weights to ``alpha * policy + (1 - alpha) * reference``.
+
+        Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656, eq. 5.
+        """
+        own = self.weights()
+        for name, parameter in models.unwrap(policy).named_parameters():
+            own[name].lerp_(parameter.detach().to(own[name].dtype), alpha)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one."""
+        return _state(self.weights(), self.moves)
+
+    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: this reference is not the one that the run in `where` began with.
+        """
+        _restore(self.weights(), state, where)
+
+
+class AdapterReference:
+    """The policy's own weights with its adapter off, or with the frozen adapter `adapter` in its place.
+
+    Calling it is calling the policy so. It costs no second copy of the model.
+    """
+
+    is_gone = False
+
+    def __init__(self, policy: nn.Module, adapter: str | None = None, moves: bool = False) -> None:
+        self.policy, self.adapter, self.moves = models.unwrap(policy), adapter, moves
+        for parameter in self.weights().values():
+            parameter.requires_grad_(False)
+
+    @classmethod
+    def copy_of(cls, policy: nn.Module, moves: bool) -> AdapterReference:
+        """Freeze what the active adapter of `policy` is now as another one, `ADAPTER`."""
+        from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+        peft_model = models.unwrap(policy)
+        active = peft_model.active_adapter
+        if ADAPTER not in peft_model.peft_config:
+            peft_model.add_adapter(ADAPTER, peft_model.peft_config[active])
+            state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
+            set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
+        return cls(peft_model, ADAPTER, moves)
+
+    @property
+    def model(self) -> AdapterReference:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.use() as model:
+            return model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad(), eval_mode(self.policy):
+            if self.adapter is None:
+                with self.policy.disable_adapter():
+                    yield self.policy
+                return
+            active, trained = self.policy.active_adapter, [(p, p.requires_grad) for p in self.policy.parameters()]
+            self.policy.set_adapter(self.adapter)
+            try:
+                yield self.policy
+            finally:
+                self.policy.set_adapter(active)
+                for parameter, requires_grad in trained:  # peft freezes the adapter that is put aside
+                    parameter.requires_grad_(requires_grad)
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Put the active adapter in the place of the reference's; only for `alpha` = 1, see `sync_problem`."""
+        active, own = self.policy.active_adapter, dict(self.policy.named_parameters())
+        for name, parameter in self.weights().items():
+            parameter.copy_(own[name.replace(f".{self.adapter}", f".{active}")])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What makes the reference: the frozen adapter, or all that belongs to no adapter."""
+        tuned = [self.adapter] if self.adapter else list(self.policy.peft_config)
+        named = {name: any(part in name.split(".") for part in tuned) for name, _ in self.policy.named_parameters()}
+        return {n: p for n, p in self.policy.named_parameters() if named[n] == bool(self.adapter)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `FrozenReference.state_dict`."""
+        return _state(self.weights(), self.moves)
+
+    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+        """As `FrozenReference.load_state_dict`."""
+        _restore(self.weights(), state, where)
+
+
+class PolicyAsReference:
+    """The policy itself, as long as it has not been trained: to compute what is kept of the reference."""
+
+    is_gone, model = False, None
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy, self.state = policy, _state(dict(policy.named_parameters()), moves=False)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad(), eval_mode(self.policy):
+            yield self.policy
+
+    def let_go(self) -> None:
+        """Before the policy is trained: it is no reference from then on."""
+        self.policy, self.is_gone = None, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `FrozenReference.state_dict`."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+        """As `FrozenReference.load_state_dict`."""
+        if state != self.state:
+            raise CheckpointError(ANOTHER.format(where=where))
+
+
+Reference = FrozenReference | AdapterReference | PolicyAsReference
+
+
+def make_reference(
+    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, moves: bool = False, precomputed: bool = False
+) -> Reference:
+    """The reference of `policy` as it is now.
+
+    Args:
+        given: a model to take as the reference instead.
+        fresh_adapter: the policy is a base with an adapter that was just put on it; without it, it is what was passed.
+        moves: the reference will be synchronized with the policy, and needs weights of its own.
+        precomputed: it is asked before training only.
+    """
+    if given is not None:
+        return FrozenReference(given, moves)
+    if models.is_peft_model(policy):
+        return AdapterReference(policy) if fresh_adapter and not moves else AdapterReference.copy_of(policy, moves)
+    return PolicyAsReference(policy) if precomputed else FrozenReference(copy.deepcopy(models.unwrap(policy)), moves)
+
+
+def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:
+    """Why the reference cannot be moved towards `policy`, as a sentence; None if it can."""
+    if given is None and models.is_peft_model(policy) and alpha != 1:
+        return (
+            f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' factors is not the "
+            "adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
+        )
+    if given is not None and models.is_peft_model(policy):
+        return "sync_ref_model=True cannot move a ref_model towards a policy with an adapter. Leave ref_model out."
+    if given is not None:
+        own = {name: p.shape for name, p in given.named_parameters()}
+        if own != {name: p.shape for name, p in models.unwrap(policy).named_parameters()}:
+            return "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, or set False."
+    return None
+
+
+class SyncReference(TrainerCallback):
+    """Moves the reference towards the policy every `every` updates (TR-DPO)."""
+
+    def __init__(self, reference: Reference, alpha: float, every: int) -> None:
+        self.reference, self.alpha, self.every = reference, alpha, every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.reference.sync(model, self.alpha)
+
+
+# --------------------------------------------------------------------------------------------------- in the checkpoint
+
+SAMPLED = 512
+
+
+def fingerprint(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of up to `SAMPLED` numbers of each tensor, spread over it: enough to tell trained weights from untrained."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+ANOTHER = (
+    "The run in {where} had another reference than this one, which is the weights that the model had when the trainer was made. "
+    "Make the trainer from the weights that the run began with, not from its checkpoint, or pass ref_model."
+)
+
+
+def _state(weights: dict[str, torch.Tensor], moves: bool) -> dict[str, Any]:
+    if moves:
+        return {"weights": {name: tensor.detach() for name, tensor in weights.items()}}
+    return {"fingerprint": fingerprint(weights)}
+
+
+def _restore(own: dict[str, torch.Tensor], state: dict[str, Any], where: Any) -> None:
+    kept = state.get("weights")
+    same = state["fingerprint"] == fingerprint(own) if kept is None else kept.keys() == own.keys()
+    if not same:
+        raise CheckpointError(ANOTHER.format(where=where))
+    with torch.no_grad():
+        for name, tensor in (kept or {}).items():
+            own[name].copy_(tensor)

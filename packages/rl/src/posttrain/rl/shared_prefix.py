@@ -1,0 +1,179 @@
+"""Completions behind one copy of their prompt: how they are laid out in a row, and the log-probability of each token.
+
+A prompt of P tokens and its completions of L1, L2, ... become the segments
+
+    prompt[:-1]   prompt[-1] + completion1[:-1]   prompt[-1] + completion2[:-1]   ...
+
+each completion's segment continuing the prompt's. So the model reads the prompt once, and what it computes at position j of
+a completion's segment predicts token j of that completion: nothing has to be gathered before the output head, and the head
+sees completion tokens only. The numbers are those of each prompt and completion read alone.
+
+The other layout is the plain one: a row each, filled up on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import models
+from posttrain.core.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.losses import shift_labels
+from posttrain.core.segments import Segments
+
+Ids = Sequence[int]
+#: Entries of a batch that say what is to be scored; everything else is for the model.
+NOT_FOR_THE_MODEL = ("completion_mask", "completion_places", "shift_labels", "ref_chosen_logps", "ref_rejected_logps")
+
+
+def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True) -> dict[str, Any]:
+    """A batch of one flattened row, without padding.
+
+    Args:
+        groups: each a prompt and its completions; K completions in all.
+        share: False repeats the prompt before each completion.
+
+    Returns:
+        ``input_ids`` (1, N), ``shift_labels`` (1, N), the token predicted at each position, -100 for none;
+        ``completion_mask`` (K, T) and ``completion_places`` (K, T), where in the row each of a completion's up to T tokens
+        is predicted; and what `Segments.model_inputs` gives. An empty prompt leaves a completion's first token unscored.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    lengths: list[int] = []
+    parents: list[int] = []
+    places: list[range] = []
+
+    def add(tokens: Ids, predicted: Ids, parent: int) -> None:
+        ids.extend(tokens)
+        labels.extend(predicted)
+        lengths.append(len(tokens))
+        parents.append(parent)
+
+    for prompt, completions in groups:
+        prompt, parent = list(prompt), -1
+        if share and len(prompt) > 1:
+            parent = len(lengths)
+            add(prompt[:-1], [IGNORE_INDEX] * (len(prompt) - 1), -1)
+        before = prompt[-1:] if share else prompt
+        for completion in completions:
+            tokens = [*before, *completion[:-1]]
+            scored = completion if before else completion[1:]
+            if not scored:  # one token behind nothing: no one predicts it, and the model reads it in vain
+                tokens = list(completion)
+            start = len(ids) + len(tokens) - len(scored)
+            places.append(range(start, start + len(scored)))
+            add(tokens, [*[IGNORE_INDEX] * (len(tokens) - len(scored)), *scored], parent)
+    row = torch.tensor([ids])
+    return {
+        "completion_mask": pad_rows([[1] * len(place) for place in places], 0),
+        "completion_places": pad_rows(places, 0),
+        "input_ids": row,
+        "shift_labels": torch.tensor([labels]),
+        **Segments(tuple(lengths), tuple(parents)).model_inputs(row.shape),
+    }
+
+
+def padded_rows(
+    groups: Sequence[tuple[Ids, Sequence[Ids]]], pad_token_id: int, pad_to_multiple_of: int | None = None
+) -> dict[str, torch.Tensor]:
+    """A batch of a row for each of K completions, behind its prompt.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``completion_mask``, each (K, T).
+    """
+    rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
+    return {
+        "input_ids": pad_rows([p + c for p, c in rows], pad_token_id, pad_to_multiple_of=pad_to_multiple_of),
+        "attention_mask": pad_rows(
+            [[1] * (len(p) + len(c)) for p, c in rows], 0, pad_to_multiple_of=pad_to_multiple_of
+        ),
+        "completion_mask": pad_rows(
+            [[0] * len(p) + [1] * len(c) for p, c in rows], 0, pad_to_multiple_of=pad_to_multiple_of
+        ),
+    }
+
+
+def reorder(batch: dict[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """`batch` with its completions in another order; a flattened row stays as it is, only where they are found changes."""
+    names = ("completion_mask", "completion_places") if "completion_places" in batch else tuple(batch)
+    index = torch.as_tensor(order)
+    return batch | {name: batch[name][index] for name in names}
+
+
+@dataclass(frozen=True)
+class CompletionScores:
+    """What a model says of each token of K completions; all (K, T).
+
+    logps: log-probabilities, 0 outside the mask. mask: bool, which tokens are scored.
+    stats: what `posttrain.core.losses.TOKEN_STATS` names and was asked for, detached.
+    aux_loss: the router's load-balancing loss, (), of a mixture of experts that was asked for it.
+    """
+
+    logps: torch.Tensor
+    mask: torch.Tensor
+    stats: dict[str, torch.Tensor] = field(default_factory=dict)
+    aux_loss: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(K,) how many tokens of each completion are scored."""
+        return self.mask.sum(1)
+
+
+def score_completions(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    stats: tuple[str, ...] = (),
+    **options: Any,
+) -> CompletionScores:
+    """Score the completions of a batch made by `shared_rows` or `padded_rows`, in the model's head.
+
+    Args:
+        temperature: divides the logits.
+        stats: names in `posttrain.core.losses.TOKEN_STATS`.
+        options: further arguments of the model's forward.
+
+    Where the model's head cannot do this itself (`posttrain.core.models.supports_loss_in_head`), its logits are held whole.
+    """
+    inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
+    if "completion_places" in batch:
+        labels, mask = batch["shift_labels"], batch["completion_mask"].bool()
+    else:
+        labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
+        mask = labels != IGNORE_INDEX
+    if models.supports_loss_in_head(model) is None:
+        with models.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+            outputs = model(**inputs)
+        scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
+    else:
+        outputs = model(**inputs)
+        scores = _scores_of(outputs.logits[:, -labels.shape[1] :] / temperature, labels, stats)
+    if "completion_places" in batch:
+        scores = scores.flatten(1)[:, batch["completion_places"]] * mask
+    logps, *found = scores.unbind()
+    found = {name: stat.detach() for name, stat in zip(stats, found, strict=True)}
+    return CompletionScores(logps, mask, found, getattr(outputs, "aux_loss", None))
+
+
+def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:
+    """(1 + S, B, T) log-probabilities of the labels and their `stats`, of (B, T, V) logits; 0 where there is no label."""
+    at = labels != IGNORE_INDEX
+    targets, logits = labels[at], logits[at].float()
+    all_logps = logits.log_softmax(-1)
+    known = {
+        "correct": lambda: (logits.argmax(-1) == targets).float(),
+        "entropy": lambda: -(all_logps.exp() * all_logps).sum(-1),
+        "mean_logit": lambda: logits.mean(-1),
+        "log_collision": lambda: (2 * all_logps).logsumexp(-1),
+    }
+    found = [all_logps.gather(1, targets.unsqueeze(1)).squeeze(1), *(known[name]().detach() for name in stats)]
+    return all_logps.new_zeros(len(found), *labels.shape).masked_scatter(
+        at.expand(len(found), -1, -1), torch.stack(found)
+    )
