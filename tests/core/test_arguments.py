@@ -294,7 +294,6 @@ def test_a_share_of_warm_up_is_rounded_up_and_a_number_is_kept():
         ("sharded_ddp", "simple", "FSDP"),
         ("tpu_num_cores", 8, "TPUs are not supported"),
         ("mp_parameters", "x", "SageMaker"),
-        ("deepspeed", "zero3.json", "torchrun"),
     ],
 )
 def test_old_names_without_a_successor_say_why_and_what_to_do(old, given, advice):
