@@ -31,7 +31,7 @@ TO_COME = {
 }  # fmt: skip
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
-OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
+OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
 
 
 def problems_of(**kwargs) -> list[str]:
