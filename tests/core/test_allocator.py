@@ -14,10 +14,16 @@ logging.basicConfig(level="INFO")
 from posttrain.core import allocator
 if sys.argv[1] == "kept":
     assert allocator.keep_freed_memory() and allocator.keep_freed_memory()
-torch.ones(2**24)
+def step():
+    x = torch.ones(2**24)  # 64 MiB, which are 16,384 pages
+    for _ in range(2):
+        y = x * 2
+        x = y + x
+for _ in range(3):
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    torch.ones(2**24)  # 64 MiB, which are 16,384 pages
+for _ in range(5):
+    step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
