@@ -33,7 +33,7 @@ TO_COME = {
 }  # fmt: skip
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
-OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
+OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
 OURS |= {"save_async", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
