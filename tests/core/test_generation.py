@@ -110,7 +110,9 @@ def test_a_length_that_nobody_asked_for_is_raised_to_the_longest_label(t5, lm, c
 
 def test_a_length_that_was_asked_for_and_is_too_short_is_refused(t5):
     args = GenerationArguments(generation_max_length=12)
-    with pytest.raises(ValueError, match="generation_max_length=12 is below .* 40 tokens.*Set generation_max_length=41"):
+    with pytest.raises(
+        ValueError, match="generation_max_length=12 is below .* 40 tokens.*Set generation_max_length=41"
+    ):
         options(args, {}, t5, 40)
     assert options(args, {"max_length": 5}, t5, 40) == {"max_length": 5}, "cut short on purpose"
     assert options(args, {}, t5, 12) == {"max_length": 12}
@@ -124,7 +126,13 @@ def test_a_generation_config_may_be_an_object_a_dict_a_file_or_a_folder(tmp_path
     (tmp_path / "other.json").write_text(json.dumps({"max_length": 34}))
     load = generation.load_generation_config
     assert load(config) is not config
-    for source in (config, {"max_length": 33, "num_beams": 2}, tmp_path, str(tmp_path), tmp_path / "generation_config.json"):
+    for source in (
+        config,
+        {"max_length": 33, "num_beams": 2},
+        tmp_path,
+        str(tmp_path),
+        tmp_path / "generation_config.json",
+    ):
         assert (load(source).max_length, load(source).num_beams) == (33, 2)
     assert load(tmp_path / "other.json").max_length == 34
     with pytest.raises(TypeError, match="int"):
@@ -150,7 +158,9 @@ def test_padding_is_the_pad_token_or_else_the_eos_token(lm):
 ROWS = [{"input_ids": [1] * n, "labels": [1] * m + [-100]} for n, m in ((3, 2), (1, 1), (4, 9), (3, 2))]
 
 
-@pytest.mark.parametrize("dataset", [ROWS, tuple(ROWS), Dataset.from_list(ROWS), Dataset.from_list(ROWS).with_format("torch")])
+@pytest.mark.parametrize(
+    "dataset", [ROWS, tuple(ROWS), Dataset.from_list(ROWS), Dataset.from_list(ROWS).with_format("torch")]
+)
 def test_rows_are_read_longest_first(dataset):
     sampler = generation.longest_first(dataset)
     assert list(sampler) == [2, 0, 3, 1]
