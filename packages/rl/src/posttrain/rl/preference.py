@@ -103,6 +103,8 @@ class PreferenceTrainer(Trainer):
     )  # fmt: skip
     #: The format of the rows: pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
+    #: Of a row, the columns with the reference's log-probability of each of its completions.
+    reference_columns: tuple[str, ...] = ("ref_chosen_logps", "ref_rejected_logps")
     #: What is computed of each completion token besides its log-probability.
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
     #: Whether the loss compares the policy with a reference.
@@ -243,8 +245,8 @@ class PreferenceTrainer(Trainer):
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion under the reference."""
-        if "ref_chosen_logps" in inputs:
-            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        if self.reference_columns[0] in inputs:
+            return torch.cat([inputs[column] for column in self.reference_columns])
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs))
 
@@ -363,7 +365,7 @@ class PreferenceTrainer(Trainer):
         half = self.args.bf16 or self.args.fp16 or chosen.logp.dtype != torch.float32
         largest = max(float(side.log_ratio.detach().abs().max()) for side in (chosen, rejected))
         scale = max(float(side.logp.detach().abs().max()) for side in (chosen, rejected))
-        if not largest <= (5e-2 if half else 1e-3) * max(scale, 1.0):
+        if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
             raise ValueError(
                 f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the log-probability "
                 "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
@@ -427,7 +429,8 @@ class PreferenceTrainer(Trainer):
                 f"{name}: precompute_ref_log_probs=True needs to know all rows, and a stream ends nobody knows where. Set it to "
                 "False, or load the rows with streaming=False."
             )
-        if "ref_chosen_logps" in dataset.column_names:
+        columns = self.reference_columns
+        if columns[0] in dataset.column_names:
             return dataset
         if self.reference.is_gone:
             raise ValueError(
@@ -437,18 +440,18 @@ class PreferenceTrainer(Trainer):
             )
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         mine = range(self.dist.rank, len(dataset), self.dist.world_size)
-        logps: dict[int, tuple[float, float]] = {}
+        logps: dict[int, tuple[float, ...]] = {}
         with evaluation.eval_mode(self.model):
             for start in range(0, len(mine), batch_size):
                 rows = mine[start : start + batch_size]
                 inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
                 with self.compute_loss_context_manager():
-                    pairs = self.reference_logp(inputs).float().view(2, len(rows)).t().tolist()
-                logps |= dict(zip(rows, map(tuple, pairs), strict=True))
+                    found = self.reference_logp(inputs).float().view(len(columns), len(rows)).t().tolist()
+                logps |= dict(zip(rows, map(tuple, found), strict=True))
         for part in self.dist.gather_object(logps):
             logps |= part
         ordered = [logps[row] for row in range(len(dataset))]
-        for column, values in zip(("ref_chosen_logps", "ref_rejected_logps"), zip(*ordered, strict=True), strict=True):
+        for column, values in zip(columns, zip(*ordered, strict=True), strict=True):
             dataset = dataset.add_column(column, list(values))
         return dataset
 

@@ -21,7 +21,7 @@ from posttrain.rl.preference_rows import TOKEN_COLUMNS, PreferencePreparation, T
 logger = logging.getLogger(__name__)
 
 #: Log-probabilities under the reference, summed over a completion, that were computed before.
-REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
 ROWS_SHOWN = 5
