@@ -106,7 +106,7 @@ class PreferenceTrainer(Trainer):
     #: What is computed of each completion token besides its log-probability.
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
     #: What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed.
-    reference_columns = REFERENCE_COLUMNS
+    reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
 
@@ -260,8 +260,8 @@ class PreferenceTrainer(Trainer):
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion under the reference."""
-        if "ref_chosen_logps" in inputs:
-            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        if self.reference_columns[0] in inputs:
+            return torch.cat([inputs[column] for column in self.reference_columns])
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs))
 
@@ -381,7 +381,7 @@ class PreferenceTrainer(Trainer):
         half = self.args.bf16 or self.args.fp16 or sides[0].logp.dtype != torch.float32
         largest = max(float(side.log_ratio.detach().abs().max()) for side in sides)
         scale = max(float(side.logp.detach().abs().max()) for side in sides)
-        if not largest <= (5e-2 if half else 1e-3) * max(scale, 1.0):
+        if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
             raise ValueError(
                 f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the log-probability "
                 "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
