@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         accelerator_config collators errors fields health losses memory metrics objective plan schedules
-        segments state
+        predictions segments state
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
-        heads hub loader models optim optimizers registry report samplers trackers
+        heads hub interrupts loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """
-        cli incidents lifecycle questions resuming search trainer
+        cli incidents leaving lifecycle questions resuming search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from posttrain.core import TrainerCallback
+from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.metrics import is_timing
 from tests.contract.trainers import TRAINERS, causal_lm
 
@@ -56,8 +57,11 @@ def history(trainer):
 def train(name, out, cut=None, resume=None, evaluate=True, **changes):
     """Train one of the contract's trainers, with the rows of an update dealt to all processes.
 
-    With `cut`, only until after that step, whose checkpoint is written.
+    Args:
+        cut: train only until after that step, whose checkpoint is written.
+        resume: the output directory of the run to go on from.
     """
+    resume = resume and get_last_checkpoint(resume)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     changes = split(processes) | {"per_device_eval_batch_size": 2} | changes
     trainer = TRAINERS[name](out, callbacks=[CutAfter(cut)] if cut else None, **changes)

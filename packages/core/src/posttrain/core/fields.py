@@ -194,6 +194,8 @@ def tidy(config: Any) -> Iterator[str]:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 yield f"{field.name}={value!r} looks like JSON but is not: {error}"
+        elif type(value) is str and {str, int} <= set(allowed) and value.isdecimal():
+            value = int(value)  # from a command line
         if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
             value = Choice(value)
         if value is not getattr(config, field.name):

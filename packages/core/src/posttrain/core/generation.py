@@ -23,7 +23,8 @@ from posttrain.core import evaluation
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
 from posttrain.core.fields import opt
-from posttrain.core.samplers import EpochSampler
+from posttrain.core.heads import unwrap
+from posttrain.core.samplers import EpochSampler, is_stream
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
     """
     columns = getattr(dataset, "column_names", None)
     layout = getattr(dataset, "format", None)
+    if is_stream(dataset):
+        return None
     if isinstance(dataset, (list, tuple)):
         if not dataset or not all(isinstance(row, Mapping) and main_input in row for row in dataset):
             return None
@@ -243,12 +246,12 @@ def predict_batch(
         synced: the parameters are spread over processes, which must take every step together.
         lean: generates in place of ``model.generate`` where it can, given inputs, encoder outputs and options; else None.
     """
-    inputs = dict(inputs)
+    inputs, whole = dict(inputs), unwrap(model)
     labels = inputs.get("labels")
     has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
-    encodes = is_encoder_decoder(model)
+    encodes = is_encoder_decoder(whole)
     # Spread parameters are gathered by the forward of the whole model, not by that of its encoder alone.
-    encoded = encode(model, inputs) if encodes and not synced else None
+    encoded = encode(whole, inputs) if encodes and not synced else None
     loss = None
     if has_labels:
         shared = inputs if encoded is None else inputs | {"encoder_outputs": copy.copy(encoded)}
@@ -256,16 +259,16 @@ def predict_batch(
     generate_options = generate_options | ({"synced_gpus": True} if synced else {})
     if not encodes:
         prompts, labels = split_prompts(inputs, pad_token_id)
-        tokens = model.generate(**prompts, **({"pad_token_id": pad_token_id} | generate_options))
+        tokens = whole.generate(**prompts, **({"pad_token_id": pad_token_id} | generate_options))
         return loss, tokens[:, prompts["input_ids"].shape[1] :], labels
     if labels is not None and _made_of_labels(inputs.get("decoder_input_ids"), labels):
         inputs = {name: inputs[name] for name in inputs if name not in ("decoder_input_ids", "decoder_attention_mask")}
     inputs = {name: value for name, value in inputs.items() if name not in label_names}
     if encoded is None:
-        return loss, model.generate(**inputs, **generate_options), labels
+        return loss, whole.generate(**inputs, **generate_options), labels
     tokens = lean(inputs, encoded, generate_options) if lean is not None else None
     if tokens is None:
-        tokens = model.generate(**inputs, encoder_outputs=copy.copy(encoded), **generate_options)
+        tokens = whole.generate(**inputs, encoder_outputs=copy.copy(encoded), **generate_options)
     return loss, tokens, labels
 
 

@@ -84,7 +84,7 @@ class ModelSideArguments:
     use_liger_kernel: bool = opt(
         False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
     )
-    liger_kernel_config: dict[str, bool] | None = opt(
+    liger_kernel_config: dict[str, bool] | str | None = opt(
         None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
     )
     use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")

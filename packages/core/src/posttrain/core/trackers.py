@@ -39,7 +39,7 @@ class LoggingArguments:
     include_num_input_tokens_seen: str | bool = opt(
         "no", "Log `num_input_tokens_seen`: all tokens, or those that are not padding."
     )
-    report_to: None | str | list[str] = opt(
+    report_to: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
     )
     run_name: str | None = opt(None, "Name of the run in the trackers.")

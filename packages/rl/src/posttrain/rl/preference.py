@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from posttrain.core import Trainer, TrainingArguments, attention, data, evaluati
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import check_dataset
 from posttrain.rl import reference as references
+from posttrain.rl import side_by_side
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import PreferenceReport, prepare_preferences
 from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
@@ -283,6 +285,18 @@ class PreferenceTrainer(Trainer):
             eval_dataset = self._prepare(eval_dataset, "eval")
         return super().get_eval_dataloader(eval_dataset)
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in samples.jsonl."""
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if (
+            self.args.num_eval_samples and self.dist.is_main and not isinstance(chosen, Mapping)
+        ):  # a dict comes one by one
+            self._write_samples(self.callback_handler.eval_dataloader.dataset)
+        return metrics
+
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """As the core's; the rows are prepared here."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test"))
@@ -304,6 +318,8 @@ class PreferenceTrainer(Trainer):
             problem = attention.segments_problem(ref_model)
         if self._aux_loss_coef:
             problem = "the router's auxiliary loss is that of padded rows."
+        if args.torch_compile:
+            problem = "the model is compiled, and would be compiled anew for each batch."
         if own_loss:
             problem = (
                 f"{type(self).__name__} has a compute_loss of its own, which is given a padded row for each completion."
@@ -319,7 +335,7 @@ class PreferenceTrainer(Trainer):
                 if one is not None:
                     attention.enable_segments(one)
         if why_not := models.supports_loss_in_head(model):
-            raise ValueError(f"The log-probabilities are computed in the model's head, which cannot be here: {why_not}")
+            logger.info("The logits of each batch are held whole: %s", why_not)
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
         args = self.args
@@ -367,6 +383,15 @@ class PreferenceTrainer(Trainer):
                 add("mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens)
         add("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs)
         add("rewards/margins", totals[0] - totals[1], pairs)
+
+    def _write_samples(self, dataset: Any) -> None:
+        rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
+        prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
+        with self.compute_loss_context_manager():
+            samples = side_by_side.compare(
+                self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
+            )
+        side_by_side.append(samples, self.state.global_step, self.args.output_dir)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         """`dataset` as tokens, with the reference's log-probabilities where they are to be precomputed."""

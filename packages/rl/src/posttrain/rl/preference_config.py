@@ -59,6 +59,10 @@ class PreferenceConfig(TrainingArguments):
     pad_to_multiple_of: int | str | None = opt(
         "auto", "Pad batches that have padding to a multiple of this; auto: to none."
     )
+    num_eval_samples: int = opt(
+        0, "Prompts of each evaluation that policy and reference answer, side by side in samples.jsonl.", min=0
+    )
+    max_sample_tokens: int = opt(64, "Most tokens of such an answer.", min=1)
     pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
 
     def _normalize(self) -> None:

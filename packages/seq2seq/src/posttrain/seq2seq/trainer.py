@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, generation, objective
+from posttrain.core import Trainer, evaluation, generation, models, objective
 from posttrain.core.collators import DataCollatorForSeq2Seq
-from posttrain.core.models import base_model
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 from posttrain.seq2seq.arguments import Seq2SeqTrainingArguments
 from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator
@@ -82,6 +81,26 @@ class Seq2SeqTrainer(Trainer):
         if self.args.predict_with_generate:
             self._check_generation()
 
+    # ------------------------------------------------------------------------------------------------ the loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Cross-entropy of the labels, shape (). Logits exist only where `return_outputs` asks for them."""
+        if (
+            return_outputs
+            or self.compute_loss_func is not None
+            or "labels" not in inputs
+            or not self._in_head(model, inputs)
+        ):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        items = self.count_items(inputs) if num_items_in_batch is None else num_items_in_batch
+        return self._loss_sum(model, inputs, self.args.label_smoothing_factor) / items
+
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(
@@ -135,7 +154,7 @@ class Seq2SeqTrainer(Trainer):
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs))
+        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         chosen = generation.options(self.args, gen_kwargs, model, None) if gen_kwargs else self._gen_kwargs
         place = {"label_names": self.label_names, "pad_token_id": self.prediction_fill, "lean": self._lean}
         synced = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -155,28 +174,58 @@ class Seq2SeqTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ data
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
-        in_order = self.args.dataloader_drop_last or not self.args.eval_do_concat_batches
-        if in_order or not self.args.predict_with_generate:
+        args = self.args
+        # What is seen or kept batch by batch is seen in the order of the dataset.
+        by_batch = evaluation.by_batch(self.compute_metrics, args.batch_eval_metrics) is not None
+        if by_batch or args.dataloader_drop_last or not args.eval_do_concat_batches or not args.predict_with_generate:
             return super()._get_eval_sampler(eval_dataset)
         return self._longest_first(eval_dataset)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs = super()._prepare_inputs(inputs)
-        if (self.label_smoother is None and self.compute_loss_func is None) or "labels" not in inputs:
-            return inputs
-        # The labels are then kept from the model, which makes its decoder's inputs of them.
-        shift = getattr(base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
-        if shift is not None and inputs.get("decoder_input_ids") is None:
-            inputs["decoder_input_ids"] = shift(labels=inputs["labels"])
-        return inputs
+        # Where a loss of the trainer keeps the labels from the model, it cannot make its decoder's inputs of them.
+        keeps = self.label_smoother is not None or self.compute_loss_func is not None
+        return self._with_decoder_inputs(inputs) if keeps else inputs
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
     def _set_model(self, model: nn.Module) -> None:
         super()._set_model(model)
         if self._generation_config is not None:
-            base_model(model).generation_config = copy.deepcopy(self._generation_config)
+            models.base_model(model).generation_config = copy.deepcopy(self._generation_config)
         self._lean = LeanGenerator(model)
+        self._has_loss_in_head: bool | None = None
+
+    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with what the model itself makes of its labels for the decoder, where it does so."""
+        shift = getattr(models.base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None and inputs.get("decoder_input_ids") is None and inputs.get("labels") is not None:
+            inputs["decoder_input_ids"] = shift(labels=inputs["labels"])
+        return inputs
+
+    def _loss_sum(self, model: nn.Module, inputs: dict[str, Any], label_smoothing: float = 0.0) -> torch.Tensor:
+        """The summed cross-entropy, shape (), taken in the head, so that the logits are never held whole."""
+        inputs = self._with_decoder_inputs(dict(inputs))
+        labels = inputs.pop("labels")
+        options = {"shifted": not self._loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
+        with models.loss_in_head(model, labels, **options):
+            return model(**inputs).logits.sum()
+
+    @torch.no_grad()
+    def _in_head(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch."""
+        if self._has_loss_in_head is None:
+            self._has_loss_in_head = models.supports_loss_in_head(model) is None
+            items, whole = self.count_items(inputs), models.unwrap(model)
+            if self._has_loss_in_head and items:
+                with evaluation.eval_mode(whole):
+                    own = objective.model_loss(whole, inputs, pass_count=False)[0]
+                    ours = self._loss_sum(whole, inputs) / items
+                close = 1e-3 if ours.dtype == own.dtype == torch.float32 and self.dist.precision == "no" else 3e-2
+                self._has_loss_in_head = torch.allclose(own.float(), ours.float(), rtol=close)
+            if not self._has_loss_in_head:
+                logger.info("The logits of each batch are held whole: the loss of this model is not taken in its head.")
+        return self._has_loss_in_head
 
     def _without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         pad = getattr(self._tokenizer, "pad_token_id", None)
@@ -190,7 +239,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
         if generation.is_encoder_decoder(self.model):
-            return DataCollatorForSeq2Seq(self._tokenizer, model=base_model(self.model))
+            return DataCollatorForSeq2Seq(self._tokenizer, model=models.base_model(self.model))
         return PromptTargetCollator(generation.padding_id(self.processing_class, self.model))
 
     def _check_generation(self) -> None:

@@ -74,6 +74,22 @@ def _on_this_process(model: nn.Module) -> Iterator[None]:
             del model.should_save_on_this_rank
 
 
+def save_description(model: nn.Module, directory: str | Path) -> None:
+    """Write what ``from_pretrained`` needs besides the weights."""
+    if hasattr(model, "config"):
+        model.config.architectures = [sharding.plain_class(model).__name__]
+        model.config.save_pretrained(str(directory))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(directory))
+
+
+def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:
+    """Write `tensors` as the weights of a model that is none of transformers'."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    codec.write_tensors(tensors, directory / WEIGHTS, {"format": "pt", "class": kind})
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the progress bar of transformers, and its table of what did not fit, which is said here in a sentence."""
