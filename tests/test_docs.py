@@ -8,6 +8,8 @@ comment that readers do not see::
     dataset = ...
     -->
 
+The pages of tests/documents hold code that was written for another trainer: what a reader brings along runs too.
+
 A YAML block whose first line is a comment with a file name (``# run.yaml``) becomes that file.
 """
 
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +32,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
+DOCUMENTS = sorted(ROOT.glob("tests/documents/*.md"))
 
 # Models that pages name, and what stands in for them.
 MODELS = {
@@ -36,12 +41,14 @@ MODELS = {
     "Qwen/Qwen3-4B": tiny.causal_lm,
     "google-t5/t5-small": tiny.seq2seq_lm,
     "google-bert/bert-base-uncased": tiny.classifier,
+    "google/gemma-2b": lambda: tiny.causal_lm("gemma"),
 }
 _problems = [(f"What is {n} + {n}?", f"{n} + {n} = {2 * n}\n#### {2 * n}") for n in range(8)]
 _talk = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in _problems]
 _pairs = [{"prompt": q, "chosen": a, "rejected": "I do not know."} for q, a in _problems]
 # Datasets that pages load by name, and the rows that stand in for them.
 DATASETS = {
+    "imdb": [{"text": text, "label": number % 2} for number, text in enumerate(tiny.CORPUS)],
     "openai/gsm8k": [{"question": q, "answer": a} for q, a in _problems],
     "trl-lib/Capybara": [{"messages": talk} for talk in _talk],
     "trl-lib/ultrafeedback_binarized": _pairs,
@@ -69,10 +76,10 @@ def blocks(text: str) -> Iterator[Block]:
         yield Block(match[2] or "setup", textwrap.dedent(match[group]), line)
 
 
-def of_pages(*languages: str) -> list:
+def of_pages(*languages: str, pages: list[Path] = PAGES) -> list:
     """One parameter for each page that has a block in one of `languages`."""
     found = []
-    for page in PAGES:
+    for page in pages:
         if page.is_file():
             chosen = [block for block in blocks(page.read_text(encoding="utf-8")) if block.language in languages]
             if chosen:
@@ -94,16 +101,39 @@ def local_models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", of_pages("python", "py"))
 def test_python_on_a_page_runs(page, local_models, tmp_path, monkeypatch):
-    import datasets
+    monkeypatch.chdir(tmp_path)
+    run(page, local_models, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("page", of_pages("python", "py", pages=DOCUMENTS))
+def test_code_written_for_another_trainer_runs(page, local_models, tmp_path, monkeypatch):
+    import torch
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    # Stands in for the package of that name, which downloads its metrics.
+    accuracy = SimpleNamespace(compute=lambda predictions, references: {"accuracy": (predictions == references).mean()})
+    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=lambda name: accuracy))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    device = "0" if torch.cuda.is_available() else "'cpu'"
+    changes = {".to(0)": f".to({device})", "max_steps=1000": "max_steps=3", "max_steps=100,": "max_steps=3,"}
+    run(page, local_models, monkeypatch, changes)
+
+
+def run(page: Path, local_models: dict[str, str], monkeypatch, changes: dict[str, str] | None = None) -> None:
+    import datasets
+
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     namespace = {"__name__": "__main__"}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language in ("python", "py", "setup"):
+            code = with_local(block.code, local_models)
+            for old, new in (changes or {}).items():
+                code = code.replace(old, new)
             # Empty lines in front: a traceback then shows the line of the page.
-            code = "\n" * (block.line - 1) + with_local(block.code, local_models)
-            exec(compile(code, str(page), "exec"), namespace)
+            exec(compile("\n" * (block.line - 1) + code, str(page), "exec", dont_inherit=True), namespace)
 
 
 def with_local(code: str, local_models: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tests import tiny
@@ -100,6 +101,34 @@ def test_the_slice_of_gsm8k_preferences_is_what_its_readme_says():
         assert set(row) == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
         assert len(row["prompt"]) + max(len(row["chosen"]), len(row["rejected"])) <= 600
     assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+
+
+def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
+    module = load("grpo_gsm8k")
+    whole = module.load_dataset
+    few = {"train": 40, "test": 2}
+    monkeypatch.setattr(
+        module, "load_dataset", lambda *names: datasets.DatasetDict(
+            {split: rows.select(range(few[split])) for split, rows in whole(*names).items()}
+        ),
+    )  # fmt: skip
+    argv = [
+        "grpo_gsm8k.py",
+        "--model",
+        model_folder,
+        "--data",
+        str(EXAMPLES / "data/gsm8k"),
+        "--steps",
+        "1",
+        "--length",
+        "6",
+    ]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output", str(tmp_path / "out")])
+    module.main()
+    assert "Held-out pass@1: 0.0" in capsys.readouterr().out
+    assert module.calculator("(48 / 2 - 4) * -3") == -60
+    with pytest.raises(ValueError, match="only numbers"):
+        module.calculator("__import__('os')")
 
 
 def test_the_slice_of_gsm8k_is_what_its_readme_says():

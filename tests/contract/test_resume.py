@@ -124,7 +124,8 @@ def test_a_killed_process_is_continued_by_a_new_one(name, step, tmp_path):
 
     def child(until):
         command = [sys.executable, "-c", CHILD, name, str(tmp_path / "killed"), until]
-        environment = os.environ | {"PYTHONPATH": str(root)}
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
     assert child(str(step)).returncode == -signal.SIGKILL

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.rl import DPOConfig, DPOTrainer
+from posttrain.rl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer
+from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -116,6 +117,29 @@ def sft(**options: Any) -> Callable[..., Trainer]:
     return make
 
 
+def seq2seq_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Sources with targets of other lengths, which end with the eos token."""
+    sources, targets = tiny.token_rows(num_rows, seed), tiny.token_rows(num_rows, seed + 100, max_length=12)
+    return [{**source, "labels": target["input_ids"] + [1]} for source, target in zip(sources, targets, strict=True)]
+
+
+def count_generated(evaluated: Any) -> dict[str, float]:
+    """A `compute_metrics`: tokens that are neither pad nor start, which of a T5 are the same."""
+    return {"generated": float((evaluated.predictions > 0).sum())}
+
+
+def seq2seq(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+    return Seq2SeqTrainer(
+        model=tiny.seq2seq_lm(),
+        args=arguments(Seq2SeqTrainingArguments, output_dir, **({"predict_with_generate": True} | changes)),
+        processing_class=tiny.tokenizer(),
+        train_dataset=seq2seq_rows(ROWS),
+        eval_dataset=seq2seq_rows(7, seed=1),
+        compute_metrics=count_generated,
+        callbacks=callbacks,
+    )
+
+
 def preference_rows(num_rows: int) -> list[dict[str, str]]:
     words = " ".join(tiny.CORPUS).split()
     return [
@@ -151,6 +175,42 @@ def dpo(**options: Any) -> Callable[..., Trainer]:
     return make
 
 
+def digit_sum(completion_ids):
+    """A reward with some variance, that anyone can compute."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Trainer]:
+    """A trainer that samples; its completions are ragged, since a single letter ends them."""
+
+    def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+        mine, peft_config = dict(options), None
+        if mine.pop("lora", False):
+            from peft import LoraConfig
+
+            peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        if rollouts := mine.pop("windows_per_rollout", None):
+            mine["steps_per_generation"] = rollouts * changes.get("gradient_accumulation_steps", 1)
+        usual = {
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "gradient_checkpointing": False,
+            "generation_kwargs": {"stop": ["e", "a", "o"]},
+        }
+        return trainer_class(
+            model=tiny.causal_lm(initializer_range=0.1),
+            reward_funcs=digit_sum,
+            args=arguments(trainer_class.config_class, output_dir, **(usual | mine | changes)),
+            processing_class=tiny.tokenizer(),
+            train_dataset=[{"prompt": row["prompt"]} for row in text_rows(9)],
+            eval_dataset=[{"prompt": row["prompt"]} for row in text_rows(3)],
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
 TRAINERS: dict[str, Callable[..., Trainer]] = {
     "causal-lm": causal_lm(),
     "dropout": causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1),
@@ -160,10 +220,16 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "sft": sft(),
     "sft-packed": sft(packing=True, max_length=48),
     "sft-lora": sft(lora=True),
+    "seq2seq": seq2seq,
     "dpo": dpo(),
     "dpo-padded": dpo(shared_prefix=False),
     "dpo-lora": dpo(lora=True),
     "dpo-sync": dpo(sync_ref_model=True, ref_model_sync_steps=2, loss_type=["sigmoid", "ipo"]),
+    "grpo": online(GRPOTrainer),
+    "grpo-reused": online(GRPOTrainer, windows_per_rollout=2, num_iterations=2, loss_type="dr_grpo", beta=0.05),
+    "grpo-sync": online(GRPOTrainer, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, entropy_coef=0.01),
+    "grpo-lora": online(GRPOTrainer, lora=True, beta=0.1, windows_per_rollout=2),
+    "rloo": online(RLOOTrainer),
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
 EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}

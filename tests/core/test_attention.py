@@ -4,7 +4,7 @@ import transformers
 
 from posttrain.core.attention import enable_segments, segment_attention, segments_problem
 from posttrain.core.heads import base_model
-from posttrain.core.segments import Segments
+from posttrain.core.segments import Segments, without_padding
 from tests.tiny import causal_lm
 
 #: Two documents; a prompt with two completions, the second of which is continued twice.
@@ -284,3 +284,33 @@ def test_the_trial_leaves_the_model_as_it_was():
     assert [module.training for module in model.modules()] == state
     assert base_model(model).config._attn_implementation == "sdpa"
     assert all(p.grad is None for p in model.parameters())
+
+
+def padded(lengths, width):
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.arange(1, 1 + mask.numel()).view(mask.shape) * mask
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.where(mask, ids, -100)}
+
+
+def test_a_batch_without_its_padding_is_one_row_of_documents():
+    batch = without_padding(padded([2, 3], 4))
+    assert batch["input_ids"].tolist() == [[1, 2, 5, 6, 7]] and batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 2, -100, 6, 7]]
+    assert batch["segments"] == Segments.documents([2, 3])
+
+
+def test_the_loss_of_a_batch_without_its_padding_is_that_of_the_batch():
+    model, batch = causal_lm(), padded([9, 4, 12, 1], 14)
+    expected = model(**batch, num_items_in_batch=torch.tensor(22)).loss
+    enable_segments(model)
+    found = model(**without_padding(batch), num_items_in_batch=torch.tensor(22)).loss
+    torch.testing.assert_close(found, expected)
+
+
+def test_batches_that_are_not_padded_on_the_right_stay_as_they_are():
+    left = {name: value.flip(1) for name, value in padded([2, 3], 4).items()}
+    more = padded([2, 3], 4) | {"token_type_ids": torch.zeros(2, 4)}
+    for batch in (left, more, padded([2, 0], 4), {"input_ids": torch.ones(1, 2)}):
+        assert (
+            without_padding(batch).keys() == batch.keys() and without_padding(batch)["input_ids"] is batch["input_ids"]
+        )

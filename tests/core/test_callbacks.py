@@ -2,14 +2,19 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
+from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.callbacks import (
+    EVENTS,
     CallbackHandler,
     DefaultFlowCallback,
     EarlyStoppingCallback,
     TrainerCallback,
 )
 from posttrain.core.state import TrainerControl, TrainerState
+from tests import tiny
+from tests.contract.trainers import pad
 
 
 class Ears(TrainerCallback):
@@ -118,3 +123,39 @@ def test_early_stopping_without_a_metric_is_refused_at_once():
     args = SimpleNamespace(metric_for_best_model=None, eval_strategy="steps")
     with pytest.raises(ValueError, match="metric_for_best_model"):
         EarlyStoppingCallback().on_init_end(args, TrainerState(), TrainerControl())
+
+
+def test_transformers_own_early_stopping_stops_a_run_and_remembers_over_a_resume(tmp_path):
+    values = iter([3.0, 2.0, 2.5, 2.6, 2.7])
+
+    def make(**options):
+        arguments = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=8)
+        arguments |= dict(metric_for_best_model="score", greater_is_better=False, use_cpu=True, disable_tqdm=True)
+        theirs = transformers.EarlyStoppingCallback(early_stopping_patience=3)
+        return Trainer(
+            tiny.causal_lm(), TrainingArguments(str(tmp_path), **(arguments | options)), pad, tiny.token_rows(8),
+            tiny.token_rows(2), compute_metrics=lambda prediction: {"score": next(values)}, callbacks=[theirs],
+        )  # fmt: skip
+
+    make(max_steps=3).train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 5  # one evaluation without gain before the resume, two after
+    (callback,) = [cb for cb in resumed.callbacks if isinstance(cb, transformers.EarlyStoppingCallback)]
+    assert callback.early_stopping_patience_counter == 3
+
+
+def test_a_callback_of_transformers_hears_every_event_in_order(tmp_path):
+    heard = []
+    methods = {event: lambda self, args, state, control, event=event, **kwargs: heard.append(event) for event in EVENTS}
+    theirs = type("Theirs", (transformers.TrainerCallback,), methods)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=4, logging_steps=1,
+        eval_strategy="steps", use_cpu=True, disable_tqdm=True, save_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(tiny.causal_lm(), arguments, pad, tiny.token_rows(8), tiny.token_rows(2), callbacks=[theirs])
+    trainer.train()
+    trainer.predict(tiny.token_rows(2))
+    expected = ["init_end", "train_begin", "epoch_begin", "step_begin", "substep_end", "pre_optimizer_step"]
+    expected += ["optimizer_step", "step_end", "log", "prediction_step", "log", "evaluate", "save", "epoch_end", "log"]
+    assert heard == [f"on_{event}" for event in [*expected, "train_end", "prediction_step", "predict"]]

@@ -780,8 +780,64 @@ class Collator:
         return rows
 
 
+def test_scripts_find_the_attributes_they_read(script):
+    names = """
+        args model model_wrapped data_collator train_dataset eval_dataset processing_class model_init compute_metrics
+        compute_loss_func preprocess_logits_for_metrics optimizer lr_scheduler optimizer_cls_and_kwargs callback_handler state
+        control accelerator label_names can_return_loss label_smoother is_in_train is_model_parallel place_model_on_device
+        is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled deepspeed neftune_noise_alpha hp_name hp_search_backend
+        hub_model_id current_flos model_accepts_loss_kwargs _train_batch_size
+        _signature_columns
+    """.split()
+
+    def run(library):
+        trainer = script(library, neftune_noise_alpha=None)
+        assert [name for name in names if not hasattr(trainer, name)] == []
+        plain = (
+            "is_model_parallel",
+            "place_model_on_device",
+            "deepspeed",
+            "hp_name",
+            "hub_model_id",
+            "neftune_noise_alpha",
+        )
+        return {name: getattr(trainer, name) for name in plain}
+
+    assert agree(run)["place_model_on_device"] is True
+
+
+def test_operations_are_counted_until_they_are_stored(script):
+    trainer = language(script, OURS, max_steps=2, logging_strategy="no")
+    trainer.current_flos += 6.0
+    assert trainer.current_flos == 6.0
+    seen = []
+    trainer.add_callback(type("See", (OURS.TrainerCallback,), {
+        "on_step_end": lambda self, args, state, control, **kwargs: seen.append(trainer.current_flos)
+    }))  # fmt: skip
+    trainer.train()
+    assert 0 < seen[0] < seen[1] == trainer.state.total_flos and trainer.current_flos == 0
+
+
+def test_the_arguments_decide_whether_the_model_is_moved(script, monkeypatch):
+    moved = []
+    monkeypatch.setattr(Regression, "to", lambda self, *args, **kwargs: moved.append(args) or self)
+    script(OURS)
+    assert len(moved) == 1
+
+    @dataclasses.dataclass
+    class Elsewhere(OURS.TrainingArguments):
+        @property
+        def place_model_on_device(self):
+            return False
+
+    library = SimpleNamespace(**(vars(OURS) | {"TrainingArguments": Elsewhere}))
+    trainer = script(library)
+    trainer.train()
+    assert len(moved) == 1 and trainer.place_model_on_device is False
+
+
 LATER = {
-    "fsdp": "full_shard", "deepspeed": "zero.json", "auto_find_batch_size": True, "skip_memory_metrics": False,
+    "fsdp": "full_shard", "deepspeed": "zero.json",
     "push_to_hub": True, "parallelism_config": {},
 }  # fmt: skip
 

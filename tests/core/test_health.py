@@ -147,8 +147,14 @@ def test_the_first_bad_module_is_named():
     spoilt[1].register_forward_hook(lambda m, a, out: out * NAN)
     found = first_nonfinite(spoilt, [torch.ones(1, 2)], lambda batch: spoilt(batch).sum().backward())
     assert found == "the output of 1 (Linear) is the first to hold NaN"
-    model = Two(spoil=lambda h: h * INF)
+    model = Two(spoil=lambda h: h * NAN)
     assert "what reaches second (Linear) holds" in first_nonfinite(model, [x], run(model))
+
+
+def test_a_loss_that_goes_bad_behind_the_model_is_said_to(tmp_path):
+    model = Two()
+    found = first_nonfinite(model, [{"x": torch.ones(1, 2)}], lambda batch: (model(**batch) * INF).sum())
+    assert found.startswith("the loss itself is inf, where every module's output is finite")
 
 
 def test_a_gradient_that_is_not_finite_is_traced_in_the_backward_pass():
@@ -313,7 +319,7 @@ def test_running_statistics_that_were_spoilt_cannot_be_skipped(tmp_path):
 
     rows = [{"x": NAN if i == 3 else float(i), "labels": 1.0} for i in range(8)]
     args = arguments(TrainingArguments, tmp_path, on_nonfinite="skip", per_device_train_batch_size=2)
-    with pytest.raises(NonFiniteError, match="left NaN in norm.running_mean"):
+    with pytest.raises(NonFiniteError, match="left NaN in norm.running_mean.*the run stops"):
         Trainer(Normed(), args, train_dataset=rows).train()
 
 

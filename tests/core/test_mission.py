@@ -27,7 +27,7 @@ from posttrain.core.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 from tests.core.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
-from tests.distributed.test_two_processes import launch
+from tests.distributed.jobs import torchrun
 
 PARTS = """
     data_collator eval_dataset processing_class model_init compute_loss_func compute_metrics callbacks optimizers
@@ -487,6 +487,7 @@ def test_S039_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
     [
         pytest.param("galore_adafactor", {"optim_target_modules": TARGETS}, id="S040"),
         pytest.param("galore_adamw_layerwise", {"optim_target_modules": TARGETS}, id="S042"),
+        pytest.param("galore_adafactor_layerwise", {"optim_target_modules": TARGETS}, id="S042-adafactor"),
         pytest.param("lomo", {}, id="S050"),
         pytest.param("adalomo", {"max_grad_norm": None}, id="S051"),
         pytest.param("grokadamw", {}, id="S052"),
@@ -512,11 +513,6 @@ def test_S042_layerwise_in_two_processes_names_the_alternative(as_rank, tmp_path
     as_rank(0)
     with pytest.raises(ConfigError, match="'galore_adamw'"):
         TrainingArguments(str(tmp_path), optim="galore_adamw_layerwise", optim_target_modules=TARGETS)
-
-
-def test_S042_a_layerwise_form_that_does_not_exist_names_the_one_that_does():
-    with pytest.raises(ConfigError, match="use galore_adamw_layerwise"):
-        TrainingArguments(optim="galore_adafactor_layerwise", optim_target_modules=TARGETS)
 
 
 def test_S043_targets_select_the_linear_layers_or_name_those_there_are(tmp_path):
@@ -658,6 +654,10 @@ def test_S061_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(t
     with pytest.raises((ValueError, KeyError), match="perplexity"):
         wrong.train()
     assert wrong.state.global_step == 2  # the first of two evaluations
+    early = fit(tmp_path / "early", metric_for_best_model="perplexty", eval_on_start=True, **options, **compute)
+    with pytest.raises(KeyError, match="eval_perplexity"):
+        early.train()
+    assert early.state.global_step == 0
 
 
 @pytest.mark.parametrize(("greater", "best"), [(False, 2), (True, 4)])
@@ -1073,6 +1073,24 @@ class Augmented(Mapped):
         return {**super().__getitem__(row), "x": super().__getitem__(row)["x"] + noise}
 
 
+def test_S109_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # noqa: F811
+    options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy="checkpoint")
+    options |= dict(save_strategy="steps", save_steps=2, hub_always_push=True, lr_scheduler_type="constant")
+    straight = fit(tmp_path / "straight", max_steps=4, lr_scheduler_type="constant")
+    straight.train()
+    fit(tmp_path / "first", max_steps=2, **options).train()
+    received = (
+        tmp_path / "received" / "last-checkpoint"
+    )  # as `hf download me/model --include 'last-checkpoint/*'` leaves it
+    received.mkdir(parents=True)
+    for name, data in hub.files["me/model", "main"].items():
+        if name.startswith("last-checkpoint/"):
+            (received / name.removeprefix("last-checkpoint/")).write_bytes(data)
+    resumed = fit(tmp_path / "second", max_steps=4, lr_scheduler_type="constant")
+    assert resumed.train(resume_from_checkpoint=received).global_step == 4
+    assert_equal(weights(resumed), weights(straight))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("path", [str, Path])
 def test_S104_S105_S106_a_resumed_run_is_the_uninterrupted_one_to_the_bit(path, workers, tmp_path):
@@ -1155,7 +1173,7 @@ def class_weighted(out, size, **options):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     out = tmp_path_factory.mktemp("pair")
-    done = launch(2, str(Path(__file__)), str(out))
+    done = torchrun(2, str(Path(__file__)), str(out))
     assert done.returncode == 0, done.stderr[-4000:]
     return done, torch.load(out / "weights.pt"), torch.load(out / "weighted.pt")
 
@@ -1233,91 +1251,6 @@ def test_S008_script_of_001_runs_as_printed(imdb, tmp_path, monkeypatch):
         callback=[StopAfter()],
     )
     assert stopping.train().global_step == 10
-
-
-def test_script_of_001_with_grokadamw_runs_as_printed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tiny.causal_lm().save_pretrained("gemma")
-    args = TrainingArguments(
-        output_dir="./test-grokadamw",
-        max_steps=3,
-        per_device_train_batch_size=4,
-        optim="grokadamw",
-        logging_strategy="steps",
-        logging_steps=1,
-        learning_rate=2e-5,
-        save_strategy="no",
-        run_name="grokadamw-imdb",
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained("gemma", low_cpu_mem_usage=True)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=[{n: v[:5] for n, v in r.items()} for r in tiny.token_rows(8)]
-    )
-    trainer.train()
-    assert len(logged(trainer, "loss")) == 3
-
-
-def test_script_of_000_runs_as_printed(imdb, tmp_path, monkeypatch):
-    def my_loss_fn(outputs, labels, num_items_in_batch):
-        logits = outputs["logits"]
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        return loss / num_items_in_batch
-
-    monkeypatch.chdir(tmp_path)
-    parts = dict(train_dataset=imdb["train"], eval_dataset=imdb["test"], processing_class=tiny.tokenizer())
-    usual = dict(use_cpu=True, disable_tqdm=True, max_steps=4)
-    args = TrainingArguments(output_dir="out", eval_strategy="epoch", eval_on_start=True, logging_steps=1, **usual)
-    own = Trainer(model=bert(), args=args, compute_loss_func=my_loss_fn, compute_metrics=accuracy, **parts)
-    stock = Trainer(model=bert(), args=args, **parts)
-    own.train(), stock.train()
-    assert logged(own, "loss") == pytest.approx(logged(stock, "loss"), abs=1e-5)
-    args = TrainingArguments(
-        output_dir="best",
-        eval_strategy="epoch",
-        save_strategy="best",
-        metric_for_best_model="perplexity",
-        greater_is_better=False,
-        load_best_model_at_end=True,
-        **usual,
-    )
-    best = Trainer(model=bert(), args=args, compute_metrics=lambda eval_preds: {"perplexity": 2.0}, **parts)
-    best.train()
-    assert saved("best") == ["checkpoint-4"]
-
-
-def test_script_of_002_runs_as_printed(tmp_path):
-    class PreferenceTrainer(Trainer):
-        """A loss against a reference model, from logits alone."""
-
-        def __init__(self, *args, ref_model, beta, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.ref_model, self.beta = ref_model, beta
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            with torch.no_grad():
-                ref_logits = self.ref_model(**inputs).logits
-            margin = token_logps(outputs.logits, labels) - token_logps(ref_logits, labels)
-            chosen, rejected = margin.chunk(2)
-            loss = -F.logsigmoid(self.beta * (chosen - rejected)).mean()
-            return (loss, outputs) if return_outputs else loss
-
-    def token_logps(logits, labels):
-        return -F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
-
-    trainer = speak(tmp_path, lambda *args, **kw: PreferenceTrainer(*args, ref_model=tiny.causal_lm(), beta=0.1, **kw),
-                    per_device_train_batch_size=4)  # fmt: skip
-    trainer.train()
-    assert logged(trainer, "loss")[0] == pytest.approx(np.log(2))  # the model is its own reference
-
-
-def test_script_of_003_runs_as_printed(imdb, tmp_path):
-    options = dict(eval_dataset=imdb["test"], processing_class=tiny.tokenizer(), max_steps=2, eval_strategy="epoch")
-    trainer = trainer_of(tmp_path, bert(), imdb["train"], ClassWeights, **options)
-    trainer.add_callback(Listener)
-    trainer.train()
-    assert trainer.callbacks[-1].steps == 2 and len(logged(trainer, "eval_loss")) == 1
 
 
 if __name__ == "__main__":

@@ -422,6 +422,26 @@ def test_liger_says_why_it_is_not_applied(monkeypatch):
     assert applied == [(models.base_model(model), {"rope": True})]
 
 
+def test_S048_what_liger_replaces_is_said(monkeypatch, caplog):
+    def replace_norms(model, **config):
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3RMSNorm":
+                module.forward = types.MethodType(lambda self, x: x, module)
+
+    kernels = types.ModuleType("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance = replace_norms
+    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": None}
+    for module in (types.ModuleType("liger_kernel"), kernels, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    model = tiny.causal_lm()
+    norms = sum(type(module).__name__ == "Qwen3RMSNorm" for module in model.modules())
+    with caplog.at_level("INFO", "posttrain"):
+        assert models.apply_liger(model) is None
+    assert f"the forward of: Qwen3RMSNorm x {norms}." in caplog.text
+
+
 # ---- the output head ----
 
 

@@ -119,7 +119,7 @@ def test_every_optimizer_of_transformers_is_known():
     from transformers.training_args import OptimizerNames
 
     names = {member.value for member in OptimizerNames}
-    assert names - OPTIMIZERS.keys() == set(optim.REFUSED)
+    assert names <= OPTIMIZERS.keys()
     assert OPTIMIZERS.keys() - names == {"muon"}
     assert Arguments(optim=OptimizerNames.ADAFACTOR).optim == "adafactor"
     assert optim.optimizer_class_and_kwargs(SimpleNamespace(**vars(arguments()) | {"optim": OptimizerNames.SGD}))
@@ -306,6 +306,7 @@ def test_apollo_lets_the_norm_of_an_update_grow_by_one_percent_a_step():
 
 @pytest.mark.parametrize(("layerwise", "plain"), [
     ("lomo", "sgd"), ("galore_adamw_layerwise", "galore_adamw"), ("apollo_adamw_layerwise", "apollo_adamw"),
+    ("galore_adafactor_layerwise", "galore_adafactor"),
 ])  # fmt: skip
 def test_layerwise_updates_equal_those_after_the_backward_pass(layerwise, plain):
     proj = {"optim_args": "proj=svd, rank=4"} if "apollo" in plain else {}
@@ -516,7 +517,6 @@ def test_options_are_read_as_literals(text, options):
         ({"optim": "adamw"}, "did you mean 'adamw_torch'|did you mean 'adamw_8bit'|is not one of"),
         ({"optim": "galore_adamw", "optim_target_modules": None}, "needs optim_target_modules"),
         ({"optim": "galore_adamw", "optim_target_modules": "*attn"}, "is no regular expression"),
-        ({"optim": "galore_adafactor_layerwise"}, "has no layerwise form; use galore_adamw_layerwise"),
         ({"optim": "lomo", "gradient_accumulation_steps": 4}, "set gradient_accumulation_steps=1"),
         ({"optim": "apollo_adamw_layerwise", "fp16": True}, "set bf16=True"),
         ({"optim": "schedule_free_adamw", "warmup_steps": 0.1, "max_steps": -1}, "as a number of updates"),
@@ -528,6 +528,29 @@ def test_options_are_read_as_literals(text, options):
 def test_what_cannot_work_is_refused_with_the_arguments(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         arguments(**kwargs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_unknown_option_of_any_optimizer_is_refused(name):
+    with pytest.raises(ConfigError, match=f"'no_such_option' is not an option of optim='{name}', which takes"):
+        arguments(name, optim_args="no_such_option=1")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_target_modules_are_read_or_said_to_be_without_effect(name, caplog):
+    skip_without_library(name)
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        optim.build(Net(), arguments(name, optim_target_modules=["up"]))
+    said = "has no effect. Leave it out" in caplog.text
+    assert said != name.startswith(("galore_", "apollo_", "muon"))
+
+
+def test_a_target_that_selects_nothing_beside_one_that_does_is_named(caplog):
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        optim.build(Net(), arguments("muon", optim_target_modules=["up", "donw"]))
+    assert [r.getMessage() for r in caplog.records] == [
+        "optim_target_modules: 'donw' selects no trainable linear layer of this model."
+    ]
 
 
 def test_layerwise_optimizers_are_refused_in_a_run_of_several_processes(monkeypatch):

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -167,9 +168,54 @@ def test_trackers_find_every_argument_that_they_read(tmp_path):
         for node in ast.walk(ast.parse(inspect.getsource(callback))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
                 read.add(node.attr)
-    given = _TrackerArguments(TrainingArguments(str(tmp_path), use_cpu=True))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, hub_private_repo=True, trackio_space_id="me/board")
+    given = _TrackerArguments(arguments)
+    assert given.hub_private_repo is True and given.trackio_space_id == "me/board"
     assert {"run_name", "project", "output_dir", "to_dict", "trackio_space_id"} <= read
     assert sorted(name for name in read if not hasattr(given, name)) == []
+
+
+def test_the_progress_of_a_kubernetes_job_is_reported_without_being_asked_for(tmp_path, monkeypatch):
+    with pytest.raises(ImportError, match="KUBEFLOW_TRAINER_SERVER_URL") as error:
+        make(tmp_path, "kubeflow")
+    assert "pip install" not in str(error.value)
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost:1")
+    assert [type(cb).__name__ for cb in tracker_callbacks([])] == ["KubeflowCallback"]
+    assert [type(cb).__name__ for cb in tracker_callbacks(["kubeflow"])] == ["KubeflowCallback"]
+    monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
+    assert tracker_callbacks([]) == []
+
+
+# ---- a run that is resumed ----
+
+
+def test_lines_after_the_checkpoint_and_a_torn_one_are_gone_from_the_log_of_a_resumed_run(tmp_path):
+    """As a process leaves it that was killed while it wrote, two steps after its last checkpoint."""
+    options = dict(save_strategy="steps", save_steps=2, eval_strategy="no")
+    straight = make(tmp_path / "straight", **options)
+    straight.train()
+    make(tmp_path / "killed", **options).train()
+    log = tmp_path / "killed" / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)[:-1]  # no last record
+    log.write_text("".join(lines) + lines[-1][:20])
+    shutil.rmtree(tmp_path / "killed" / "checkpoint-4")
+    make(tmp_path / "killed", **options).train(resume_from_checkpoint=True)
+    records = read(log)
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    assert [r["loss"] for r in records if "loss" in r] == [
+        r["loss"] for r in read(tmp_path / "straight/log.jsonl") if "loss" in r
+    ]
+    assert sum("train_runtime" in r for r in records) == 1 and records[0]["perf/step_seconds"] > 0
+
+
+def stop_and_go(tmp_path, report_to, **options):
+    """Two trainers: the second goes on at step 2 of 4."""
+    options = dict(save_strategy="steps", save_steps=2, eval_strategy="no") | options
+    first = make(tmp_path, report_to, **options)
+    first.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    again = make(tmp_path, report_to, **options)
+    return first, again
 
 
 # ---- for real ----
@@ -192,6 +238,56 @@ def test_tensorboard_gets_the_scalars_of_the_log(tmp_path):
         assert [v for _, v in written] == pytest.approx([v for _, v in logged], rel=1e-6)
 
 
+@installed("tensorboard")
+def test_tensorboard_goes_on_in_its_folder_with_each_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first, again = stop_and_go(tmp_path, "tensorboard")
+    again.train(resume_from_checkpoint=True)
+    files = list(tmp_path.rglob("events.out.tfevents.*"))
+    assert len(files) == 2 and len({file.parent for file in files}) == 1
+    assert again.state.tracker_runs == first.state.tracker_runs
+    scalars = EventAccumulator(str(files[0].parent)).Reload().Scalars("train/loss")
+    assert [event.step for event in scalars] == [1, 2, 3, 4]
+    make(tmp_path, "tensorboard").train()
+    assert len({file.parent for file in tmp_path.rglob("events.out.tfevents.*")}) == 2  # a new run, a new folder
+
+
+@installed("mlflow")
+def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
+    import mlflow
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db" if importlib.util.find_spec("sqlalchemy") else f"file://{tmp_path}/mlruns"
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(uri)
+    first, again = stop_and_go(tmp_path, "mlflow")
+    again.train(resume_from_checkpoint=True)
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert {"mlflow": run.info.run_id} == first.state.tracker_runs == again.state.tracker_runs
+    assert "MLFLOW_RUN_ID" not in os.environ
+
+
+@installed("trackio")
+def test_trackio_goes_on_with_its_run(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from tests.core.test_trackers import stop_and_go
+first, again = stop_and_go(Path({str(tmp_path / "out")!r}), "trackio", project="my-project")
+again.train(resume_from_checkpoint=True)
+assert first.state.tracker_runs == again.state.tracker_runs and first.state.tracker_runs["trackio"]
+"""
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = (tmp_path / "trackio").glob("my-project*.db")
+    with sqlite3.connect(file) as database:
+        assert len(database.execute("SELECT DISTINCT run_name FROM metrics").fetchall()) == 1
+
+
 @installed("mlflow")
 def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeypatch):
     import mlflow
@@ -210,21 +306,24 @@ def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeyp
 
 
 @installed("wandb")
-def test_wandb_gets_the_run_name_and_the_losses_offline(tmp_path, monkeypatch):
+def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     import wandb
 
-    trainer = make(tmp_path / "out", "wandb", run_name="my-run")
-    trainer.train()
+    first, again = stop_and_go(tmp_path / "out", "wandb", run_name="my-run")
     run = wandb.run
+    assert run.name == "my-run" and run.config["learning_rate"] == 0.05
+    last = [r["loss"] for r in first.state.log_history if "loss" in r][-1]
+    assert run.summary["train/loss"] == pytest.approx(last) and run.summary["train/global_step"] == 4
+    assert list(tmp_path.rglob("*.wandb"))
+    wandb.finish()
+    again.train(resume_from_checkpoint=True)
     try:
-        assert run.name == "my-run" and run.config["learning_rate"] == 0.05
-        last = [r["loss"] for r in trainer.state.log_history if "loss" in r][-1]
-        assert run.summary["train/loss"] == pytest.approx(last) and run.summary["train/global_step"] == 4
+        assert {"wandb": run.id} == {"wandb": wandb.run.id} == first.state.tracker_runs == again.state.tracker_runs
+        assert wandb.run.name == "my-run"
     finally:
         wandb.finish()
-    assert list(tmp_path.rglob("*.wandb"))
 
 
 @installed("trackio")

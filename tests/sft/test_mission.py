@@ -133,35 +133,6 @@ def test_S150_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
     assert trainer.state.global_step == 3
 
 
-GALORE = {"optim_target_modules": [r".*.attn.*", r".*.mlp.*"], "per_device_train_batch_size": 2}
-SPARING = {"gradient_checkpointing": True, "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 2e-6}
-SPARING |= {"save_strategy": "no", "run_name": "lomo-imdb", "per_device_train_batch_size": 4}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("optim", "options"),
-    [
-        ("galore_adamw", GALORE),
-        ("galore_adamw", GALORE | {"optim_args": "rank=4, update_proj_gap=100, scale=0.10"}),
-        ("galore_adamw_layerwise", GALORE),
-        ("galore_adafactor", GALORE),
-        ("lomo", SPARING),
-        ("adalomo", SPARING),
-        ("schedule_free_adamw", SPARING),
-        ("schedule_free_sgd", SPARING),
-    ],
-)
-def test_script_of_001_runs_as_printed_with_each_optimizer(optim, options, printed):
-    if optim.startswith("schedule_free"):
-        pytest.importorskip("schedulefree")
-    trainer = printed(output_dir=f"./test-{optim}", optim=optim, **options)
-    assert trainer.state.global_step == 3
-    start = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path)
-    moved = zip(trainer.model.parameters(), start.parameters(), strict=True)
-    assert any(not torch.equal(ours.cpu(), theirs) for ours, theirs in moved)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_script_of_001_with_neftune_and_liger_runs_as_printed(printed):
     trainer = printed(output_dir="your-model", neftune_noise_alpha=0.1, use_liger_kernel=True)

@@ -176,6 +176,52 @@ def test_the_loss_in_the_head_is_the_loss_of_whole_logits(changes, tied, tmp_pat
     assert entropy == pytest.approx(2 * -(logps.exp() * logps).sum(-1)[kept].sum().item(), rel=1e-5)
 
 
+ATTENTION = [
+    (TEXTS, {}),
+    (COMPLETIONS, {"packing": True}),
+    (CHATS, {"assistant_only_loss": True, "gradient_checkpointing": True}),
+    (COMPLETIONS, {"padding_free": True, "bf16": True}),
+]
+
+
+@pytest.mark.parametrize(("rows", "changes"), ATTENTION, ids="plain packed checkpointed padding-free".split())
+def test_attention_over_segments_trains_as_attention_under_a_mask_does(rows, changes, tmp_path, monkeypatch):
+    trained = []
+    for problem in (None, "it was not wanted"):
+        if problem:
+            monkeypatch.setattr("posttrain.core.attention.segments_problem", lambda model: "it was not wanted")
+        trainer = make(tmp_path, rows, max_steps=4, train_sampling_strategy="sequential", **changes)
+        assert trainer.model.config._attn_implementation == ("sdpa" if problem else "segments_sdpa")
+        trainer.train()
+        trained.append(losses(trainer))
+    assert trained[0] == pytest.approx(trained[1], rel=3e-3 if "bf16" in changes else 1e-5)
+    assert trained[0] != trained[1] or len(set(trained[0])) == 4  # they were computed in two ways
+
+
+def test_a_model_that_reads_segments_is_saved_as_any_other(tmp_path):
+    trainer = make(tmp_path, TEXTS)
+    assert trainer.model.config._attn_implementation == "segments_sdpa"
+    trainer.train()
+    trainer.save_model()
+    assert "segments" not in (tmp_path / "config.json").read_text()
+    loaded = type(trainer.model).from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    ids = torch.tensor([trainer.train_dataset[0]["input_ids"]])
+    torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_models_whose_attention_cannot_be_replaced_are_trained_under_a_mask(tmp_path, caplog):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=384, hidden_size=32, n_layer=2, n_head=4))
+    with caplog.at_level("INFO", logger="posttrain"):
+        trainer = make(tmp_path, TEXTS, model=model, max_steps=6)
+    assert "Attention goes over whole rows, under a mask: BloomForCausalLM" in caplog.text
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
 def test_accuracy_and_entropy_are_means_over_trained_tokens(tmp_path):
     trainer = make(tmp_path, COMPLETIONS, eval_rows=COMPLETIONS, per_device_eval_batch_size=3)
     metrics = trainer.evaluate()

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
     from posttrain.core.checkpoint import get_last_checkpoint
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         default_data_collator,
     )
     from posttrain.core.data import enable_full_determinism, set_seed
+    from posttrain.core.evaluation import StreamingMetric
     from posttrain.core.fields import opt
     from posttrain.core.state import (
         EvalLoopOutput,
@@ -46,6 +49,7 @@ _HOMES = {
         "default_data_collator",
     ),
     "data": ("enable_full_determinism", "set_seed"),
+    "evaluation": ("StreamingMetric",),
     "fields": ("opt",),
     "state": (
         "EvalLoopOutput",
@@ -58,7 +62,8 @@ _HOMES = {
     ),
     "trainer": ("Trainer",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: f"posttrain.core.{home}" for home, names in _HOMES.items() for name in names}
+_HOME_OF["HfArgumentParser"] = "transformers"  # parses every config; scripts import it beside their trainer
 
 __all__ = sorted(_HOME_OF)
 
@@ -68,7 +73,7 @@ def __getattr__(name: str) -> Any:
         from posttrain.core.errors import did_you_mean
 
         raise AttributeError(f"posttrain.core has no {name!r}{did_you_mean(name, _HOME_OF)}")
-    value = getattr(importlib.import_module(f"posttrain.core.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

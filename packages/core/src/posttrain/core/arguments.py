@@ -38,6 +38,7 @@ from posttrain.core.fields import (
 )
 from posttrain.core.health import HealthArguments
 from posttrain.core.hub import HubArguments
+from posttrain.core.interrupts import InterruptArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
@@ -87,16 +88,8 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
-    "trackio_space_id": _later("set the environment variable TRACKIO_SPACE_ID"),
-    "trackio_bucket_id": _later("log to another tracker"),
-    "trackio_static_space_id": _later("log to another tracker", False),
-    "enable_jit_checkpoint": _later("save more often, with save_steps", False),
     # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
-    "parallelism_config": _later("start data parallel training with torchrun"),
-    "fsdp": _later("start data parallel training with torchrun", False, "", []),
-    "fsdp_config": _later("start data parallel training with torchrun", {}),
-    "deepspeed": _later("start data parallel training with torchrun"),
 }
 
 
@@ -158,6 +151,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     EMAArguments,
     ModelSideArguments,
     DataArguments,
+    InterruptArguments,
     CheckpointArguments,
     EvaluationArguments,
     LoggingArguments,

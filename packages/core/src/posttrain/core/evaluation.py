@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields import opt
 from posttrain.core.metrics import Metrics, means
-from posttrain.core.objective import count_rows
+from posttrain.core.objective import accepts, count_rows
+from posttrain.core.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
 from posttrain.core.state import EvalPrediction
 
 
@@ -37,7 +39,10 @@ class EvaluationArguments:
         False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run."
     )
     eval_accumulation_steps: int | None = opt(
-        None, "Move kept predictions to host memory every so many batches; None: after every batch.", min=1
+        None,
+        "Batches whose predictions stay on the device before they move to host memory; None: each moves at once. More wait "
+        "for the device less often, and need its memory.",
+        min=1,
     )
     eval_do_concat_batches: bool = opt(
         True, "Join the batches' predictions into one array; off keeps a list of batches."
@@ -102,6 +107,103 @@ def predict_batch(
     return loss, logits[0] if len(logits) == 1 else logits, labels
 
 
+@runtime_checkable
+class StreamingMetric(Protocol):
+    """Metrics that are computed batch by batch: pass an object with these methods as ``compute_metrics``, and no prediction
+    is stored.
+
+    An evaluation starts with ``reset()`` where there is such a method, and otherwise with a copy of the object as it was
+    given. With several processes each of them sees every batch, in the order of the dataset; an object that also has
+    ``merge(others)``, which takes in what the others of a list have seen, sees the batches of its own process alone, and is
+    merged before ``compute``. Both ways every row counts once.
+    """
+
+    def update(self, predictions: Any, labels: Any) -> None:
+        """Take in a batch: tensors of shape (rows, ...), detached, or what ``preprocess_logits_for_metrics`` made of them."""
+
+    def compute(self) -> dict[str, float]:
+        """The metrics of everything that was taken in, by name."""
+
+
+class _Streamed:
+    """A `StreamingMetric` in one evaluation."""
+
+    def __init__(self, metric: Any) -> None:
+        if hasattr(metric, "reset"):
+            metric.reset()
+        else:
+            metric = copy.deepcopy(metric)
+        self.metric, self.sees_own_batches = metric, hasattr(metric, "merge")
+
+    def take(self, batch: EvalPrediction, is_last: bool) -> None:
+        self.metric.update(batch.predictions, batch.label_ids)
+
+    def compute(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        metric = self.metric
+        if self.sees_own_batches:
+            metric, *others = gather(metric)  # rank 0's takes in the rest, on every process: all get the same bits
+            if others:
+                metric.merge(others)
+        metrics = metric.compute()
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"{type(metric).__name__}.compute() returned {metrics!r}; a streaming metric returns a dict of named values."
+            )
+        return dict(metrics)
+
+
+class _Called:
+    """A function ``(batch, compute_result=...)`` in one evaluation."""
+
+    sees_own_batches = False
+
+    def __init__(self, function: Callable[..., dict[str, float] | None]) -> None:
+        self.function, self.metrics = function, None
+
+    def take(self, batch: EvalPrediction, is_last: bool) -> None:
+        self.metrics = self.function(batch, compute_result=is_last)
+
+    def compute(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        return self.metrics or {}
+
+
+def is_streaming(compute_metrics: Any) -> bool:
+    """Whether `compute_metrics` is a `StreamingMetric`."""
+    return isinstance(compute_metrics, StreamingMetric) and not isinstance(compute_metrics, type)
+
+
+def check_metrics(compute_metrics: Any, batch_eval_metrics: bool, include_for_metrics: list[str]) -> None:
+    """Raise TypeError where `compute_metrics` cannot be one, ValueError where the arguments ask of it what it cannot do."""
+    if compute_metrics is None:
+        return
+    name = type(compute_metrics).__name__
+    if is_streaming(compute_metrics):
+        if include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={include_for_metrics!r} has no use: update(predictions, labels) of the {name} passed as "
+                "compute_metrics gets neither. Leave it out, or pass a function."
+            )
+    elif not callable(compute_metrics):
+        raise TypeError(
+            f"compute_metrics is of type {name}; it must be callable with an EvalPrediction, or have update(predictions, "
+            "labels) and compute()."
+        )
+    elif batch_eval_metrics and not accepts(compute_metrics, "compute_result"):
+        raise ValueError(
+            "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
+            "last; this compute_metrics has no argument compute_result."
+        )
+
+
+def by_batch(compute_metrics: Any, batch_eval_metrics: bool = False) -> _Streamed | _Called | None:
+    """`compute_metrics` as `run` feeds it batch by batch; None where it is to be called once, with everything."""
+    if compute_metrics is None:
+        return None
+    if batch_eval_metrics and callable(compute_metrics) and accepts(compute_metrics, "compute_result"):
+        return _Called(compute_metrics)
+    return _Streamed(compute_metrics) if is_streaming(compute_metrics) else None
+
+
 def run(
     batches: Iterable[Any],
     predict: Callable[[Any], tuple[torch.Tensor | None, Any, Any]],
@@ -111,20 +213,23 @@ def run(
     keep: bool,
     is_filler: Callable[[Any], bool] = lambda inputs: False,
     preprocess_logits: Callable[[Any, Any], Any] | None = None,
-    batch_metrics: Callable[[EvalPrediction, bool], dict[str, float]] | None = None,
+    batch_metrics: _Streamed | _Called | None = None,
     include: Iterable[str] = (),
     main_input: str = "input_ids",
     on_batch: Callable[[], None] = lambda: None,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
     num_batches: int | None = None,
+    accumulate: int | None = None,
     concatenate: bool = True,
     keep_with_batch_metrics: bool = False,
+    order: np.ndarray | None = None,
+    fill: int = -100,
 ) -> tuple[EvalPrediction, dict[str, float], int]:
     """One pass over `batches`: (everything kept, named means, rows seen on all processes).
 
     The mean of the loss weighs each batch by its items, so it is the same for every batch size, padding and number of
-    processes. Kept predictions are moved to host memory batch by batch and joined once at the end: time is linear, memory
-    is once their size.
+    processes. Kept predictions move to host memory as they come and are joined once at the end: time is linear, and the
+    peak is their size and one batch, or `predictions.BLOCK` bytes where batches are smaller.
 
     Args:
         predict: ``inputs -> (loss, logits, labels)``.
@@ -132,54 +237,78 @@ def run(
         keep: store predictions and labels.
         is_filler: batches that only keep processes in step, and count for nothing.
         preprocess_logits: ``(logits, labels) -> what is kept instead of the logits``.
-        batch_metrics: a `compute_metrics` that is called on each batch that has predictions and labels; nothing is stored then,
-            unless `keep_with_batch_metrics`.
+        batch_metrics: is fed each batch that has predictions and labels, see `by_batch`; nothing is stored then, unless
+            `keep_with_batch_metrics`.
         include: "inputs" and "loss": keep these too, for `compute_metrics`.
-        gather: lists what every process passed, in rank order.
+        gather: lists what every process passed, in rank order. All processes see equally many batches.
+        num_batches: of this process, where it is known.
+        accumulate: batches that stay on the device before they move to host memory; None: one.
+        order: the dataset's row of each row of `batches`, over all processes, where they come in another order: what is
+            kept is put back into the dataset's.
+        fill: fills predictions of ragged width; labels are filled with -100.
 
     Raises:
-        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set.
+        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set. Found
+            at the first batch.
     """
-    kept: list[tuple[Any, Any, Any, Any]] = []
-    rows, computed = 0, None
-    batches = iter(batches)
-    inputs = next(batches, None)
-    while inputs is not None:
-        filler, items, here = is_filler(inputs), count_items(inputs), count_rows(inputs)
-        shown = to_numpy(inputs.get(main_input)) if "inputs" in include else None
+    keep = keep and (batch_metrics is None or keep_with_batch_metrics)
+    kept, waiting, rows = Kept(concatenate, fill), [], 0
+    expected = (num_batches or 0) * len(gather(None)) if keep else 0
+    for inputs, is_last in _mark_last(batches):
+        filler, entry = is_filler(inputs), None
+        items, here = count_items(inputs), count_rows(inputs)
+        shown = inputs.get(main_input) if "inputs" in include else None
         loss, logits, labels = predict(inputs)
-        upcoming = next(batches, None)
-        entry = None
         if not filler:
             rows += here
             if loss is not None:
                 metrics.add("loss", loss if items else 0.0, items)  # of a batch without one label the mean is NaN
             if preprocess_logits is not None and logits is not None:
                 logits = preprocess_logits(logits, labels)
-            losses = np.full(here, float(loss)) if "loss" in include and loss is not None else None
+            losses = torch.as_tensor(loss).repeat(here) if "loss" in include and loss is not None else None
             entry = (logits, labels, shown, losses)
         if batch_metrics is not None:
             whole = entry is not None and logits is not None and labels is not None
-            shares = [s for s in gather(_map(entry, torch.Tensor.cpu) if whole else None) if s is not None]
-            for number, share in enumerate(shares, start=1):
-                computed = batch_metrics(EvalPrediction(*share), upcoming is None and number == len(shares))
-        if keep and entry is not None and (batch_metrics is None or keep_with_batch_metrics):
-            entry = to_numpy(entry)
-            if not kept:
-                _check_size(entry, num_batches)
-            kept.append(entry)
+            _feed(batch_metrics, entry if whole else None, is_last, gather)
+        if keep:
+            if entry is not None and expected:
+                check_size(nbytes(entry) * expected, expected)
+                expected = 0
+            waiting.append(entry)
+            if is_last or len(waiting) >= (accumulate or 1):
+                # Batch i of rank 0, batch i of rank 1, ...: the order of the dataset.
+                for same_place in zip(*gather([to_numpy(e) for e in waiting]), strict=True):
+                    kept.add(e for e in same_place if e is not None)
+                waiting.clear()
+        del logits, labels, entry  # or two batches of them would be on the device during the next one
         on_batch()
-        inputs = upcoming
     pairs = metrics.drain(gather)
     first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
-    named = means(first | pairs) | (computed or {})
-    everyone = gather((rows, kept))
-    # Batch i of rank 0, batch i of rank 1, ...: the order of the dataset.
-    longest = max(len(part) for _, part in everyone)
-    ordered = [part[i] for i in range(longest) for _, part in everyone if i < len(part)]
-    columns = list(zip(*ordered, strict=True)) if ordered else [()] * 4
-    joined = [list(column) if not concatenate else join(column) for column in columns]
-    return EvalPrediction(*joined), named, sum(count for count, _ in everyone)
+    named = means(first | pairs) | (batch_metrics.compute(gather) if batch_metrics is not None and rows else {})
+    joined = kept.joined()
+    if order is not None and concatenate:
+        joined = restore(joined, order)
+    return EvalPrediction(*joined), named, sum(gather(rows))
+
+
+def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """``(batch, whether it is the last)``."""
+    batches = iter(batches)
+    batch = next(batches, None)
+    while batch is not None:
+        upcoming = next(batches, None)
+        yield batch, upcoming is None
+        batch = upcoming
+
+
+def _feed(to: _Streamed | _Called, entry: Any, is_last: bool, gather: Callable[[Any], list[Any]]) -> None:
+    shares = [entry]
+    if not to.sees_own_batches:
+        several = len(gather(None)) > 1
+        shares = gather(map_tensors(entry, torch.Tensor.cpu)) if several else [entry]
+    shares = [share for share in shares if share is not None]
+    for number, share in enumerate(shares, start=1):
+        to.take(EvalPrediction(*share), is_last and number == len(shares))
 
 
 def plain(metrics: Any) -> Any:
@@ -223,72 +352,6 @@ def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
             optimizer.train()
 
 
-def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with -100."""
-    parts = [part for part in parts if part is not None]
-    if not parts:
-        return None
-    first = parts[0]
-    if isinstance(first, (tuple, list)):
-        return type(first)(join(column, padding) for column in zip(*parts, strict=True))
-    if isinstance(first, dict):
-        return {key: join([part[key] for part in parts], padding) for key in first}
-    parts = [np.atleast_1d(part) for part in parts]
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) == 1:
-        return np.concatenate(parts)
-    widest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    whole = np.full((sum(len(part) for part in parts), *widest), padding, dtype=np.result_type(*parts))
-    row = 0
-    for part in parts:
-        whole[(slice(row, row + len(part)), *(slice(0, size) for size in part.shape[1:]))] = part
-        row += len(part)
-    return whole
-
-
-def detach(value: Any) -> Any:
-    """`value` with every tensor in it detached."""
-    return _map(value, lambda tensor: tensor.detach())
-
-
-def to_numpy(value: Any) -> Any:
-    """`value` with every tensor in it as a numpy array (bfloat16, which numpy lacks, as float32)."""
-    return _map(value, lambda t: (t.detach().float() if t.dtype == torch.bfloat16 else t.detach()).cpu().numpy())
-
-
-def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(_map(item, function) for item in value)
-    if hasattr(value, "items"):
-        return {key: _map(item, function) for key, item in value.items()}
-    return value
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, (tuple, list)):
-        return sum(_nbytes(item) for item in value)
-    if isinstance(value, dict):
-        return sum(_nbytes(item) for item in value.values())
-    return getattr(value, "nbytes", 0)
-
-
-def _check_size(first: Any, num_batches: int | None) -> None:
-    free = _free_memory()
-    need = _nbytes(first) * (num_batches or 0)
-    if free is not None and need > free:
-        raise MemoryError(
-            f"Keeping the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free. Pass preprocess_logits_for_metrics (an argmax, say) so that less is kept, "
-            "set batch_eval_metrics=True so that nothing is, or prediction_loss_only=True."
-        )
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be taken without swapping; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
+def reading_order(loader: Any) -> np.ndarray | None:
+    """The dataset's row of each row that `loader` reads, where its sampler says that results are to be put back."""
+    return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)

@@ -45,6 +45,7 @@ def opt(
     below: float | None = None,
     choices: Iterable[str] | None = None,
     aliases: Iterable[str] = (),
+    flag: str | None = None,
 ) -> Any:
     """One field of a config dataclass.
 
@@ -54,11 +55,14 @@ def opt(
         min, max: the value may equal these. above, below: it may not.
         choices: the only strings allowed.
         aliases: other names under which the field is accepted, on the command line too.
+        flag: what ``--name`` alone means on the command line, where a value may follow and need not.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
     metadata: dict[str, Any] = {"help": Help(help, **bounds)}
     if aliases:
         metadata["aliases"] = [f"--{name}" for name in aliases]
+    if flag is not None:
+        metadata |= {"nargs": "?", "const": flag}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -190,6 +194,8 @@ def tidy(config: Any) -> Iterator[str]:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 yield f"{field.name}={value!r} looks like JSON but is not: {error}"
+        elif type(value) is str and {str, int} <= set(allowed) and value.isdecimal():
+            value = int(value)  # from a command line
         if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
             value = Choice(value)
         if value is not getattr(config, field.name):

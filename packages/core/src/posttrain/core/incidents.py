@@ -69,30 +69,28 @@ class Incidents:
         return self._guard.before_step(self.optimizer, update, None if scaler is None else scaler.get_scale)
 
     def _report_nonfinite(self, update: health.Update, stops: bool, late: int) -> str:
-        """What to say of an update that is not finite; of the first and the last of a run with all that can be found out."""
-        text = health.describe(update, self.args.on_nonfinite, late)
-        if not stops and (spoilt := health.spoilt_buffers(self.model)):
-            raise NonFiniteError(
-                f"{text} The forward pass left NaN in {', '.join(spoilt[:8])}, which no skipping undoes."
-            )
-        batches = self._name_batches(update)
-        if update.lacks_labels or (self._guard.count > 1 and not stops):
-            return f"{text} It is {batches}."
-        saved = self._save_window(update)
-        where = self._find_fault(update)
-        found = f" Found by running it once more: {where}." if where else (
-            " Run once more, everything stays finite: random numbers, or the sum over the window, made the difference."
-        )  # fmt: skip
-        return f"{text} It is {batches}.{found}{saved} {health.REMEDY}"
+        """What to say of an update that is not finite; of the first and the last of a run with all that can be found out.
 
-    def _name_batches(self, update: health.Update) -> str:
-        mine = health.name_batches(update, functools.partial(self._rows_of, update.epoch))
-        if self.dist.world_size == 1:
-            return mine
-        finite = bool(torch.isfinite(update.loss))
-        everyone = list(enumerate(self.dist.gather_object((finite, mine))))
-        blamed = [(rank, text) for rank, (finite, text) in everyone if not finite] or [(r, t) for r, (_, t) in everyone]
-        return "; ".join(f"{text} on rank {rank}" for rank, text in blamed)
+        Of several processes, each looks at its own micro-batches, and all say what the first one at fault has found.
+        """
+        text = health.describe(update, self.args.on_nonfinite, late)
+        text += f" It is {health.name_batches(update, functools.partial(self._rows_of, update.epoch))}"
+        text += f" on rank {self.dist.rank}." if self.dist.world_size > 1 else "."
+        spoilt = [] if stops else health.spoilt_buffers(self.model)
+        if not update.lacks_labels and (self._guard.count == 1 or stops):
+            saved = self._save_window(update)
+            where = self._find_fault(update)
+            found = f"Found by running it once more: {where}." if where else (
+                "Run once more, everything stays finite: random numbers, or the sum over the window, made the difference."
+            )  # fmt: skip
+            text = f"{text} {found}{saved} {health.REMEDY}"
+        if spoilt:
+            text += f" The forward pass left NaN in {', '.join(spoilt[:8])}, which no skipping undoes: the run stops."
+        everyone = self.dist.gather_object((bool(torch.isfinite(update.loss)), text, bool(spoilt)))
+        _, text, _ = min(everyone, key=lambda one: one[0])  # the first whose loss is not finite, or else the first
+        if any(is_spoilt for _, _, is_spoilt in everyone):
+            raise NonFiniteError(next((t for _, t, is_spoilt in everyone if is_spoilt), text))
+        return text
 
     def _rows_of(self, epoch: int, number: int) -> list[int] | None:
         """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
@@ -107,12 +105,11 @@ class Incidents:
         gradients = [parameter.grad for parameter in self._parameters]  # of the step that is under way
         steps_in_backward = getattr(self.optimizer, "steps_in_backward", False)
 
-        def run(batch: Any) -> None:
+        def run(batch: Any) -> torch.Tensor:
             if steps_in_backward:
                 with torch.no_grad(), self.compute_loss_context_manager():
-                    self._objective(self.model, self._prepare_inputs(batch), update.num_items)
-            else:
-                self._training_step(self.model, batch, update.num_items)
+                    return self._objective(self.model, self._prepare_inputs(batch), update.num_items)[0]
+            return self._training_step(self.model, batch, update.num_items)
 
         try:
             for parameter in self._parameters:
@@ -136,7 +133,7 @@ class Incidents:
         folder = Path(self.args.output_dir) / f"nonfinite-step-{update.step + 1}"
         stem = folder / f"rank-{self.dist.rank}"
         read = f"posttrain.core.checkpoint.codec.load_tree({str(stem)!r})['micro_batches']"
-        numbers = [update.first_batch + origin for origin in update.origins]
+        numbers = [update.first_batch + update.origin(number) for number in range(len(update.window))]
         tree = {
             "how_to_read": f"import posttrain.core.checkpoint.codec; batches = {read}",
             "update": update.step + 1, "epoch": update.epoch, "batches": numbers,
@@ -182,7 +179,7 @@ class Incidents:
 
         The update is the same, for a loss is a mean over its window however that is cut.
         """
-        self._origins = list(range(len(window)))
+        self._origins: list[int] | None = None  # each micro-batch is one that the loader gave
         if not self.args.auto_find_batch_size:
             try:
                 return window, self.accumulate(model, window, num_items)
@@ -222,7 +219,7 @@ class Incidents:
         """The micro-batches of `window`, each in two. Where `failure` names none, what cannot be cut stays whole."""
         parts: list[Any] = []
         origins: list[int] = []
-        for batch, origin in zip(window, self._origins, strict=True):
+        for batch, origin in zip(window, self._origins or range(len(window)), strict=True):
             try:
                 parts += memory.halves(batch)
                 origins += [origin, origin]

@@ -7,6 +7,7 @@ evaluating and saving after each, and the last record.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import time
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data, ema, evaluation, health, hub, models, objective, resuming, trackers
-from posttrain.core.checkpoint import Saver, codec, rng, weights
+from posttrain.core import changes, data, ema, evaluation, health, hub, interrupts, models, objective, trackers
+from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
+from posttrain.core.leaving import Leaving
 from posttrain.core.memory import MemoryTracker
 from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
+from posttrain.core.resuming import Resuming
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Lifecycle(Incidents):
+class Lifecycle(Incidents, Resuming, Leaving):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -65,6 +68,7 @@ class Lifecycle(Incidents):
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
+        self._adapters_checked = not models.is_peft_model(model)
         self.dist.place(model)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
@@ -92,12 +96,7 @@ class Lifecycle(Incidents):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        if args.batch_eval_metrics and self.compute_metrics is not None:
-            if not objective.accepts(self.compute_metrics, "compute_result"):
-                raise ValueError(
-                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-                    "last; this compute_metrics has no argument compute_result."
-                )
+        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
@@ -140,15 +139,15 @@ class Lifecycle(Incidents):
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
-        self._guard, self._ema, self._cuts, self._loss_terms = (
-            self._make_guard(),
-            ema.make(self.model, args, self.optimizer),
-            0,
-            {},
-        )
+        self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
+        self._cuts, self._loss_terms = 0, {}
+        limit = args.max_time and interrupts.seconds(args.max_time)
+        self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
+        self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
         place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
@@ -171,11 +170,21 @@ class Lifecycle(Incidents):
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
+            self._watch.begin()
             debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
             memory = self._memory.stage("train")
             with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
                 yield self.model_wrapped
+            self._leave_after_the_last(trial)
+        except interrupts.Left as left:
+            if (end := left.exit()) is not None:
+                raise end from None
+        except Exception as error:
+            if args.save_on_exception:
+                self._save_after(error)
+            raise
         finally:
+            self._watch.end()
             self.is_in_train = False
             self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
@@ -192,7 +201,8 @@ class Lifecycle(Incidents):
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        given = None if self._owns_optimizer else self.optimizer
+        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
         if args.torch_compile:
             wrapped = torch.compile(
                 wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
@@ -220,23 +230,29 @@ class Lifecycle(Incidents):
             setattr(self.state, name, getattr(fresh, name))
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
-        if not (checkpoint / "optimizer.json").is_file():
+        if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
             logger.warning(
                 "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
                 "random numbers start afresh.", checkpoint,
             )  # fmt: skip
             return
-        options, changed = (
-            resuming.group_options(self.optimizer),
-            resuming.changed(checkpoint, self.args, self.state.epoch),
-        )
-        self.optimizer.load_state_dict(codec.load_tree(checkpoint / "optimizer", mmap=False))
+        options, changed = changes.group_options(self.optimizer), changes.found(checkpoint, self.args, self.state.epoch)
+        self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
-        resuming.apply(changed, self.optimizer, options, self.lr_scheduler)
-        mine = checkpoint / f"rank-{self.dist.rank}"
-        saved = codec.load_tree(mine if mine.with_suffix(".json").is_file() else checkpoint / "rank-0")
+        changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        self._saved_step = self.state.global_step
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        self._rng = saved["rng"]
+        if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
+            self.progress.batches = self._loader.batches_given
+        if saved["rng"] is None:
+            self._rng = elastic.fresh_random_numbers(
+                self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
+            )
+        else:
+            self._rng = saved["rng"]
+        if self.dist.scaler is not None and saved.get("scaler"):
+            self.dist.scaler.load_state_dict(saved["scaler"])
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
@@ -245,10 +261,11 @@ class Lifecycle(Incidents):
         elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
             model.save_pretrained(str(directory), state_dict=state_dict)
         else:
-            directory.mkdir(parents=True, exist_ok=True)
-            codec.write_tensors(
-                state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
-            )
+            weights.write(state_dict, directory, type(model).__name__)
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model, besides its weights."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
@@ -266,14 +283,13 @@ class Lifecycle(Incidents):
         return self.args.output_dir
 
     def _write_checkpoint(self, directory: Path) -> None:
-        self.save_model(str(directory), _internal_call=True)
+        self._write_model(directory)
         if not self.args.save_only_model:
-            codec.save_tree(
-                {"rng": rng.rng_state(), "trainer": self.state_dict()}, directory / f"rank-{self.dist.rank}"
-            )
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
+            self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
-                codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
                 codec.save_tree(self.lr_scheduler.state_dict(), directory / "scheduler")
             ema.save(self._ema, directory)
             self.state.collect([*self.callback_handler.callbacks, self.control])
@@ -320,6 +336,7 @@ class Lifecycle(Incidents):
     def _advance(self, plan: Plan, num_batches: int) -> None:
         self.progress.batches += num_batches
         self.state.global_step += 1
+        self._is_moving, self._boundary = False, None
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
         if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
             self.store_flos()
@@ -348,6 +365,8 @@ class Lifecycle(Incidents):
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if reason := self._watch.due():
+            self._leave(model, trial, reason)
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._guard.settle()
         if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
@@ -356,9 +375,10 @@ class Lifecycle(Incidents):
             self._log_training()
         self.control.should_log = False
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
             self.store_flos()
-            improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
+            metrics = self._evaluate_or_leave(model, trial, ignore_keys)
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(metrics)
             if self.args.save_strategy == "best":
                 self.control.should_save = improved
         if self.control.should_save:
@@ -366,23 +386,8 @@ class Lifecycle(Incidents):
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
-
-    def _settle_save(self, wait: bool = True) -> None:
-        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
-        outcome = self._saver.settle(wait)
-        if outcome is None:
-            return
-        if outcome.path is None:
-            if self.state.best_global_step == outcome.step:
-                self.state.best_model_checkpoint = None
-            return
-        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
-        try:
-            self._upload(outcome.path)
-            self._rotate(now.best_model_checkpoint)
-            self._fire("on_save")
-        finally:
-            self.state = now
+        if self.args.save_on_exception:
+            self._boundary = copy.deepcopy(self._position())
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
@@ -415,6 +420,8 @@ class Lifecycle(Incidents):
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
+            evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -503,6 +510,10 @@ class Lifecycle(Incidents):
 
     def _evaluation_model(self) -> nn.Module:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if self.dist.engine is not None and self.is_in_train:
+            return self.model_wrapped
+        if self.dist.shards:
+            return self.dist.shard(self.model, self.optimizer)
         if not self.is_in_train:
             self.dist.place(self.model)
             if self.args.bf16_full_eval or self.args.fp16_full_eval:

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
+from posttrain.core.interrupts import WorkerStart
 from posttrain.core.samplers import (
     SeededRandomSampler,
     deal,
@@ -105,6 +106,7 @@ class Loader(DataLoader):
         dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
         self._generator = torch.Generator()
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
+        engine["worker_init_fn"] = WorkerStart(engine.get("worker_init_fn"))
         if is_stream(dataset):
             if any_rank is not None and world_size > 1 and _splits_evenly(dataset, world_size):
                 from datasets.distributed import split_dataset_by_node
@@ -144,6 +146,16 @@ class Loader(DataLoader):
     def total_batch_size(self) -> int | None:
         """Rows of one batch over all processes; None where batches come ready-made, of any size."""
         return None if self.batch_size is None else self.batch_size * self._world_size
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that one batch of this process takes from the data, with those of the other processes."""
+        return self._unit
+
+    @property
+    def batches_given(self) -> int:
+        """Batches of the epoch that this loader would have given to be where it stands."""
+        return -(-sum(self._next.given) // self._unit)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""

@@ -6,8 +6,10 @@ Its output head, and what lies below its wrappers, is in `posttrain.core.heads` 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from posttrain.core.heads import (
     supports_loss_in_head,
     unwrap,
 )
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "CausalHead",
@@ -80,7 +84,7 @@ class ModelSideArguments:
     use_liger_kernel: bool = opt(
         False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
     )
-    liger_kernel_config: dict[str, bool] | None = opt(
+    liger_kernel_config: dict[str, bool] | str | None = opt(
         None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
     )
     use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")
@@ -481,5 +485,15 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
         return f"use_liger_kernel=True has no effect: Liger has no kernels for {model_type!r} models."
     if not torch.accelerator.is_available():
         return "use_liger_kernel=True has no effect: Triton kernels need a GPU and none is visible."
+    before = {name: _forward_of(module) for name, module in base.named_modules()}
     _apply_liger_kernel_to_instance(model=base, **(config or {}))
+    changed = Counter(type(m).__name__ for name, m in base.named_modules() if _forward_of(m) != before.get(name))
+    listed = (
+        ", ".join(f"{kind} x {count}" for kind, count in changed.items()) or "functions of the modelling code alone"
+    )
+    logger.info("Liger's kernels replace the forward of: %s.", listed)
     return None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return getattr(module.forward, "__func__", module.forward)

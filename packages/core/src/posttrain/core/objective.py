@@ -188,7 +188,9 @@ def flops_parameters(model: nn.Module) -> int:
 
 
 def count_rows(inputs: Any) -> int:
-    """Rows of a micro-batch: the length of its first tensor."""
+    """Rows of a micro-batch: the length of its first tensor; of a list of rows without tensors, how many they are."""
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping) and not _tensors_in(inputs[0]):
+        return len(inputs)
     values = inputs.values() if hasattr(inputs, "values") else inputs if isinstance(inputs, (list, tuple)) else [inputs]
     for value in values:
         if isinstance(value, torch.Tensor) and value.ndim:

@@ -19,7 +19,7 @@ from posttrain.core import distributed
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.fields import opt
 from posttrain.core.optimizers.adamw import OneKernelAdamW
-from posttrain.core.optimizers.by_name import OPTIMIZERS, REFUSED, ClassAndArguments, Factory, plain
+from posttrain.core.optimizers.by_name import OPTIMIZERS, WITHOUT_TARGETS, ClassAndArguments, Factory, plain
 from posttrain.core.optimizers.layerwise import Layerwise
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class OptimizerArguments:
     """Which optimizer makes the updates, and its constants."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
-    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=(*OPTIMIZERS, *REFUSED))
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
         0.0, "Share of each weight (no norm, no bias) taken off per update, times the rate.", min=0
@@ -41,7 +41,7 @@ class OptimizerArguments:
     adam_beta1: float = opt(0.9, "Decay of the mean of gradients; nearer 1 averages over more updates.", min=0, below=1)
     adam_beta2: float = opt(0.999, "Decay of the mean of squared gradients; nearer 1, slower to react.", min=0, below=1)
     adam_epsilon: float = opt(1e-8, "Added to the root of the squared gradients; larger damps small ones.", min=0)
-    optim_target_modules: list[str] | str | None = opt(
+    optim_target_modules: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None,
         "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of them.",
     )
@@ -51,8 +51,6 @@ class OptimizerArguments:
 
     def _problems(self) -> Iterator[str]:
         name = plain(self.optim)
-        if name in REFUSED:
-            yield f"optim={name!r}: {REFUSED[name]}"
         if name not in OPTIMIZERS:
             return
         yield from _option_problems(name, self.optim_args)
@@ -158,7 +156,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
     def add(factory: Factory) -> Factory:
         OPTIMIZERS[name] = factory
         choices = OptimizerArguments.__dataclass_fields__["optim"].metadata["help"].bounds
-        choices["choices"] = (*OPTIMIZERS, *REFUSED)
+        choices["choices"] = tuple(OPTIMIZERS)
         return factory
 
     return add
@@ -210,7 +208,7 @@ def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> Cla
     """
     name = plain(args.optim)
     problems = list(OptimizerArguments._problems(args))
-    if name not in OPTIMIZERS and name not in REFUSED:
+    if name not in OPTIMIZERS:
         problems = [f"optim={name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}"]
     if problems:
         raise ConfigError("optim", problems)
@@ -238,6 +236,11 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optim", ["no parameter of the model requires a gradient, so there is nothing to train"])
     optimizer_class, kwargs = class_and_kwargs or optimizer_class_and_kwargs(args, model)
+    if getattr(args, "optim_target_modules", None) and plain(getattr(args, "optim", "")) in WITHOUT_TARGETS:
+        logger.warning(
+            "optim=%r trains all layers alike, so optim_target_modules=%r has no effect. Leave it out, or choose an optimizer "
+            "that treats those layers apart: galore_adamw, apollo_adamw or muon.", plain(args.optim), args.optim_target_modules,
+        )  # fmt: skip
     kwargs = dict(kwargs)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         return optimizer_class()(model, **kwargs)

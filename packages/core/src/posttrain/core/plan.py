@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -94,6 +94,21 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
     return Plan(
         accumulation, batches_per_epoch, math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
     )
+
+
+def resumed(plan: Plan, step: int, epoch: int, batches: int, keeps_max_steps: bool) -> Plan:
+    """`plan` for going on after `step` updates of another size, `batches` of its own micro-batches into pass number `epoch`.
+
+    Args:
+        keeps_max_steps: the run ends after ``plan.max_steps`` updates, of whatever size; else with the last row of its epochs.
+    """
+    if plan.steps_per_epoch is None:
+        return plan
+    done = epoch * plan.steps_per_epoch + math.ceil(batches / plan.accumulation)
+    if keeps_max_steps:
+        left = max(plan.max_steps - step, 0)
+        return replace(plan, num_epochs=math.ceil((done + left) / plan.steps_per_epoch))
+    return replace(plan, max_steps=step + max(plan.max_steps - done, 0))
 
 
 def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:

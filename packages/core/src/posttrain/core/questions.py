@@ -78,6 +78,15 @@ class Questions:
 
     get_sp_size = get_cp_size = get_tp_size
 
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the weights are kept in pieces, by FSDP."""
+        return self.dist.shards
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        return self.dist.engine is not None
+
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, updates of an epoch, rows of an epoch, rows of the run, rows of an
         update, micro-batches of an epoch, updates of the run)."""

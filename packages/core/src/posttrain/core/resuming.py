@@ -1,132 +1,117 @@
-"""Arguments that changed between a checkpoint and the run that goes on from it: which they are, and what becomes of them."""
+"""How a run is spread over processes, as its checkpoints hold it and as another number of processes takes it up."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
-from posttrain.core.checkpoint import codec
-from posttrain.core.errors import CheckpointError
+from posttrain.core import models
+from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
+from posttrain.core.plan import Plan, resumed
+from posttrain.core.state import TrainerState
+
+if TYPE_CHECKING:
+    from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
-# Arguments that say where and how a run is watched, saved and set up, and change none of its numbers.
-_BESIDE_THE_RUN = (
-    "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint local_rank "
-    "include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model greater_is_better "
-    "per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug torch_empty_cache_steps "
-    "restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval max_nonfinite_steps auto_find_batch_size use_cache "
-    "ignore_data_skip"
-).split()
-_PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
-# Options of an optimizer's groups that come from arguments, by the argument.
-_OPTIONS = {
-    "weight_decay": ("weight_decay",), "adam_beta1": ("betas", "beta1"), "adam_beta2": ("betas", "beta2"),
-    "adam_epsilon": ("eps",),
-}  # fmt: skip
-_ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
-_NOTES = {
-    "learning_rate": "the new one holds from the next update on",
-    "weight_decay": "the new one holds from the next update on",
-    "seed": "random numbers go on where they were, and rows in another order",
-    "data_seed": "rows go on in another order",
-    "train_sampling_strategy": "rows go on in another order",
-    "per_device_train_batch_size": "rows go on where they were",
-    "gradient_accumulation_steps": "rows go on where they were",
-    "num_train_epochs": "the schedule is the new run's",
-    "max_steps": "the schedule is the new run's",
-}
-_REORDERS = ("seed", "data_seed", "train_sampling_strategy")
 
+class Resuming:
+    """The part of `Lifecycle` that writes and reads what is in pieces, from the attributes named here."""
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`.
+    args: TrainingArguments
+    dist: Distributed
+    model: nn.Module
+    state_dict: Callable[[], dict[str, Any]]
+    optimizer: torch.optim.Optimizer
+    save_model: Callable[..., None]
+    _save_beside: Callable[[Path], None]
+    _train_batch_size: int
+    _adapters_checked: bool
+    _boundary: dict[str, Any] | None
 
-    An argument that one of them lacks is left out.
-    """
-    return {
-        name: (before[name], now[name])
-        for name in now
-        if name in before
-        and before[name] != now[name]
-        and name not in _BESIDE_THE_RUN
-        and not name.startswith(_PREFIXES_BESIDE)
-    }
+    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+        """`plan` for a run that goes on from `checkpoint`, whose updates may have held another number of rows."""
+        if checkpoint is None or not sharded.is_there(checkpoint, "rank-0"):
+            return plan
+        saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
+        rows = self._rows_per_update()
+        if saved.get("rows_per_update", rows) == rows:
+            return plan
+        step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
+        progress, given = saved["trainer"]["progress"], sum(saved["trainer"]["loader"]["given"])
+        batches = 0 if progress["epoch_ended"] else given // loader.rows_per_batch
+        changed = resumed(plan, step, progress["epoch"] + progress["epoch_ended"], batches, self.args.max_steps > 0)
+        logger.warning(
+            "An update holds %d rows (batch x accumulation x processes) and held %d in %s: the data goes on with the row at "
+            "which that stands, %d updates are left, and the schedule ends at update %d.",
+            rows, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
+        )  # fmt: skip
+        return changed
 
+    def _write_model(self, directory: Path) -> None:
+        """The weights of a checkpoint: as ``from_pretrained`` reads them, or of each process its part."""
+        model = models.unwrap(self.model)
+        if not self.dist.saves_in_parts or models.is_peft_model(model):
+            self.save_model(str(directory), _internal_call=True)
+            if not self._adapters_checked:
+                self._check_adapters(directory)
+            return
+        stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
+        codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
+        if self.dist.is_main:
+            weights.save_description(model, directory)
+            self._save_beside(directory)
 
-def changed(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any]]:
-    """`differences` between the arguments that `checkpoint` was saved with and `args`; a warning lists them.
+    def _check_adapters(self, directory: Path) -> None:
+        """Read the first checkpoint of a PEFT model back: what was saved must be what is trained."""
+        state = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
+        if self.dist.is_main:
+            weights.check_adapters(models.unwrap(self.model), directory, state)
+        self._adapters_checked = True
 
-    Args:
-        epoch: passes over the data that were done, as a fraction.
-    """
-    path = checkpoint / "training_args.json"
-    before = codec.read_json(path) if path.is_file() else {}
-    found = differences(before, json.loads(args.to_json_string()))
-    if found:
-        logger.warning("%s", explain(found, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
-    return found
+    def _position(self) -> dict[str, Any]:
+        return {
+            "rng": rng.rng_state(),
+            "trainer": self.state_dict(),
+            "rows_per_update": self._rows_per_update(),
+            "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
+        }
 
+    def _process_states(self) -> dict[int, dict[str, Any]]:
+        """What processes must remember, by rank, of those whose states this process writes: its own. Where each machine
+        saves for itself, the main one of it writes those of all: each disk then holds what any number of processes needs."""
+        mine = self._boundary or self._position()
+        if not self.args.save_on_each_node:
+            return {self.dist.rank: mine}
+        states = dict(enumerate(self.dist.gather_object(mine)))
+        return states if self.args.should_save else {}
 
-def explain(found: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:
-    """One sentence for a log, listing what changed since `checkpoint`.
+    def _save_optimizer(self, directory: Path) -> None:
+        rank, world_size = self.dist.rank, self.dist.world_size
+        if self.dist.engine is not None:
+            codec.save_tree(self.dist.engine.state_dict(), directory / sharded.stem("engine", rank, world_size))
+        elif self.dist.shards:
+            codec.save_tree(
+                sharded.part(self.optimizer.state_dict()), directory / sharded.stem("optimizer", rank, world_size)
+            )
+        elif self.args.should_save:
+            codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
 
-    Args:
-        inside_epoch: the checkpoint was saved in the middle of a pass over the data.
+    def _load_optimizer(self, checkpoint: Path) -> None:
+        if self.dist.engine is not None:
+            return self.dist.engine.load_state_dict(
+                sharded.own(checkpoint, "engine", self.dist.rank, self.dist.world_size)
+            )
+        # Whole tensors that only a part is taken of are mapped rather than read.
+        saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
+        self.optimizer.load_state_dict(sharded.optimizer_state(saved, self.optimizer))
 
-    Raises:
-        CheckpointError: another optimizer was chosen, for which the saved state is of no use.
-    """
-    old, new = found.get("optim", (None, None))
-    if old != new and not any({old, new} <= kin for kin in _ONE_STATE):
-        raise CheckpointError(
-            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot go on from it. Set "
-            f"optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and pass no "
-            "resume_from_checkpoint."
-        )
-    listed = []
-    for name, (before, after) in found.items():
-        note = _NOTES.get(name)
-        if name in _REORDERS and inside_epoch:
-            note = f"{note}: in the epoch that is under way some are read twice and some not at all"
-        listed.append(f"{name}: {before!r} -> {after!r}{f' ({note})' if note else ''}")
-    return f"Arguments have changed since {checkpoint} was saved: {'; '.join(listed)}."
-
-
-def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each group of parameters, to be compared after a state was loaded."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def apply(
-    found: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
-) -> None:
-    """Let changed constants of the optimizer hold, whose loaded state has brought the old ones back.
-
-    Args:
-        found: as from `differences`.
-        fresh: `group_options` from before the state was loaded.
-        scheduler: the learning rate schedule, with its state loaded.
-    """
-    names = {option for name in found for option in _OPTIONS.get(name, ())}
-    for group, options in zip(optimizer.param_groups, fresh, strict=True):
-        group.update({name: options[name] for name in names if name in options and name in group})
-    old, new = found.get("learning_rate", (None, None))
-    if not old or new is None:
-        return
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * (new / old)
-        if "initial_lr" in group:
-            group["initial_lr"] = group["initial_lr"] * (new / old)
-    if getattr(scheduler, "base_lrs", None):
-        scheduler.base_lrs = [rate * (new / old) for rate in scheduler.base_lrs]
-    if isinstance(scheduler, LambdaLR):
-        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        for group, base, curve in rates:
-            group["lr"] = base * curve(scheduler.last_epoch)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    def _rows_per_update(self) -> int:
+        return self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size

@@ -48,6 +48,7 @@ class TrainerState:
         logging_steps, eval_steps, save_steps: intervals in updates, after ratios were resolved.
         num_input_tokens_seen: tokens in all batches so far, over all processes, where counting is on.
         log_history: every log record of the run so far, across resumes.
+        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`.
         stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
     """
 
@@ -71,6 +72,7 @@ class TrainerState:
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: Any = None
+    tracker_runs: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.stateful_callbacks is None or isinstance(self.stateful_callbacks, dict):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core.callbacks import EVENTS, TrainerCallback
 from posttrain.core.callbacks import _hears as hears
@@ -20,10 +21,6 @@ logger = logging.getLogger(__name__)
 
 # What pip calls a tracker, where that is not its name in `report_to`.
 PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekit"}
-# Trackio's, read by its callback. False: nothing is published when training ends; TRACKIO_SPACE_ID names a space.
-LACKING = {
-    "trackio_space_id": None, "trackio_bucket_id": None, "trackio_static_space_id": False, "hub_private_repo": None,
-}  # fmt: skip
 LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
 
@@ -42,11 +39,18 @@ class LoggingArguments:
     include_num_input_tokens_seen: str | bool = opt(
         "no", "Log `num_input_tokens_seen`: all tokens, or those that are not padding."
     )
-    report_to: None | str | list[str] = opt(
+    report_to: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
     )
     run_name: str | None = opt(None, "Name of the run in the trackers.")
     project: str = opt("huggingface", "Project that the run belongs to in the trackers.")
+    trackio_space_id: str | None = opt(
+        None, "Space on the Hub that shows Trackio's records as they come; None keeps them on this machine."
+    )
+    trackio_bucket_id: str | None = opt(None, "Bucket on the Hub for the records of that Space; None: one of its name.")
+    trackio_static_space_id: str | None | Literal[False] = opt(
+        None, "Space on the Hub for the records of a finished run that had a live one; None names it, False makes none."
+    )
     disable_tqdm: bool | None = opt(None, "Print log records as lines instead of drawing a progress bar.")
 
     def _normalize(self) -> None:
@@ -55,6 +59,8 @@ class LoggingArguments:
         elif isinstance(self.report_to, str):
             self.report_to = [self.report_to]
         self.report_to = [name for name in self.report_to if name != "none"]
+        if str(self.trackio_static_space_id).lower() == "false":  # from a command line
+            self.trackio_static_space_id = False
         if self.include_num_input_tokens_seen in (True, False):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
 
@@ -64,6 +70,8 @@ class LoggingArguments:
                 f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r} "
                 "is not one of no, all, non_padding, True, False"
             )
+        if self.trackio_static_space_id is True:
+            yield "trackio_static_space_id=True names no Space; give its name, None for one made up, or False for none"
 
 
 def set_verbosity(level: int) -> None:
@@ -139,6 +147,9 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
         ImportError: a tracker cannot be used; the message holds the pip command.
         ValueError: there is no tracker of that name.
     """
+    inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
+    if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
+        report_to = [*report_to, "kubeflow"]  # the cluster waits for the progress of its job
     if not report_to:
         return []
     from transformers import integrations
@@ -155,7 +166,7 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
             callbacks.append(apart(name, known[name]()))
         except (RuntimeError, ImportError) as error:
             command = f"pip install {PACKAGES.get(name, name)}"
-            run = "" if command in str(error) else f" Run: {command}"
+            run = "" if command in str(error) or name == "kubeflow" else f" Run: {command}"
             raise ImportError(f"report_to={name!r}: {error}{run}") from error
     return callbacks
 
@@ -172,7 +183,10 @@ def apart(name: str, callback: Any) -> Any:
         def guarded(args, state, control, **kwargs):
             nonlocal failed
             try:
-                method(_TrackerArguments(args), state, control, **kwargs)
+                if event == "on_train_begin":
+                    _begin(name, callback, method, args, state, control, **kwargs)
+                else:
+                    method(_TrackerArguments(args), state, control, **kwargs)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 if event == "on_train_begin":
@@ -201,16 +215,65 @@ def afresh(callback: Any) -> Any:
     return callback if name is None else apart(name, type(callback)())
 
 
-class _TrackerArguments:
-    """The arguments of a run as the trackers of transformers read them: with the names that ours lack, and read-only, for
-    some trackers overwrite ``run_name``."""
+# ---- going on with the run that a checkpoint belongs to ----
 
-    def __init__(self, args: Any) -> None:
-        vars(self)["_args"] = args
+
+def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date after."""
+    saved = None if state.is_hyper_param_search else state.tracker_runs.get(name)
+    arguments = {}
+    if saved is not None and state.is_world_process_zero:
+        arguments = _go_on(saved, name, callback, args, state)
+    method(_TrackerArguments(args, arguments), state, control, **kwargs)
+    run = _run_of(name, callback, args) if state.is_world_process_zero else None
+    if run is not None:
+        state.tracker_runs[name] = run
+        logger.info("%s %s the run %s.", name, "goes on with" if run == saved else "reports to", run)
+
+
+def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[str, Any]:
+    """Point a tracker to the run `saved`, unless the user has pointed it to one; returns arguments to show to it."""
+    if name == "wandb" and callback._wandb.run is None and "WANDB_RUN_ID" not in os.environ:
+        project = os.environ.get("WANDB_PROJECT", "huggingface")  # where its callback would have begun a run
+        callback._wandb.init(project=project, name=args.run_name, id=saved, resume="allow")
+    elif name == "mlflow" and callback._ml_flow.active_run() is None:
+        os.environ.setdefault("MLFLOW_RUN_ID", saved)  # MLflow takes it out when it starts the run
+    elif name == "trackio":
+        return {"run_name": saved}  # it knows runs by their names
+    elif name == "tensorboard" and callback.tb_writer is None:
+        # Its files are a journal: what an earlier writer said of later steps is struck out.
+        make = callback._SummaryWriter
+        callback._SummaryWriter = lambda log_dir: make(log_dir=log_dir, purge_step=state.global_step + 1)
+        callback.logging_dir = callback.logging_dir or str(Path(args.output_dir) / saved)
+    return {}
+
+
+def _run_of(name: str, callback: Any, args: Any) -> str | None:
+    """What names the run that a tracker writes to; None for trackers that cannot go on with one."""
+    if name == "wandb":
+        run = getattr(callback._wandb, "run", None)
+        return getattr(run, "id", None)
+    if name == "mlflow":
+        run = callback._ml_flow.active_run()
+        return None if run is None else run.info.run_id
+    if name == "trackio":
+        run = callback._trackio.context_vars.current_run.get()
+        return getattr(run, "name", None)
+    if name == "tensorboard" and callback.logging_dir is not None:
+        return os.path.relpath(callback.logging_dir, args.output_dir)  # the folder of a run may be moved
+    return None
+
+
+class _TrackerArguments:
+    """The arguments of a run as the trackers of transformers read them: read-only, for some overwrite ``run_name``."""
+
+    def __init__(self, args: Any, changed: dict[str, Any] | None = None) -> None:
+        vars(self)["_args"], vars(self)["_changed"] = args, changed or {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what `copy` asks for before there is anything to look up in
             raise AttributeError(name)
-        return LACKING[name] if name in LACKING else getattr(vars(self)["_args"], name)
+        changed = vars(self)["_changed"]
+        return changed[name] if name in changed else getattr(vars(self)["_args"], name)
 
     def __setattr__(self, name: str, value: Any) -> None: ...

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
@@ -49,7 +49,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: tokenizer or processor; saved with the model.
         model_init: makes a fresh model at each `train`, instead of `model`.
         compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
-        compute_metrics: ``EvalPrediction -> {name: value}``.
+        compute_metrics: ``EvalPrediction -> {name: value}``, or a `StreamingMetric`, for which no prediction is stored.
         callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
         optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
         optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
@@ -63,8 +63,8 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
     loss_is_scaled_for_ga: bool | None = None
-    #: Scripts ask for these; data parallel training by DDP is all that this version has.
-    is_deepspeed_enabled, is_fsdp_enabled = False, False
+    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
+    prediction_fill: int = -100
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | evaluation.StreamingMetric | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
@@ -152,11 +152,12 @@ class Trainer(Lifecycle, Questions):
         self.args.validate()  # what was assigned since construction
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
-        plan = self.make_plan(loader)
+        plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            self._do_what_was_left(model, trial, ignore_keys_for_eval)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
@@ -211,6 +212,7 @@ class Trainer(Lifecycle, Questions):
         self._fire("on_pre_optimizer_step")
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         may_step, applied = self._may_step(window, losses, loss, grad_norm, num_items), True
+        self._is_moving = True  # until the update is counted, no checkpoint can be written
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
@@ -473,7 +475,7 @@ class Trainer(Lifecycle, Questions):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
-        batch_metrics = compute_metrics if args.batch_eval_metrics else None
+        batch_metrics = evaluation.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
         with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
             kept, named, num_samples = evaluation.run(
@@ -485,13 +487,16 @@ class Trainer(Lifecycle, Questions):
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
                 is_filler=data.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
-                batch_metrics=batch_metrics and (lambda batch, last: compute_metrics(batch, compute_result=last)),
+                batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
-                on_batch=lambda: self._fire("on_prediction_step"),
+                on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
+                order=evaluation.reading_order(dataloader),
+                fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if compute_metrics is not None and batch_metrics is None and has_both:
@@ -540,8 +545,9 @@ class Trainer(Lifecycle, Questions):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
+        whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir)
+            self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -561,6 +567,7 @@ class Trainer(Lifecycle, Questions):
             "health": self._guard.state_dict(),
             "cuts": self._cuts,
             "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+            "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -570,21 +577,23 @@ class Trainer(Lifecycle, Questions):
         self._guard.load_state_dict(state["health"])
         self._cuts = state["cuts"]
         self.control.should_training_stop = state["stopped"]
-        self._loader.load_state_dict(state["loader"])
-        if self.progress.epoch_ended:
-            self.progress.epoch += 1
-            self._loader.set_epoch(self.progress.epoch)
+        for flag in state["left"]:
+            setattr(self.control, flag, True)
+        self._seek(state["loader"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self._settle_save()
         later = self.args.save_async
         self._state_at_save = copy.copy(self.state) if later else self.state
+        self._processes_at_save = {} if self.args.save_only_model else self._process_states()
         self._saver.save(self.state.global_step, self._write_checkpoint, later)
         if not later:
             self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        weights.load_weights(models.unwrap(self.model if model is None else model), resume_from_checkpoint)
+        model = models.unwrap(self.model if model is None else model)
+        with self.dist.writable(model):
+            weights.load_weights(model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------------------------------------ above one run
 

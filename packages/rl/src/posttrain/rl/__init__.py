@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from posttrain.rl.dpo import DPOConfig, DPOTrainer
+    from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
 
 _HOMES = {
     "dpo": ("DPOConfig", "DPOTrainer"),
+    "grpo": ("GRPOConfig", "GRPOTrainer"),
+    "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "rloo": ("RLOOConfig", "RLOOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""``posttrain dpo`` and its siblings: preference training from the command line."""
+"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command line."""
 
 from __future__ import annotations
 
@@ -46,4 +46,20 @@ DPO = Method(
     help="Learn from pairs of a better and a worse completion, held to the model it began as.",
     config="posttrain.rl.dpo:DPOConfig",
     run=train_with("posttrain.rl.dpo:DPOTrainer"),
+)
+
+GRPO = Method(
+    name="grpo",
+    help="Learn from completions of one's own, compared with others of the same prompt by reward functions.",
+    config="posttrain.rl.grpo:GRPOConfig",
+    run=train_with("posttrain.rl.grpo:GRPOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+)
+
+RLOO = Method(
+    name="rloo",
+    help="REINFORCE on completions of one's own, with the others of the same prompt as the baseline.",
+    config="posttrain.rl.rloo:RLOOConfig",
+    run=train_with("posttrain.rl.rloo:RLOOTrainer"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
 )

@@ -29,11 +29,14 @@ class SFTCollator:
         pad_token_id: what padding is filled with; the model never sees it, so any id will do.
         pad_to_multiple_of: round T up to a multiple of this.
         padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
+        seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
+            `posttrain.core.segments`.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     padding_free: bool = False
+    seq_lengths: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids = [row["input_ids"] for row in rows]
@@ -60,4 +63,4 @@ class SFTCollator:
             starts = np.cumsum(lengths) - lengths
             batch["position_ids"][i] = torch.from_numpy(np.arange(width) - np.repeat(starts, lengths))
             batch["labels"][i, starts[starts < width]] = IGNORE_INDEX
-        return batch
+        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {})

@@ -166,6 +166,7 @@ class Saver:
         try:
             return self.store.commit(temp, extra, known), []
         except (OSError, CheckpointError) as error:
+            self.store.abort(temp)
             return None, [str(error)]
 
     # ---- in the background: a thread of each process, which tell each other by files what they have written ----

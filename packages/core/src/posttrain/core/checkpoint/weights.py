@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint import codec, sharded
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+PARTS = "weights"  # the tree of weights that every process writes its part of
 
 
 def save_weights(model: nn.Module, directory: str | Path) -> None:
@@ -22,7 +24,7 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        with _quiet(), _written_here():
+        with _quiet(), _written_here(), _on_this_process(model):
             model.save_pretrained(str(directory))
     else:
         from safetensors.torch import save_model
@@ -60,6 +62,35 @@ def _written_here() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _on_this_process(model: nn.Module) -> Iterator[None]:
+    """transformers saves on rank 0 alone, whoever calls it; with `save_on_each_node` others are asked to as well."""
+    decides = hasattr(model, "should_save_on_this_rank")
+    if decides:
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        if decides:
+            del model.should_save_on_this_rank
+
+
+def save_description(model: nn.Module, directory: str | Path) -> None:
+    """Write what ``from_pretrained`` needs besides the weights."""
+    if hasattr(model, "config"):
+        model.config.architectures = [sharding.plain_class(model).__name__]
+        model.config.save_pretrained(str(directory))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(directory))
+
+
+def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:
+    """Write `tensors` as the weights of a model that is none of transformers'."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    codec.write_tensors(tensors, directory / WEIGHTS, {"format": "pt", "class": kind})
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the progress bar of transformers, and its table of what did not fit, which is said here in a sentence."""
     from transformers.utils import logging
@@ -84,24 +115,25 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     if hasattr(model, "peft_config"):
         return _load_adapters(model, directory)
-    tensors = read_tensors(directory)
-    own = model.state_dict()
+    in_parts = sharded.processes(directory, PARTS) > 0
+    tensors = sharded.load(directory, PARTS) if in_parts else read_tensors(directory)
+    own, kind = model.state_dict(), sharding.plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    if type(model).load_state_dict is not nn.Module.load_state_dict and not hasattr(model, "save_pretrained"):
+    if kind.load_state_dict is not nn.Module.load_state_dict and not hasattr(model, "save_pretrained"):
         misfits = []  # a module that loads in its own way may well make room first
     missing = _really_missing(model, [name for name in own if name not in tensors], tensors)
     unexpected = [name for name in tensors if name not in own]
-    if (misfits or missing or unexpected) and hasattr(model, "save_pretrained"):
+    if (misfits or missing or unexpected) and hasattr(model, "save_pretrained") and not in_parts:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
-        own = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
+        same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
         with _quiet(), contextlib.suppress(RuntimeError, ValueError):  # of another shape: said below
-            twin, told = type(model).from_pretrained(str(directory), **own, output_loading_info=True)
+            twin, told = kind.from_pretrained(str(directory), **same, output_loading_info=True)
             tensors = twin.state_dict()
             misfits, missing, unexpected = (
                 sorted(map(str, told[f"{kind}_keys"])) for kind in ("mismatched", "missing", "unexpected")
             )
-    _refuse(f"this {type(model).__name__}", directory, misfits, missing, unexpected)
-    model.load_state_dict(tensors, strict=False)
+    _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
+    model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)
 
 
 def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
@@ -147,7 +179,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
         _refuse(f"the adapter {adapter!r}", file, misfits, [name for name in own if name not in tensors], [])
-        outcome = set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+        outcome = set_peft_model_state_dict(model, sharded.fitted_to(tensors, own), adapter_name=adapter)
         _refuse(f"the adapter {adapter!r}", file, [], [], list(getattr(outcome, "unexpected_keys", None) or ()))
 
 
@@ -156,6 +188,58 @@ def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torc
     if not missing:
         return []
     state = model.state_dict()
-    filled = {state[name].data_ptr() for name in loaded if name in state}
+    filled = {_address(state[name]) for name in loaded if name in state}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return [name for name in missing if state[name].data_ptr() not in filled and name not in ignored]
+    return [name for name in missing if _address(state[name]) not in filled and name not in ignored]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if sharding.is_piece(tensor) else tensor).data_ptr()
+
+
+def is_saved(model: nn.Module) -> Callable[[str], bool]:
+    """Which entries of the state dict `save_weights` may write: those of the adapters alone of a PEFT model."""
+    adapters = tuple(getattr(model, "peft_config", ()))
+    if not adapters:
+        return lambda name: True
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    base = model.get_base_model()
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()] if hasattr(base, "get_input_embeddings") else []
+    embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
+    return lambda name: (
+        name in trained or bool(set(adapters) & set(name.split("."))) or name.rpartition(".")[0] in embeddings
+    )
+
+
+def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Read the adapters in `directory` back and compare them, number by number, with those of `model`.
+
+    Args:
+        state_dict: the weights put together, where `model` holds pieces of them.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or other values.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    for adapter in model.peft_config:
+        file = next(
+            (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
+        )
+        if file is None:
+            raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
+        saved = codec.read_tensors(file)
+        own = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False)
+        shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(
+            model, adapter_name=adapter, save_embedding_layers=False).items()}  # fmt: skip
+        wrong = [
+            name
+            for name, tensor in own.items()
+            if name not in saved
+            or saved[name].shape != shapes.get(name, tensor.shape)
+            or not torch.equal(saved[name], tensor.detach().to(device="cpu", dtype=saved[name].dtype))
+        ]
+        if wrong or not own:
+            raise CheckpointError(
+                f"{file} does not hold what the adapter {adapter!r} holds in memory: {wrong[:5]} ({len(wrong)} in all)."
+            )

@@ -55,14 +55,23 @@ def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Param
         listed = ", ".join(names[:40]) + (", ..." if len(names) > 40 else "") or "none"
         wrong = f"optim_target_modules={targets!r} selects no trainable linear layer; those of the model are {listed}"
         raise ConfigError("optim", [wrong])
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(_selects([target], name) for name in chosen):
+            logger.warning("optim_target_modules: %r selects no trainable linear layer of this model.", target)
     logger.info("optim_target_modules selects %d of %d linear layers.", len(chosen), len(linear))
     return [module.weight for module in chosen.values()]
 
 
 def _selects(targets: str | list[str], name: str) -> bool:
     if isinstance(targets, str):
-        return targets.replace("_", "-") == "all-linear" or re.fullmatch(targets, name) is not None
+        return _is_all(targets) or re.fullmatch(targets, name) is not None
+    if any(map(_is_all, targets)):  # as a command line gives it
+        return True
     return any(target in name or re.fullmatch(target, name) is not None for target in targets)
+
+
+def _is_all(target: str) -> bool:
+    return target.replace("_", "-") == "all-linear"
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -375,6 +384,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "galore_adamw_8bit": partial(galore_over, "adamw_8bit"),
     "galore_adafactor": partial(galore_over, "adafactor"),
     "galore_adamw_layerwise": layerwise(partial(galore_over, "adamw_torch")),
+    "galore_adafactor_layerwise": layerwise(partial(galore_over, "adafactor")),
     "galore_adamw_8bit_layerwise": layerwise(partial(galore_over, "adamw_8bit")),
     "apollo_adamw": apollo,
     "apollo_adamw_layerwise": layerwise(apollo),
@@ -386,4 +396,5 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_sgd": partial(schedule_free, "SGD"),
     "stable_adamw": stable_adamw,
 }
-REFUSED = {"galore_adafactor_layerwise": "galore_adafactor has no layerwise form; use galore_adamw_layerwise"}
+#: Those that train all layers alike. What users add reads `optim_target_modules` or not, which is its own business.
+WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))

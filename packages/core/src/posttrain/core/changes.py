@@ -1,0 +1,132 @@
+"""Arguments that changed between a checkpoint and the run that goes on from it: which they are, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from posttrain.core.checkpoint import codec
+from posttrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+# Arguments that say where and how a run is watched, saved and set up, and change none of its numbers.
+_BESIDE_THE_RUN = (
+    "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint local_rank "
+    "include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model greater_is_better "
+    "per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug torch_empty_cache_steps "
+    "restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval max_nonfinite_steps auto_find_batch_size use_cache "
+    "ignore_data_skip"
+).split()
+_PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
+# Options of an optimizer's groups that come from arguments, by the argument.
+_OPTIONS = {
+    "weight_decay": ("weight_decay",), "adam_beta1": ("betas", "beta1"), "adam_beta2": ("betas", "beta2"),
+    "adam_epsilon": ("eps",),
+}  # fmt: skip
+_ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
+_NOTES = {
+    "learning_rate": "the new one holds from the next update on",
+    "weight_decay": "the new one holds from the next update on",
+    "seed": "random numbers go on where they were, and rows in another order",
+    "data_seed": "rows go on in another order",
+    "train_sampling_strategy": "rows go on in another order",
+    "per_device_train_batch_size": "rows go on where they were",
+    "gradient_accumulation_steps": "rows go on where they were",
+    "num_train_epochs": "the schedule is the new run's",
+    "max_steps": "the schedule is the new run's",
+}
+_REORDERS = ("seed", "data_seed", "train_sampling_strategy")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`.
+
+    An argument that one of them lacks is left out.
+    """
+    return {
+        name: (before[name], now[name])
+        for name in now
+        if name in before
+        and before[name] != now[name]
+        and name not in _BESIDE_THE_RUN
+        and not name.startswith(_PREFIXES_BESIDE)
+    }
+
+
+def found(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any]]:
+    """`differences` between the arguments that `checkpoint` was saved with and `args`; a warning lists them.
+
+    Args:
+        epoch: passes over the data that were done, as a fraction.
+    """
+    path = checkpoint / "training_args.json"
+    before = codec.read_json(path) if path.is_file() else {}
+    changed = differences(before, json.loads(args.to_json_string()))
+    if changed:
+        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
+    return changed
+
+
+def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:
+    """One sentence for a log, listing what changed since `checkpoint`.
+
+    Args:
+        inside_epoch: the checkpoint was saved in the middle of a pass over the data.
+
+    Raises:
+        CheckpointError: another optimizer was chosen, for which the saved state is of no use.
+    """
+    old, new = changed.get("optim", (None, None))
+    if old != new and not any({old, new} <= kin for kin in _ONE_STATE):
+        raise CheckpointError(
+            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot go on from it. Set "
+            f"optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and pass no "
+            "resume_from_checkpoint."
+        )
+    listed = []
+    for name, (before, after) in changed.items():
+        note = _NOTES.get(name)
+        if name in _REORDERS and inside_epoch:
+            note = f"{note}: in the epoch that is under way some are read twice and some not at all"
+        listed.append(f"{name}: {before!r} -> {after!r}{f' ({note})' if note else ''}")
+    return f"Arguments have changed since {checkpoint} was saved: {'; '.join(listed)}."
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group of parameters, to be compared after a state was loaded."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def apply(
+    changed: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
+) -> None:
+    """Let changed constants of the optimizer hold, whose loaded state has brought the old ones back.
+
+    Args:
+        changed: as from `differences`.
+        fresh: `group_options` from before the state was loaded.
+        scheduler: the learning rate schedule, with its state loaded.
+    """
+    names = {option for name in changed for option in _OPTIONS.get(name, ())}
+    for group, options in zip(optimizer.param_groups, fresh, strict=True):
+        group.update({name: options[name] for name in names if name in options and name in group})
+    old, new = changed.get("learning_rate", (None, None))
+    if not old or new is None:
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * (new / old)
+        if "initial_lr" in group:
+            group["initial_lr"] = group["initial_lr"] * (new / old)
+    if getattr(scheduler, "base_lrs", None):
+        scheduler.base_lrs = [rate * (new / old) for rate in scheduler.base_lrs]
+    if isinstance(scheduler, LambdaLR):
+        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, base, curve in rates:
+            group["lr"] = base * curve(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

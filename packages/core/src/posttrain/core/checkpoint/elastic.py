@@ -1,0 +1,75 @@
+"""Going on with another number of processes: what each process had for itself is dealt anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.rng import rng_state, set_rng_state
+from posttrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """The state of process `rank`: its own, or for another number of processes than saved it, one made of all of theirs.
+
+    Such a state has no random numbers (``"rng"`` is None), since there is no telling whose they should be.
+
+    Raises:
+        CheckpointError: the state of a process is missing.
+    """
+    count = len(list(Path(checkpoint).glob("rank-*.json")))
+    if count == world_size:
+        return codec.load_tree(Path(checkpoint) / f"rank-{rank}")
+    saved = [codec.load_tree(Path(checkpoint) / f"rank-{number}") for number in range(count)]
+    if not saved:
+        raise CheckpointError(f"{checkpoint} holds the state of no process: rank-0.json is missing.")
+    return saved[0] | {"trainer": dealt([one["trainer"] for one in saved], rank, world_size), "rng": None}
+
+
+def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """One process' trainer state out of those of all processes that there were.
+
+    Metrics are summed and given to the first; the position in the data is counted in rows and the same in all.
+
+    Raises:
+        CheckpointError: each process read shards of its own of a stream.
+    """
+    first, before = states[0], len(states)
+    if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
+        raise CheckpointError(
+            f"Each of {before} processes read its own shards of the stream, so its position fits no other number. Resume with "
+            f"{before} processes, or set ignore_data_skip=True to read the epoch's data afresh."
+        )
+    metrics: dict[str, tuple[float, float]] = {}
+    for state in states:
+        for name, (total, count) in state["metrics"].items():
+            sums = metrics.get(name, (0, 0))
+            metrics[name] = (sums[0] + total, sums[1] + count)
+    # A step's loss is the mean over processes of their shares times their number: as many steps must count as much as before.
+    share = world_size / before
+    if "loss" in metrics:
+        metrics["loss"] = (metrics["loss"][0] * share, metrics["loss"][1] * share)
+    progress = dict(first["progress"])
+    progress["loss_sum"], progress["loss_count"] = progress["loss_sum"] * share, progress["loss_count"] * share
+    return first | {"metrics": metrics if rank == 0 else {}, "progress": progress}
+
+
+def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[int], Any]) -> dict[str, Any]:
+    """The state of generators that were seeded for this place of the run; those of this process stay as they are."""
+    if rank == 0:
+        logger.warning(
+            "The checkpoint is of another number of processes: the same rows are still to come, and random numbers (dropout) "
+            "are drawn afresh from the seed %d and the update %d.", seed, step,
+        )  # fmt: skip
+    before = rng_state()
+    set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+    fresh = rng_state()
+    set_rng_state(before)
+    return fresh

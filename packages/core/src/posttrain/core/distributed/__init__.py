@@ -1,0 +1,16 @@
+"""Processes, devices and precision: the only room that knows accelerate, DDP, FSDP and DeepSpeed."""
+
+from posttrain.core.distributed.arguments import DistributedArguments
+from posttrain.core.distributed.environment import barrier, device, local_rank, precision, rank, world_size
+from posttrain.core.distributed.processes import Distributed
+
+__all__ = [
+    "Distributed",
+    "DistributedArguments",
+    "barrier",
+    "device",
+    "local_rank",
+    "precision",
+    "rank",
+    "world_size",
+]

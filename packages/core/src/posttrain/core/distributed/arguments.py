@@ -1,0 +1,89 @@
+"""The arguments of this room, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.distributed import deepspeed, sharding
+from posttrain.core.distributed.environment import accelerator_present
+from posttrain.core.fields import opt
+
+
+@dataclass
+class DistributedArguments:
+    """Devices, precision and how the processes of a run work together."""
+
+    use_cpu: bool = opt(False, "Train on the CPU even where an accelerator is present.", aliases=("no_cuda",))
+    bf16: bool = opt(False, "Compute in bfloat16 under autocast; the weights keep their own precision.")
+    fp16: bool = opt(False, "Compute in float16 under autocast with loss scaling. Needs an accelerator.")
+    bf16_full_eval: bool = opt(False, "Evaluate with the weights cast to bfloat16: half the memory, other metrics.")
+    fp16_full_eval: bool = opt(False, "Evaluate with the weights cast to float16: half the memory, other metrics.")
+    tf32: bool | None = opt(None, "Allow TF32 matrix products on Ampere and newer GPUs; None keeps torch's setting.")
+    average_tokens_across_devices: bool = opt(
+        True, "Divide the loss by the items of all processes, so that splitting a batch differently changes nothing."
+    )
+    local_rank: int = opt(-1, "Set by launchers; the environment variable LOCAL_RANK is what is read.", min=-1)
+    ddp_backend: str | None = opt(
+        None, "Backend of torch.distributed; None takes nccl on GPUs and gloo on CPUs.",
+        choices=("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"),
+    )  # fmt: skip
+    ddp_timeout: int = opt(
+        1800,
+        "Seconds that a process waits for the others, on every device; then each writes its stacks and the job ends.",
+        min=1,
+    )
+    ddp_find_unused_parameters: bool | None = opt(
+        None, "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed."
+    )
+    ddp_bucket_cap_mb: int | None = opt(None, "Size in MiB of the buckets in which DDP reduces gradients.", min=1)
+    ddp_broadcast_buffers: bool | None = opt(None, "Let DDP copy rank 0's buffers to all ranks before each forward.")
+    ddp_static_graph: bool | None = opt(None, "Tell DDP that every step uses the same parameters.")
+    fsdp: list[str] | str | None = opt(
+        None,
+        "Shard weights, gradients and optimizer state over the processes (FSDP2): full_shard, or shard_grad_op, "
+        "hybrid_shard, offload.",
+        flag="full_shard",
+    )
+    fsdp_config: dict[str, Any] | str | None = opt(
+        None,
+        "Options of FSDP, or a JSON file of them, e.g. {'cpu_offload': true, 'state_dict_type': 'SHARDED_STATE_DICT'}.",
+    )
+    deepspeed: dict[str, Any] | str | None = opt(
+        None, "DeepSpeed's configuration, or a JSON file of it; what it calls 'auto' follows the other arguments."
+    )
+    parallelism_config: Any = opt(
+        None,
+        "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, dp_shard_size.",
+    )
+
+    def _normalize(self) -> None:
+        if isinstance(self.fsdp, bool):
+            self.fsdp = "full_shard" if self.fsdp else None
+        settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
+        if settings is not None and not problems and settings.activation_checkpointing:
+            self.activation_checkpointing = self.gradient_checkpointing = True
+
+    def _problems(self) -> Iterator[str]:
+        if self.bf16 and self.fp16:
+            yield "bf16=True and fp16=True cannot both hold; keep one (bf16 needs no loss scaling)"
+        if self.bf16_full_eval and self.fp16_full_eval:
+            yield "bf16_full_eval=True and fp16_full_eval=True cannot both hold; keep one"
+        if (self.fp16 or self.fp16_full_eval) and (self.use_cpu or not accelerator_present()):
+            name = "fp16" if self.fp16 else "fp16_full_eval"
+            yield f"{name}=True needs an accelerator and this run is on the CPU; set bf16{name[4:]}=True instead"
+        if self.tf32 and not torch.cuda.is_available():
+            yield "tf32=True needs a CUDA GPU (Ampere or newer) and none is visible; leave it None"
+        settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
+        yield from problems
+        if settings is not None:
+            for name in ("bf16_full_eval", "fp16_full_eval"):
+                if getattr(self, name):
+                    yield f"{name}=True casts whole weights, and fsdp keeps them in pieces; set bf16=True instead"
+            yield from sharding.optimizer_problems(getattr(self, "optim", ""))
+            if self.deepspeed is not None:
+                yield "fsdp and deepspeed both shard the model; set one of them to None"
+        yield from deepspeed.problems(self.deepspeed)

@@ -1,0 +1,282 @@
+"""DeepSpeed's engine behind the verbs of `Distributed`: ZeRO's shards, its clipping and its step.
+
+Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. The optimizer and the schedule are those that the other arguments
+name; DeepSpeed cuts up their state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed.environment import is_true, world_size
+from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.heads import base_model
+
+logger = logging.getLogger(__name__)
+
+# What a configuration's optimizer may be, since the arguments make it, and which argument is meant by each of its values.
+OPTIMIZERS = ("adam", "adamw")
+MEANT = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "betas": None}
+# What follows from the width of the model, as a number of it.
+OF_THE_MODEL: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda width: width * width,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+ENVIRONMENT = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("stage", int),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer", lambda device: {"device": device}),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param", lambda device: {"device": device}),
+}
+
+
+def is_asked_for(config: Any) -> bool:
+    """Whether the run is to use DeepSpeed: by its arguments, or by the launcher's."""
+    return config is not None or is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
+
+
+def problems(config: Any) -> Iterator[str]:
+    """What is wrong with the argument `deepspeed`, as far as it can be seen now."""
+    if config is None:
+        return
+    try:
+        read(config)
+    except ValueError as error:
+        yield str(error)
+
+
+def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The configuration as a dict of its own; from the launcher's environment where `config` is None.
+
+    Raises:
+        ValueError: it is not a JSON file that holds an object.
+    """
+    if config is None:
+        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if path.lower() != "none":
+            return read(path)
+        found = {name: os.environ.get(name, "none") for name in ENVIRONMENT}
+        zero = {ENVIRONMENT[n][0]: ENVIRONMENT[n][1](v) for n, v in found.items() if v.lower() != "none"}
+        return {
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 2} | zero,
+        }  # fmt: skip
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"deepspeed={str(config)!r} is not a JSON file that can be read ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed must be a JSON object or a file of one, not {type(config).__name__}")
+    return json.loads(json.dumps(config))
+
+
+def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | None = None) -> dict[str, Any]:
+    """`config` with what it calls ``"auto"`` taken from the arguments of the run.
+
+    Raises:
+        ConfigError: it contradicts the arguments, or a value that it leaves open does not follow from them.
+    """
+    wrong: list[str] = []
+    _drop_optimizer(config, args, wrong)
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    known = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": batch * accumulation * world_size(),
+        "gradient_clipping": float(args.max_grad_norm or 0),
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+    }
+    names = {
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "train_batch_size": "the batch of all processes", "bf16.enabled": "bf16", "fp16.enabled": "fp16",
+    }  # fmt: skip
+    for path, value in known.items():
+        section, _, key = path.rpartition(".")
+        table = config.get(section, {}) if section else config
+        if table.get(key) == "auto":
+            table[key] = value
+        elif key in table and table[key] != value:
+            wrong.append(f"deepspeed: {path} is {table[key]!r}, and {names[path]} is {value!r}; set it to 'auto'")
+    config.setdefault("train_micro_batch_size_per_gpu", batch)
+    config.setdefault("gradient_accumulation_steps", accumulation)
+    zero = config.get("zero_optimization", {})
+    _fill_sizes(zero, model)
+    # Ours is a torch optimizer, which DeepSpeed has not tested itself.
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    left = [
+        path for path, value in _leaves(config) if value == "auto" and (model is not None or path not in OF_THE_MODEL)
+    ]
+    wrong += [f"deepspeed: {path} is 'auto', which does not follow from the arguments; give a value" for path in left]
+    if wrong:
+        raise ConfigError("TrainingArguments", wrong)
+    return config
+
+
+def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None:
+    """The optimizer and the schedule are made from the arguments: a section about them must say nothing else."""
+    section = config.pop("optimizer", None)
+    if section is not None:
+        kind, values = str(section.get("type", "AdamW")), section.get("params", {})
+        if kind.lower() not in OPTIMIZERS:
+            wrong.append(f"deepspeed: optimizer.type is {kind!r}; leave the section out and name an optimizer in optim")
+        own = {"betas": [args.adam_beta1, args.adam_beta2]} | {k: getattr(args, n) for k, n in MEANT.items() if n}
+        for name, value in values.items():
+            if value != "auto" and name in own and value != own[name]:
+                argument = MEANT[name] or "adam_beta1 and adam_beta2"
+                wrong.append(
+                    f"deepspeed: optimizer.params.{name} is {value!r}, and {argument} says {own[name]!r}; set 'auto'"
+                )
+    section = config.pop("scheduler", None)
+    if section is not None and any(value != "auto" for value in section.get("params", {}).values()):
+        kind = section.get("type")
+        wrong.append(
+            f"deepspeed: the scheduler {kind!r} is left to the arguments; set lr_scheduler_type and warmup_steps"
+        )
+
+
+def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
+    config = getattr(base_model(model), "config", None) if model is not None else None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = getattr(text, "hidden_size", None)
+    if width is None:
+        return
+    for path, size in OF_THE_MODEL.items():
+        name = path.rpartition(".")[2]
+        if zero.get(name) == "auto":
+            zero[name] = size(width)
+
+
+def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+class Engine:
+    """One training run under DeepSpeed.
+
+    Args:
+        args: the arguments of the run.
+        precision: "bf16", "fp16" or "no".
+    """
+
+    def __init__(self, args: Any, precision: str) -> None:
+        require("deepspeed", "deepspeed", why="deepspeed=...")
+        self.args, self.precision = args, precision
+        self.config = read(args.deepspeed)
+        self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        fill(read(args.deepspeed), args, precision)  # what contradicts the arguments is said before anything is loaded
+        self._engine: Any = None
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """(what runs forward and backward in place of `model`, what steps in place of `optimizer`)."""
+        import deepspeed
+
+        config = fill(read(self.args.deepspeed), self.args, self.precision, model)
+        self._engine, stepping, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self._norm = torch.zeros((), device=self._engine.device)
+        return self._engine, stepping
+
+    def at_boundary(self, when: bool) -> None:
+        """Whether the next backward is the last of its window."""
+        self._engine.set_gradient_accumulation_boundary(when)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Shape (); DeepSpeed computes it within the step, which fills it in."""
+        self._norm = torch.zeros_like(self._norm)
+        return self._norm
+
+    def step(self) -> bool:
+        """Clip, step and clear the gradients; False where the loss scaler skipped the step."""
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        self._norm.fill_(math.nan if norm is None else float(norm))
+        return bool(self._engine.was_step_applied())
+
+    @contextlib.contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Within this context every process holds the weights whole; what rank 0 writes into them stays."""
+        if self.stage < 3 or self._engine is None:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            yield
+
+    def whole_state_dict(
+        self, model: nn.Module, keep: bool, only: Callable[[str], bool]
+    ) -> dict[str, torch.Tensor] | None:
+        """As `Distributed.whole_state_dict`: None where every process holds the weights whole."""
+        if self.stage < 3 or self._engine is None:
+            return None
+        import deepspeed
+
+        whole = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if only(name):
+                with deepspeed.zero.GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else []):
+                    if keep:
+                        whole[name] = tensor.detach().to("cpu", copy=True)
+        return whole
+
+    # ---- checkpoints: each process its own part, for as many processes as there are now ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state of this process, and its part of the weights in full precision."""
+        inner, masters = self._inner(), self._masters()
+        options = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+        state = [dict(inner.state.get(master, {})) for master in masters]
+        return {"groups": options, "state": state, "masters": [master.detach() for master in masters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: it is of another model, or another stage.
+        """
+        inner, masters = self._inner(), self._masters()
+        if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
+            raise CheckpointError(
+                "The state of DeepSpeed's optimizer is cut in another way than this run cuts it. Set the stage of ZeRO and the "
+                "number of processes as they were."
+            )
+        for group, options in zip(inner.param_groups, state["groups"], strict=True):
+            group.update(options)
+        with torch.no_grad():
+            for master, saved, values in zip(masters, state["masters"], state["state"], strict=True):
+                master.copy_(saved)
+                inner.state[master] = {
+                    k: v.to(master.device) if isinstance(v, torch.Tensor) and v.shape == master.shape else v
+                    for k, v in values.items()
+                }
+
+    def _inner(self) -> Any:
+        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+
+    def _masters(self) -> list[torch.Tensor]:
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+            if (found := getattr(self._engine.optimizer, name, None)) is not None:
+                return list(found)
+        return []

@@ -1,0 +1,119 @@
+"""What the launcher tells a process: its number among all, its device, its precision."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.errors import ConfigError
+
+TRUE, FALSE = ("1", "true", "yes", "y", "on", "t"), ("0", "false", "no", "n", "off", "f", "")
+
+
+def is_true(value: Any) -> bool:
+    """Whether a setting, perhaps written as a text such as ``"True"`` or ``"no"``, is on.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(value).strip().lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return text in TRUE
+
+
+def world_size() -> int:
+    """Number of processes in this run; 1 where nothing was launched."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    """Number of this process among all, from 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def barrier() -> None:
+    """Wait for every process. Does nothing in a run of one process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def accelerator_present() -> bool:
+    return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.accelerator.is_available()
+
+
+def device(use_cpu: bool = False) -> torch.device:
+    """The device of this process; a launcher's choice of the CPU (ACCELERATE_USE_CPU) holds too."""
+    if use_cpu or is_true(os.environ.get("ACCELERATE_USE_CPU", "false")) or not accelerator_present():
+        return torch.device("cpu")
+    kind = "cuda" if torch.cuda.is_available() else torch.accelerator.current_accelerator().type
+    return torch.device(kind, local_rank()) if kind != "mps" else torch.device("mps")
+
+
+def precision(args: Any) -> str:
+    """``"bf16"``, ``"fp16"`` or ``"no"``; a launcher's choice (ACCELERATE_MIXED_PRECISION) holds where args say none.
+
+    Raises:
+        ConfigError: the launcher asks for another.
+    """
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if chosen not in ("no", "bf16", "fp16"):
+        raise ConfigError(
+            "mixed_precision",
+            [f"the launcher asks for {chosen!r} (ACCELERATE_MIXED_PRECISION); this version has bf16, fp16 and no"],
+        )
+    return chosen
+
+
+def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] | None = None) -> str | None:
+    """A sentence if the launcher was asked for several processes and quietly started this one alone.
+
+    ``accelerate launch --cpu --num_processes 2`` does (accelerate 1.15), and leaves no trace of the number but in its own
+    command line.
+
+    Args:
+        environ: the environment of this process.
+        command: the words that started the parent process; None: looked up.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in environ or "RANK" in environ:
+        return None
+    words = _parent_command() if command is None else command
+    if not any(Path(word).name == "accelerate" or word.startswith("accelerate.commands") for word in words[:4]):
+        return None
+    asked = 1
+    for number, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in ("-n", "--num_processes", "--num-processes"):
+            value = value or (words[number + 1] if number + 1 < len(words) else "")
+            asked = int(value) if value.isdigit() else asked
+    if asked <= 1:
+        return None
+    return (
+        f"accelerate launch was asked for {asked} processes and started one, as it does on the CPU. Start with "
+        f"`torchrun --nproc_per_node {asked}` or `posttrain launch --num_processes {asked}` instead."
+    )
+
+
+def _parent_command() -> list[str]:
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+    except OSError:
+        return []

@@ -1,0 +1,366 @@
+"""How the processes of a run work together, as verbs (`prepare_model`, `backward`, `sum`, ...).
+
+The loop above reads the same for one process and for many, for whole models and for sharded ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed import deepspeed, sharding
+from posttrain.core.distributed.arguments import DistributedArguments
+from posttrain.core.distributed.environment import accelerator_present, barrier, lost_processes, precision
+from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
+from posttrain.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# A wait for another process ends by the watchdog, which knows who waits for whom; torch's own limit comes after it.
+GRACE = 20
+
+_watchdog: Watchdog | None = None  # one for the process, as the process group is
+
+
+def _leave_group() -> None:
+    """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is done."""
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
+        _watchdog = None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
+    """The watchdog of this process, started where there is none."""
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_alive():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
+        _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder)
+        _watchdog.start()
+    _watchdog.seconds = args.ddp_timeout
+    return _watchdog
+
+
+@contextlib.contextmanager
+def _both(outer: contextlib.AbstractContextManager, inner: contextlib.AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextlib.contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Where accelerate starts the processes, but leaves sharding to us: its own refuses the CPU."""
+    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+class Distributed:
+    """What a loop asks of the machine it runs on. One per trainer.
+
+    Args:
+        args: the `DistributedArguments` of the run.
+    """
+
+    def __init__(self, args: DistributedArguments) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
+
+        self.args = args
+        self.precision = precision(args)
+        if self.precision == "fp16" and (args.use_cpu or not accelerator_present()):
+            raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
+        if (lost := lost_processes()) is not None:
+            logger.warning(lost)
+        self.sharding = self._read_sharding()
+        group = InitProcessGroupKwargs(backend=self._backend(), timeout=timedelta(seconds=args.ddp_timeout + GRACE))
+        # Autocast is entered by `autocast` below: accelerate's own would patch the forward of the user's model. Its
+        # precision is left open, because a process has one for all accelerators, and the user may have made one.
+        # Nor is it told of accumulation: its backward, which old training_steps call, would divide by it once more.
+        with _without_plugins():
+            self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
+        self.device: torch.device = self.accelerator.device
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.local_rank: int = self.accelerator.local_process_index
+        self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: contextlib.nullcontext()
+        if self.world_size > 1:
+            self._waiting = _watch(args, self.rank, self.world_size)
+            report_failures()
+            atexit.unregister(_leave_group)
+            if self.device.type == "cpu":
+                atexit.register(_leave_group)
+        elif self.sharding is not None:
+            logger.warning("fsdp has no effect in a run of one process: there is nobody to share the weights with.")
+            self.sharding = None
+        self._mesh: Any = None
+        self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" and not self.engine else None
+        if args.tf32 is not None and torch.cuda.is_available():
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+
+    def _read_sharding(self) -> sharding.Sharding | None:
+        args = self.args
+        settings, problems = sharding.read(args.fsdp, args.fsdp_config, args.parallelism_config)
+        if settings is None and not problems:
+            settings, problems = sharding.from_environment()
+            if settings is not None:
+                problems += sharding.optimizer_problems(getattr(args, "optim", ""))
+        if problems:
+            raise ConfigError("TrainingArguments", problems)
+        for note in settings.notes if settings is not None else ():
+            logger.info("fsdp_config: %s", note)
+        return settings
+
+    def _backend(self) -> str | None:
+        """Weights that live in host memory are gathered there too, which nccl cannot do."""
+        offloads = self.sharding is not None and self.sharding.cpu_offload
+        if self.args.ddp_backend is None and offloads and torch.cuda.is_available() and not self.args.use_cpu:
+            return "cpu:gloo,cuda:nccl"
+        return self.args.ddp_backend
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are kept in pieces, one on each process."""
+        return self.sharding is not None
+
+    # ---- model ----
+
+    def place(self, model: nn.Module) -> None:
+        """Move `model` to this process' device, unless whoever loaded it placed its parts already, it is to be cut up, or the
+        arguments forbid it."""
+        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+        asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
+        if not self.shards and (asked or (asked is None and not placed)):
+            model.to(self.device)
+
+    def prepare_model(
+        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
+    ) -> nn.Module:
+        """Move `model` to this process' device and, with several processes, wrap it so that gradients are averaged.
+
+        Args:
+            optimizer: made by the user from the parameters of `model`, which sharding replaces.
+        """
+        self.place(model)
+        if self.shards:
+            return self.shard(model, optimizer)
+        if self.world_size == 1 or self.engine is not None or not any(p.requires_grad for p in model.parameters()):
+            return model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            return model
+        args, options = self.args, {}
+        unused = args.ddp_find_unused_parameters
+        options["find_unused_parameters"] = not gradient_checkpointing if unused is None else unused
+        for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):
+            if getattr(args, f"ddp_{name}") is not None:
+                options[name] = getattr(args, f"ddp_{name}")
+        ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids, **options)
+
+    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+        """Cut up `model` in place, if it is not yet, so that each process keeps a part of its weights."""
+        if sharding.is_sharded(model):
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()  # after a forward without a backward
+            return model
+        if self._mesh is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            self._mesh = sharding.make_mesh(self.sharding, self.device.type, self.world_size, local)
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        # torch counts its own use of a deprecated call against us.
+        with self._waiting("sharding the model"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            sharding.shard(model, self.sharding, self._mesh, self.device, self.precision)
+        sharding.follow(optimizer, before, model)
+        return model
+
+    @property
+    def saves_in_parts(self) -> bool:
+        """Whether each process writes its own part of the weights into a checkpoint."""
+        return self.sharding is not None and self.sharding.state_dict_type == "sharded"
+
+    def start(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        """(what runs forward and backward, what steps) in place of the prepared `model` and of `optimizer`."""
+        return (model, optimizer) if self.engine is None else self.engine.start(model, optimizer)
+
+    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        """Where weights may be loaded into `model`, by every process."""
+        return contextlib.nullcontext() if self.engine is None else self.engine.gathered(model)
+
+    @contextlib.contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Within this context every process holds the weights of `model` whole, as for generating with it."""
+        if self.engine is not None:
+            with self.engine.gathered(model):
+                yield
+            return
+        modules = [m for m in model.modules() if hasattr(m, "unshard")] if sharding.is_sharded(model) else []
+        for module in modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+
+    def whole_state_dict(
+        self, model: nn.Module, only: Callable[[str], bool] = lambda name: True
+    ) -> dict[str, torch.Tensor] | None:
+        """The weights of a sharded `model` put together in rank 0's host memory (elsewhere an empty dict); None for one that
+        is whole. Every process must call it."""
+        if not self.shards and self.engine is None:
+            return None
+        with self._waiting("gathering the weights"):
+            if self.engine is not None:
+                return self.engine.whole_state_dict(model, self.is_main, only)
+            if not sharding.is_sharded(model):
+                return None
+            return sharding.whole_state_dict(model, self.is_main, only)
+
+    # ---- one step ----
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Where the forward pass and the loss run in the precision that was asked for."""
+        # Watched too: sharded weights are gathered in the forward pass, and DDP copies buffers.
+        watched = self._waiting("the forward pass") if self.world_size > 1 else contextlib.nullcontext()
+        if self.precision == "no":
+            return watched
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+        if self.world_size == 1:
+            return autocast
+        return _both(watched, autocast)
+
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+        """Average gradients over the processes in this backward pass only if `when`."""
+        if self.engine is not None:
+            self.engine.at_boundary(when)
+        elif self.shards:
+            model.set_requires_gradient_sync(when)
+        elif not when and isinstance(model, nn.parallel.DistributedDataParallel) and not self.args.ddp_static_graph:
+            return model.no_sync()  # which a static graph does not allow: it averages more often, to the same sum
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.engine is not None:
+            return self.engine.backward(loss)
+        with self._waiting("the backward pass"):
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def clip_gradients(
+        self, parameters: list[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
+    ) -> torch.Tensor:
+        """Scale the gradients down to `max_norm` (None or 0: leave them) and return their norm before that, shape ()."""
+        if self.engine is not None:
+            return self.engine.gradient_norm()
+        if self.scaler:
+            self.scaler.unscale_(optimizer)
+        with self._waiting("the norm of the gradients"):
+            if max_norm:
+                norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+            else:
+                norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return norm.full_tensor() if sharding.is_piece(norm) else norm
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer; False where the loss scaler skipped the step because it had overflowed."""
+        if self.engine is not None:
+            with self._waiting("the optimizer's step"):
+                return self.engine.step()
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def empty_cache(self) -> None:
+        """Give cached device memory back; nothing to do on the CPU."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    # ---- between processes ----
+
+    def sum(self, value: Any) -> Any:
+        """The sum of a number or tensor over all processes; the value itself in a run of one."""
+        if self.world_size == 1:
+            return value
+        total = torch.as_tensor(value, device=self.device).clone()
+        with self._waiting("a sum"):
+            torch.distributed.all_reduce(total)
+        return total
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """What every process passed, in rank order, on every process."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._waiting("a gathering of values"):
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What rank 0 passed, on every process."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        with self._waiting("what rank 0 says"):
+            torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def barrier(self) -> None:
+        with self._waiting("a barrier"):
+            barrier()
+
+    @contextlib.contextmanager
+    def main_first(self, local: bool = False) -> Iterator[None]:
+        """Rank 0 runs the block before all others, or the first of each machine if `local`: what it writes, they read."""
+        first = self.is_local_main if local else self.is_main
+        if not first:
+            self.barrier()
+        try:
+            yield
+        finally:  # also after an error, else the others would wait for ever
+            if first:
+                self.barrier()
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on rank 0 and return its result everywhere; an error there is raised on every rank."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        if self.world_size > 1:
+            result, error = self.broadcast_object((result, error))
+        if error is not None:
+            raise error
+        return result

@@ -1,0 +1,440 @@
+"""Fully sharded data parallel training by torch's FSDP2: its settings, how a model is cut up, and how it is put together.
+
+Every process holds a part of each weight, of its gradient and of its optimizer state. A layer's weights are gathered when it
+runs and let go after it, so a model needs the memory of one whole layer and of its own share. The numbers are those of DDP.
+
+Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed.environment import is_true
+from posttrain.core.errors import did_you_mean
+from posttrain.core.heads import base_model, unwrap
+
+logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        reshard_after_forward: let go of a layer's gathered weights after its forward; False keeps them for the backward,
+            which is faster and needs the memory of the whole model.
+        cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
+        wrap: "transformer" makes a unit of each layer, "size" of each module with `min_num_params`, "none" of the model.
+        layer_classes: names of the classes that are layers; empty: those the model names itself.
+        state_dict_type: "full" checkpoints are written whole by the main process, "sharded" ones in parts by all.
+        replicas: groups of processes that each hold the whole model; 0: one for each machine.
+        shards: processes of such a group; 0: whatever number there is.
+        param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
+    """
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    wrap: str = "transformer"
+    layer_classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    state_dict_type: str = "full"
+    replicas: int = 1
+    shards: int = 0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"reshard_after_forward": False},
+    "hybrid_shard": {"replicas": 0},
+    "hybrid_shard_zero2": {"replicas": 0, "reshard_after_forward": False},
+}
+_NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+POLICIES = {"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"}
+STATE_DICTS = {"full_state_dict": "full", "sharded_state_dict": "sharded"}
+# Options of the first FSDP whose purpose FSDP2 serves of itself.
+WITHOUT_EFFECT = (
+    "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params", "ignored_modules",
+    "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
+)  # fmt: skip
+NAMES = (
+    "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params", "activation_checkpointing",
+    "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy", "transformer_layer_cls_to_wrap",
+    "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", "min_num_params", "mixed_precision_policy", "xla",
+)  # fmt: skip
+
+
+def read(
+    fsdp: str | list[str] | None, fsdp_config: dict[str, Any] | str | None, parallelism: Any = None
+) -> tuple[Sharding | None, list[str]]:
+    """The settings that these arguments describe, None where they ask for no sharding, and what is wrong with them."""
+    problems: list[str] = []
+    options = [word for part in _listed(fsdp) for word in part.replace(",", " ").split()]
+    sizes = _parallel_sizes(parallelism, problems)
+    on = bool(options) or sizes.get("dp_shard_size", 1) > 1
+    config = _config(fsdp_config, problems)
+    if not on:
+        return None, problems
+    settings = Sharding(replicas=sizes.get("dp_replicate_size", 1), shards=sizes.get("dp_shard_size", 0))
+    for option in map(str.lower, options):
+        if option in STRATEGIES:
+            settings = replace(settings, **STRATEGIES[option])
+        elif option == "offload":
+            settings = replace(settings, cpu_offload=True)
+        elif option == "no_shard":
+            problems.append("fsdp='no_shard' shards nothing: leave fsdp away, and gradients are averaged by DDP")
+        elif option not in ("auto_wrap", "true"):
+            hint = did_you_mean(option, [*STRATEGIES, "offload", "auto_wrap"])
+            problems.append(
+                f"fsdp holds {option!r}, which is none of {', '.join(STRATEGIES)}, offload, auto_wrap{hint}"
+            )
+    for name, value in config.items():
+        try:
+            settings = _with(settings, name, value)
+        except (ValueError, TypeError) as error:
+            problems.append(f"fsdp_config[{name!r}]={value!r}: {error}")
+    if settings.wrap == "size" and not settings.min_num_params:
+        problems.append("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params, the size of a unit")
+    return settings, problems
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding | None, list[str]]:
+    """The settings that ``accelerate launch`` left in the environment (ACCELERATE_USE_FSDP, FSDP_...), as `read`."""
+    if not is_true(environ.get("ACCELERATE_USE_FSDP", "false")):
+        return None, []
+    found = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
+    found = {name: value for name, value in found.items() if value.lower() not in ("", "none")}
+    # The first FSDP had strategies and the second has a switch; accelerate writes both whichever is meant.
+    found.pop("sharding_strategy" if found.get("version") == "2" else "reshard_after_forward", None)
+    found.setdefault("state_dict_type", "FULL_STATE_DICT")
+    return read("full_shard", {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)})
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if not value else [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[str, Any]:
+    """The options by their plain names."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            problems.append(f"fsdp_config={config!r} is not a JSON file that can be read ({error})")
+            return {}
+    if not isinstance(config, dict):
+        return {}
+    plain = {name.removeprefix("fsdp_"): value for name, value in config.items() if value is not None}
+    for name in [name for name in plain if name not in (*NAMES, *WITHOUT_EFFECT)]:
+        del plain[name]
+        problems.append(f"fsdp_config holds {name!r}, which is no option of FSDP{did_you_mean(name, NAMES)}")
+    return plain
+
+
+def _parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
+    """``{"dp_replicate_size", "dp_shard_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
+    if parallelism is None:
+        return {}
+    known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    if isinstance(parallelism, dict):
+        plain = {name.removeprefix("parallelism_config_"): value for name, value in parallelism.items()}
+        for name in [name for name in plain if name not in known and not name.startswith(("cp_", "sp_", "tp_"))]:
+            problems.append(f"parallelism_config holds {name!r}, which is none of {', '.join(known)}")
+    else:
+        plain = {name: getattr(parallelism, name, None) for name in known}
+    sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
+    kinds = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+    for name, kind in kinds.items():
+        if sizes.get(name, 1) > 1:
+            problems.append(
+                f"parallelism_config: {name}={sizes[name]} asks for {kind} parallelism, which this version does not have; "
+                "set it to 1 and shard the model over the data parallel processes with dp_shard_size"
+            )
+    return sizes
+
+
+def _with(settings: Sharding, name: str, value: Any) -> Sharding:
+    """`settings` with one option of ``fsdp_config``."""
+    if name in WITHOUT_EFFECT:
+        return replace(settings, notes=(*settings.notes, f"{name} has no effect: FSDP2 needs no such option."))
+    if name == "version":
+        if int(value) not in (1, 2):
+            raise ValueError("there are versions 1 and 2")
+        note = "FSDP 2 is used in place of version 1: the same numbers and checkpoints, without its flat parameters."
+        return settings if int(value) == 2 else replace(settings, notes=(*settings.notes, note))
+    if name in ("reshard_after_forward", "sharding_strategy"):
+        strategy = _NUMBERED.get(str(value), str(value).lower())
+        if strategy in STRATEGIES:
+            return replace(settings, **STRATEGIES[strategy])
+        if name == "sharding_strategy":
+            raise ValueError(f"it is none of {', '.join(STRATEGIES)}")
+        return replace(settings, reshard_after_forward=is_true(value))
+    if name in ("cpu_offload", "offload_params"):
+        return replace(settings, cpu_offload=is_true(value))
+    if name == "activation_checkpointing":
+        return replace(settings, activation_checkpointing=is_true(value))
+    if name == "cpu_ram_efficient_loading":
+        # Read by from_pretrained, which runs before any trainer: the launcher's environment variable is what counts.
+        is_true(value)
+        return settings
+    if name == "state_dict_type":
+        return replace(settings, state_dict_type=_chosen(value, STATE_DICTS))
+    if name == "auto_wrap_policy":
+        return replace(settings, wrap=_chosen(value, POLICIES))
+    if name.startswith("transformer_"):
+        return replace(
+            settings, layer_classes=tuple(word.strip() for part in _listed(value) for word in part.split(","))
+        )
+    if name == "min_num_params":
+        return replace(settings, min_num_params=int(value))
+    if name == "mixed_precision_policy":
+        return _with_types(settings, value)
+    if is_true(value):  # xla
+        raise ValueError("TPUs are not supported")
+    return settings
+
+
+def _chosen(value: Any, choices: dict[str, str]) -> str:
+    text = str(value).rpartition(".")[2].lower()
+    if text not in choices:
+        raise ValueError(f"it is none of {', '.join(choices).upper()}{did_you_mean(text, choices)}")
+    return choices[text]
+
+
+def _with_types(settings: Sharding, policy: Any) -> Sharding:
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    if isinstance(policy, str):
+        policy = {"param_dtype": policy, "reduce_dtype": policy}
+    types = {}
+    for name, dtype in dict(policy).items():
+        if name not in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs"):
+            raise ValueError(f"{name!r} is neither param_dtype nor reduce_dtype")
+        if name in ("param_dtype", "reduce_dtype"):
+            text = str(dtype).removeprefix("torch.")
+            types[name] = getattr(torch, names.get(text, text), None)
+            if not isinstance(types[name], torch.dtype):
+                raise ValueError(f"{dtype!r} is no type of torch")
+    return replace(settings, **types)
+
+
+def optimizer_problems(name: Any) -> Iterator[str]:
+    """Why the optimizer `name` cannot train weights that are kept in pieces."""
+    name = str(getattr(name, "value", name))
+    if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
+        return  # refused for several processes anyway
+    whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
+    if whole or "8bit" in name or "4bit" in name or "fp8" in name:
+        why = "looks at whole matrices" if whole else "has kernels of its own"
+        yield f"optim={name!r} {why}, and fsdp keeps them in pieces; set an optimizer such as adamw_torch_fused, or fsdp=None"
+
+
+# ------------------------------------------------------------------------------------------------------ cutting a model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `model` was cut up by `shard`."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(unwrap(model)).__mro__)
+
+
+def plain_class(model: nn.Module) -> type[nn.Module]:
+    """The class of `model` before it was cut up, which puts another in front of it."""
+    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+def make_mesh(settings: Sharding, device_type: str, world_size: int, local_world_size: int) -> Any:
+    """The processes as torch's `DeviceMesh`: replicas x shards, or shards alone.
+
+    Raises:
+        ValueError: the processes do not divide into so many replicas.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas = settings.replicas or max(world_size // local_world_size, 1)
+    if world_size % replicas or settings.shards not in (0, world_size // replicas):
+        raise ValueError(
+            f"{world_size} processes are not dp_replicate_size={replicas} groups of dp_shard_size={settings.shards or 'any'}; "
+            "change these sizes, or the number of processes."
+        )
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, settings: Sharding, mesh: Any, device: torch.device, precision: str) -> nn.Module:
+    """Cut up `model` in place, layer by layer, so that no device ever holds more than one whole layer.
+
+    All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
+
+    Returns:
+        `model`, which is now an `FSDPModule` too. Its parameters are new ones.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    param, reduce = settings.param_dtype or low, settings.reduce_dtype or (torch.float32 if low else None)
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings.cpu_offload else OffloadPolicy()
+    types = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    options = {"mesh": mesh, "mp_policy": types, "offload_policy": offload}
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for unit in units(model, settings):
+        _load_from_main(unit, device, moved)
+        fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
+    _load_from_main(model, device, moved)
+    # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
+    fully_shard(model, reshard_after_forward=None if settings.reshard_after_forward else False, **options)
+    return model
+
+
+def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
+    """The modules that are gathered one at a time, inner ones first; `model` itself, which holds the rest, is not listed."""
+    base = base_model(model)
+    if settings.wrap == "none":
+        return []
+    if settings.wrap == "size":
+        return _units_by_size(model, settings.min_num_params)
+    names = set(settings.layer_classes) or set(getattr(base, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if module is not model and type(module).__name__ in names]
+    if settings.layer_classes and (absent := names - {type(module).__name__ for module in found}):
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        near = did_you_mean(sorted(absent)[0], kinds)
+        raise ValueError(
+            f"transformer_layer_cls_to_wrap names {', '.join(sorted(absent))}, and {type(base).__name__} has no such module"
+            f"{near}. It has {', '.join(kinds)}."
+        )
+    if not found:
+        logger.warning(
+            "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for instance "
+            "{'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
+        )  # fmt: skip
+    return found[::-1]
+
+
+def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
+    """Modules whose own parameters, without those of units inside them, number `at_least`."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if module is not model and count >= at_least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(module)
+            return 0
+        return count
+
+    visit(model)
+    return found
+
+
+def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Move what `unit` holds, and no earlier unit has, to `device`, with the values of the main process.
+
+    Args:
+        moved: ``{id(tensor): (tensor, what took its place)}``; tied weights stay one.
+    """
+    for module in unit.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or is_piece(tensor):
+                    continue
+                if id(tensor) not in moved:
+                    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                    data = data.contiguous()
+                    torch.distributed.broadcast(data, src=0)
+                    if not tensor.is_meta:
+                        tensor.data, data = data, tensor
+                    elif isinstance(tensor, nn.Parameter):
+                        data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+                    moved[id(tensor)] = (tensor, data)
+                table[name] = moved[id(tensor)][1]
+
+
+def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
+    """Let `optimizer`, made from the parameters of `model` before it was cut up, train those that it has now.
+
+    Args:
+        before: ``{id(parameter): name}`` before `shard`.
+
+    Raises:
+        ValueError: it has state already, which is of whole weights.
+    """
+    if optimizer is None:
+        return
+    if optimizer.state:
+        raise ValueError(
+            "The optimizer has taken steps before FSDP cut up the weights, so its state does not fit them. Pass "
+            "optimizer_cls_and_kwargs instead, and it is made afterwards."
+        )
+    now = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [now[before[id(p)]] if id(p) in before else p for p in group["params"]]
+
+
+# ------------------------------------------------------------------------------------------------- pieces and the whole
+
+
+def extent(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of this process' piece of a `DTensor`."""
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            axis, size, place = placement.dim, tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
+            chunk = -(-shape[axis] // size)  # as torch.chunk cuts: the last may be short or empty
+            start = min(chunk * place, shape[axis])
+            offset[axis], shape[axis] = offset[axis] + start, min(chunk, shape[axis] - start)
+    return tuple(offset), tuple(shape)
+
+
+def is_piece(value: Any) -> bool:
+    """Whether `value` is a `DTensor`."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
+
+
+def is_first_copy(tensor: Any) -> bool:
+    """Whether this process is the first of those that hold the same piece."""
+    mesh = tensor.device_mesh
+    return all(p.is_shard() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
+
+
+def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], like: Any) -> Any:
+    """A `DTensor` laid out as `like`, whose local part is ``cut(offset, shape)``. No process hears of another."""
+    from torch.distributed.tensor import DTensor
+
+    local = like.to_local()
+    values = cut(*extent(like)).to(device=local.device, copy=True)
+    return DTensor.from_local(
+        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Of a piece in the whole."""
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """The state dict of a sharded `model` put together, tensor by tensor, in host memory.
+
+    Every process must call it; where not `keep`, nothing is kept and an empty dict is returned.
+    """
+    whole = {}
+    for name, tensor in model.state_dict().items():
+        if not only(name):
+            continue
+        full = tensor.full_tensor() if is_piece(tensor) else tensor
+        if keep:
+            whole[name] = full.detach().to("cpu", copy=not is_piece(tensor))
+    return whole

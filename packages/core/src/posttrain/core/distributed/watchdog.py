@@ -1,0 +1,155 @@
+"""What ends a run of several processes in time: a process that fails says so, and one that hangs is found.
+
+A process that waits for another longer than ``ddp_timeout`` sounds the alarm in the store that all share. Every process has a
+thread that listens for it, also the one that all wait for: each writes the stacks of its threads, and the job ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "hang"
+_ALARM, _DONE = "posttrain/alarm", "posttrain/done"
+
+
+class Watchdog(threading.Thread):
+    """Ends this process, and with it the job, when any process has waited too long for the others.
+
+    Args:
+        store: a `torch.distributed.Store` that all processes share.
+        rank, world_size: this process, of how many.
+        seconds: how long a wait may take.
+        folder: where to write ``rank-<k>.txt``.
+        leave: ends the process; `os._exit`, for the main thread may never return.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, seconds: float, folder: str | Path,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:  # fmt: skip
+        super().__init__(name="watchdog", daemon=True)
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.seconds, self.folder, self.leave = seconds, Path(folder), leave
+        self._waits: tuple[str, float] | None = None
+        self._what = ""
+        self._stopped = threading.Event()
+
+    def __call__(self, what: str) -> Watchdog:
+        """A context in which the main thread waits for the other processes; contexts do not nest."""
+        self._what = what
+        return self
+
+    def __enter__(self) -> None:
+        self._waits = (self._what, time.monotonic())
+
+    def __exit__(self, *error: object) -> None:
+        self._waits = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        interval = min(1.0, self.seconds / 10)
+        while not self._stopped.wait(interval):
+            try:
+                waits = self._waits
+                if waits is not None and time.monotonic() - waits[1] > self.seconds:
+                    self.store.set(
+                        _ALARM, f"rank {self.rank} has waited {self.seconds:g} s for the others in {waits[0]}"
+                    )
+                if self.store.check([_ALARM]):
+                    return self._end(self.store.get(_ALARM).decode())
+            except Exception:  # the store is gone, with the process that kept it: the launcher ends this one
+                return
+
+    def _end(self, alarm: str) -> None:
+        waits = self._waits
+        mine = (
+            f"waited in {waits[0]} for {time.monotonic() - waits[1]:.0f} s" if waits else "did not wait for the others"
+        )
+        path = self.folder / f"rank-{self.rank}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank} of {self.world_size}, process ")
+                file.write(f"{os.getpid()} on {socket.gethostname()}: it {mine}.\nThe alarm: {alarm}.\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)
+        except OSError as error:
+            mine += f" (its stacks could not be written: {error})"
+        try:
+            self.store.set(f"{_DONE}/{self.rank}", mine)
+            if self.rank == 0:
+                self._report(alarm)
+                self.store.set(_DONE, "all")
+            else:
+                self._wait_for(_DONE, 8)  # else the launcher may end a process that has not written yet
+        finally:
+            self.leave(1)
+
+    def _report(self, alarm: str) -> None:
+        lines = []
+        for rank in range(self.world_size):
+            answered = self._wait_for(f"{_DONE}/{rank}", 5)
+            said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
+            lines.append(f"  rank {rank} {said}")
+        message = (
+            f"The processes of this run hang: {alarm} (ddp_timeout). Look at the one that did not wait.\n"
+            + "\n".join(lines) + f"\nThe stacks of all threads are in {self.folder}."
+        )  # fmt: skip
+        print(message, file=sys.stderr, flush=True)
+        record_failure(TimeoutError(message))
+
+    def _wait_for(self, key: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (there := self.store.check([key])) and time.monotonic() < end:
+            time.sleep(0.05)
+        return there
+
+
+def record_failure(error: BaseException) -> None:
+    """Leave `error` for the launcher (torchrun and those built on it), which shows that of the first process to fail, last."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error
+        except BaseException as raised:  # so that the handler finds its traceback
+            get_error_handler().record_exception(raised)
+
+
+def report_failures() -> None:
+    """From now on, an exception that ends this process is left for the launcher too."""
+    if getattr(sys.excepthook, "reports_to_launcher", False) or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        before(kind, error, traceback)
+        if is_consequence(error):
+            time.sleep(3)  # the launcher ends this process meanwhile, and takes the one that broke off for the first
+        if not issubclass(kind, KeyboardInterrupt):
+            record_failure(error)
+
+    hook.reports_to_launcher = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether `error` says no more than that another process is gone."""
+    words = (
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "connection refused",
+        "remote process",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -1,0 +1,229 @@
+"""What a run tells of its completions: numbers for the log, a table for the terminal, files for later."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.rl.advantages import equal_groups, standard_deviation, total_rewards
+from posttrain.rl.rewards import Scores
+from posttrain.rl.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told of the completions of one process; those of all are joined by `Summary.join`.
+
+    Attributes:
+        rewards, failed: (N, F), see `posttrain.rl.rewards.Scores`.
+        lengths: tokens that the policy chose in each. finished: of each.
+        kl: (N,) of the policy that sampled from the reference, summed over tokens; None without a reference.
+    """
+
+    rewards: torch.Tensor
+    failed: torch.Tensor
+    lengths: list[int]
+    finished: list[bool]
+    kl: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
+        """What is told of `samples`."""
+        lengths, finished = [sample.num_chosen for sample in samples], [sample.finished for sample in samples]
+        return cls(scores.rewards, scores.failed, lengths, finished, kl)
+
+    @classmethod
+    def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
+        """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
+        lengths = [length for part in parts for length in part.lengths]
+        finished = [ended for part in parts for ended in part.finished]
+        return cls(
+            torch.cat([part.rewards for part in parts])[order],
+            torch.cat([part.failed for part in parts])[order],
+            [lengths[place] for place in order],
+            [finished[place] for place in order],
+            None if parts[0].kl is None else torch.cat([part.kl for part in parts])[order],
+        )
+
+    def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; those that cannot be
+        told are left out. Standard deviations are over all completions."""
+        total = total_rewards(self.rewards, weights)
+        lengths = torch.tensor(self.lengths, dtype=torch.float32)
+        ended = torch.tensor(self.finished)
+        found = {
+            "reward": total.nanmean(),
+            "reward_std": standard_deviation(total).squeeze(-1),
+            "frac_reward_zero_std": equal_groups(total, group_size).float().mean(),
+            "rewards/none": total.isnan().float().mean(),
+            "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - ended.float().mean(),
+        }
+        for column, name in enumerate(names):
+            found[f"rewards/{name}/mean"] = self.rewards[:, column].nanmean()
+            found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
+            if self.failed[:, column].any():
+                found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
+        done = lengths[ended]
+        if len(done):
+            found["completions/mean_terminated_length"] = done.mean()
+            found["completions/min_terminated_length"] = done.min()
+            found["completions/max_terminated_length"] = done.max()
+        numbers = {name: value.item() for name, value in found.items()}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+    def sums(
+        self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
+    ) -> dict[str, tuple[float, int]]:
+        """(sum, count) of what an evaluation tells: rewards, lengths, and ``pass@k``.
+
+        Args:
+            threshold: reward of the first function from which a completion passes.
+        """
+        total, size = total_rewards(self.rewards, weights), len(self.lengths)
+        columns = {"reward": total} | {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
+        found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
+        found["completions/mean_length"] = sum(self.lengths), size
+        found["completions/clipped_ratio"] = size - sum(self.finished), size
+        passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
+        for k in sorted({1, group_size}):
+            found[f"pass@{k}"] = sum(pass_at_k(group_size, right, k) for right in passed), len(passed)
+        return found
+
+
+def pass_at_k(num: int, passed: int, k: int) -> float:
+    r"""The probability that of k completions drawn from `num`, of which `passed` are right, at least one is.
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: :math:`1 - \binom{n-c}{k} / \binom{n}{k}`.
+    """
+    return 1 - math.comb(num - passed, k) / math.comb(num, k)
+
+
+def learning_problem(logs: Mapping[str, float]) -> str | None:
+    """One sentence where a log record shows that nothing can have been learned, or that something is badly wrong; else None."""
+    if logs.get("frac_reward_zero_std") == 1:
+        return (
+            f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was nothing to "
+            "learn: make the prompts easier or harder, sample more completions, or give rewards in between."
+        )
+    if logs.get("completions/clipped_ratio") == 1:
+        return (
+            "No completion ended by itself: all were cut at max_completion_length. Raise it, or see whether the model writes "
+            "an end-of-sequence token at all."
+        )
+    gap = logs.get("sampling/sampling_logp_difference/mean", 0.0)
+    if gap > 0.1:
+        return (
+            f"The engine that generates gives its tokens probabilities that differ from the trainer's by a factor of "
+            f"{math.exp(gap):.2f} on average: its weights may be stale, or its precision too low."
+        )
+    if logs.get("entropy", 1.0) < 1e-3:
+        return (
+            "The policy has almost no entropy left: completions of a prompt will be alike, and nothing more is learned."
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def rows(
+    samples: Sequence[Sample], names: Sequence[str], scores: Scores, advantages: torch.Tensor, step: int
+) -> list[dict[str, Any]]:
+    """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
+    made = []
+    for i, sample in enumerate(samples):
+        row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
+        row |= dict(zip(names, scores.rewards[i].tolist(), strict=True))
+        row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
+        made.append(row | {"advantage": advantages[i].mean().item()})
+    return made
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = None, width: int = 60) -> str:
+    """`rows` as text: prompts and completions cut to `width`, numbers to two places."""
+    shown = list(rows)[:limit] if limit is not None else list(rows)
+    if not shown:
+        return ""
+    columns = list(shown[0])
+    cells = [[_cell(row.get(column), width) for column in columns] for row in shown]
+    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(columns)]
+    lines = ["  ".join(name.ljust(size) for name, size in zip(columns, widths, strict=True))]
+    lines.append("  ".join("-" * size for size in widths))
+    lines += ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _cell(value: Any, width: int) -> str:
+    if isinstance(value, float):
+        return "none" if math.isnan(value) else f"{value:.2f}"
+    text = plain_text(value).replace("\n", "\\n")
+    return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
+
+
+def plain_text(value: Any) -> str:
+    """A prompt or completion as one text: messages with their roles."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return "\n".join(_message(message) for message in value)
+    return str(value)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    calls = "".join(f" {json.dumps(call, default=str)}" for call in message.get("tool_calls") or ())
+    return f"[{message.get('role')}] {message.get('content') or ''}{calls}"
+
+
+def write(rows: Sequence[Mapping[str, Any]], folder: Path, step: int, with_images: bool = True) -> Path:
+    """Write `rows` into `folder`, as ``completions_<step>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+
+    Returns:
+        the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
+    stem = folder / f"completions_{step:05d}"
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        return _write_lines(rows, stem.with_suffix(".jsonl"))
+    try:
+        columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+        parquet.write_table(pyarrow.table(columns), stem.with_suffix(".parquet"))
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
+        return _write_lines(rows, stem.with_suffix(".jsonl"))
+    return stem.with_suffix(".parquet")
+
+
+def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def _storable(value: Any, with_images: bool) -> Any:
+    """`value` with messages as text of JSON-like parts; images are left out unless `with_images`."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        parts = []
+        for message in value:
+            content = message.get("content")
+            if isinstance(content, list) and not with_images:
+                content = [part for part in content if part.get("type") == "text"]
+            parts.append({**message, "content": content})
+        return json.dumps(parts, default=str, ensure_ascii=False)
+    return value

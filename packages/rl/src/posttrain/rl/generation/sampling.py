@@ -1,0 +1,82 @@
+"""Drawing tokens: pure functions that every engine of ours shares, so that all draw the same from the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.rl.generation.protocol import Sampling
+
+
+def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
+    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU. Row i depends on ``seeds[i]`` alone."""
+    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign taken into account.
+
+    Args:
+        logits: (N, V). seen: (N, V) bool, the tokens in the prompt or the completion so far.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p or min-p leave out.
+
+    The most probable token always stays. Top-p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751. Min-p: Nguyen et
+    al. 2024, https://arxiv.org/abs/2407.01082.
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
+        before[:, 0] = 0  # what the more probable tokens reach together
+        drop = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, before >= sampling.top_p)
+        drop.scatter_(-1, order[:, :1], False)
+        logits = logits.masked_fill(drop, -torch.inf)
+    if sampling.min_p:
+        highest = logits.amax(-1, keepdim=True)
+        logits = logits.masked_fill(logits < highest + torch.tensor(sampling.min_p).log().item(), -torch.inf)
+    return logits
+
+
+def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,).
+
+    Inverts the distribution function: one pass over the vocabulary and one number a row, where `torch.multinomial` draws V.
+    """
+    cumulated = logits.float().softmax(-1).cumsum(-1)
+    total = cumulated[:, -1]
+    below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, below.unsqueeze(1), right=True).squeeze(1)
+
+
+def sample(
+    logits: torch.Tensor, numbers: torch.Tensor | None, sampling: Sampling, seen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the next token of each row.
+
+    Args:
+        logits: (N, V), as the model gives them.
+        numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0.
+        seen: (N, V) bool, read where there is a repetition penalty.
+
+    Returns:
+        ``(tokens, logps)``, each (N,): log-probabilities in float32, as `Completions.logps` has them.
+    """
+    logits = logits.float()
+    scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
+    if sampling.repetition_penalty != 1:
+        logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+        kept = logits / sampling.temperature if sampling.temperature else logits
+    else:
+        kept = scaled
+    tokens = kept.argmax(-1) if sampling.temperature == 0 else draw(keep_probable(kept, sampling), numbers)
+    chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, chosen - scaled.logsumexp(-1)

@@ -1,0 +1,143 @@
+"""Generation by the model's own ``generate``: slow, and right for whatever transformers can generate with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.models import base_model, unwrap
+from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.sampling import sample, uniforms
+
+STOP_WINDOW = 32
+"""Tokens at the end of a completion in which a stop string is looked for."""
+
+
+class TransformersGenerator:
+    """Calls ``model.generate``, which chooses among nothing: tokens are drawn here, from a seed for each completion.
+
+    Args:
+        tokenizer: decodes what is searched for stop strings, and names the padding token.
+        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here.
+    """
+
+    def __init__(self, tokenizer: Any, generation_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.kwargs = tokenizer, dict(generation_kwargs or {})
+        self.model: nn.Module | None = None
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Generate with `model` itself, so there is nothing to copy."""
+        self.model = unwrap(model)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `Generator.generate`. Prompts of different lengths are padded on the left."""
+        if seeds is None:
+            seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
+        device = next(self.model.parameters()).device
+        rows = [list(prompt) for prompt in prompts for _ in range(n)]
+        width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()  # no dropout; and with checkpointed activations, a model in training mode keeps no cache
+        try:
+            output = self._generate(ids, mask, sampling, drawing)
+        finally:
+            for module in training:
+                module.training = True
+        completions, finished = self._cut(output[:, width:].tolist(), sampling)
+        logps = drawing.logps_of(completions)
+        return Completions(completions, logps, finished, is_exact=logps is not None and _is_float32(self.model))
+
+    def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        config = GenerationConfig(**self.kwargs | {
+            "max_new_tokens": sampling.max_new_tokens, "do_sample": False, "use_cache": True,
+            "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
+        })  # fmt: skip
+        stopping = StoppingCriteriaList([_StopStrings(self, sampling.stop, ids.shape[1])] if sampling.stop else [])
+        base = base_model(self.model)
+        own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
+        try:
+            return self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([drawing]),
+                stopping_criteria=stopping,
+            )
+        finally:
+            base.generation_config = own
+
+    def ends_with_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether a stop string is in the end of a completion."""
+        text = self.tokenizer.decode(ids[-STOP_WINDOW:])
+        return any(string in text for string in stop)
+
+    def _cut(self, rows: list[list[int]], sampling: Sampling) -> tuple[list[list[int]], list[bool]]:
+        """Each row up to and with what ended it, and whether anything did."""
+        completions, finished = [], []
+        for row in rows:
+            length, ended = len(row), False
+            for place, token in enumerate(row):
+                ended = token in sampling.eos_token_ids or bool(
+                    sampling.stop and self.ends_with_stop(row[: place + 1], sampling.stop)
+                )
+                if ended:
+                    length = place + 1
+                    break
+            completions.append(row[:length])
+            finished.append(ended)
+        return completions, finished
+
+
+class _Drawing:
+    """A logits processor that draws the next token of each row itself and leaves `generate` no other choice."""
+
+    def __init__(self, sampling: Sampling, numbers: torch.Tensor, mask: torch.Tensor, width: int) -> None:
+        self.sampling, self.numbers, self.mask, self.width = sampling, numbers, mask, width
+        self.logps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        step = input_ids.shape[1] - self.width
+        seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
+        tokens, logps = sample(scores, self.numbers[:, step], self.sampling, seen)
+        self.logps.append(logps)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(1), 0.0)
+
+    def _seen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.zeros_like(scores)
+        real = torch.ones_like(input_ids, dtype=scores.dtype)
+        real[:, : self.width] = self.mask.to(scores.dtype)
+        return counts.scatter_add_(1, input_ids, real) > 0
+
+    def logps_of(self, completions: list[list[int]]) -> list[list[float]] | None:
+        """The log-probabilities of what was drawn; None where `generate` did not ask here for each token."""
+        if len(self.logps) < max(map(len, completions)):
+            return None
+        columns = torch.stack(self.logps, dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(columns, completions, strict=True)]
+
+
+class _StopStrings:
+    """A stopping criterion that is true for the rows that end in a stop string."""
+
+    def __init__(self, generator: TransformersGenerator, stop: tuple[str, ...], width: int) -> None:
+        self.generator, self.stop, self.width = generator, stop, width
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        tails = input_ids[:, self.width :][:, -STOP_WINDOW:].tolist()
+        done = [self.generator.ends_with_stop(tail, self.stop) for tail in tails]
+        return torch.tensor(done, device=input_ids.device)
+
+
+def _is_float32(model: nn.Module) -> bool:
+    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,271 @@
+"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and the losses that came after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.fields import opt
+from posttrain.core.plan import Plan
+from posttrain.rl import policy_losses
+from posttrain.rl.advantages import decoupled_advantages, group_advantages, total_rewards
+from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.policy_losses import LOSSES, Policy
+from posttrain.rl.rollout import RolloutTrainer
+from posttrain.rl.rollout_config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass
+class GRPOConfig(RolloutConfig):
+    """Arguments of `GRPOTrainer`."""
+
+    loss_type: str = opt(
+        "dapo", "Which loss in `posttrain.rl.policy_losses.LOSSES`, and what it is divided by.", choices=tuple(LOSSES)
+    )
+    importance_sampling_level: str = opt(
+        "token", "Ratio to the old policy of each token, or of each completion (GSPO).", choices=("token", "sequence")
+    )
+    scale_rewards: str | bool = opt(
+        "group", "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
+        choices=("group", "batch", "none"),
+    )  # fmt: skip
+    multi_objective_aggregation: str = opt(
+        "sum_then_normalize", "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )  # fmt: skip
+    delta: float | None = opt(None, "Also bound the ratio of bad tokens, above; None: it is not bounded.", above=0)
+    sapo_temperature_neg: float = opt(1.05, "Steepness of SAPO's gate for bad tokens.", above=0)
+    sapo_temperature_pos: float = opt(1.0, "Steepness of SAPO's gate for good tokens.", above=0)
+    vespo_k_pos: float = opt(2.0, "VESPO's exponent k for good completions.", min=0)
+    vespo_lambda_pos: float = opt(3.0, "VESPO's rate lambda for good completions.", min=0)
+    vespo_k_neg: float = opt(3.0, "VESPO's exponent k for bad completions.", min=0)
+    vespo_lambda_neg: float = opt(2.0, "VESPO's rate lambda for bad completions.", min=0)
+    use_bias_correction_kl: bool = opt(
+        True, "Multiply the KL term by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2)."
+    )
+    top_entropy_quantile: float = opt(
+        1.0, "Learn from this share of the tokens alone, those at which the policy was most uncertain.", above=0, max=1
+    )
+    entropy_coef: float = opt(
+        0.0, "Weight of the entropy that is added to what is maximised; holds the logits whole.", min=0
+    )
+    use_adaptive_entropy: bool = opt(False, "Move entropy_coef so that the entropy stays near entropy_target.")
+    entropy_coef_min: float = opt(0.0, "Smallest entropy_coef that it is moved to.", min=0)
+    entropy_coef_max: float = opt(1.0, "Largest entropy_coef that it is moved to.", min=0)
+    entropy_coef_delta: float = opt(0.005, "How far entropy_coef is moved in an update.", min=0)
+    entropy_target: float = opt(0.2, "Entropy in nats a token, below which the bonus works.", min=0)
+    off_policy_mask_threshold: float | None = opt(
+        None, "Leave out bad completions that are further from what sampled them than this mean log-ratio.", above=0
+    )
+    vllm_importance_sampling_correction: bool = opt(
+        True, "Weigh completions by how probable the trainer finds them against the engine that wrote them."
+    )
+    vllm_importance_sampling_mode: str = opt(
+        "sequence_mask",
+        "Weights of tokens or completions, bounded or left out beyond the bounds.",
+        choices=IMPORTANCE_MODES,
+    )
+    vllm_importance_sampling_clip_max: float | None = opt(
+        3.0, "Largest such weight.", above=0, aliases=("vllm_importance_sampling_cap",)
+    )
+    vllm_importance_sampling_clip_min: float | None = opt(None, "Smallest such weight.", min=0)
+    log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub that the written completions are uploaded to.")
+
+    def _normalize(self) -> None:
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+
+    def _problems(self) -> Iterator[str]:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if self.num_generations < 2:
+            yield "num_generations=1 leaves nothing to compare a completion with; set 2 or more"
+        if low is not None and high is not None and low >= high:
+            yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
+        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
+            yield f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            yield "log_completions_hub_repo needs log_completions=True, else there is nothing to upload"
+        if self.delta is not None and self.delta <= 1 + (
+            self.epsilon if self.epsilon_high is None else self.epsilon_high
+        ):
+            yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
+        if self.entropy_coef_min > self.entropy_coef_max:
+            yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
+
+
+class GRPOTrainer(RolloutTrainer):
+    """Trains a policy on completions that are compared with others of the same prompt. Arguments: see `RolloutTrainer`."""
+
+    config_class = GRPOConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.args
+        if config.loss_type == "luspo" and config.importance_sampling_level == "token":
+            logger.warning(
+                "loss_type='luspo' is meant for ratios of sequences; set importance_sampling_level='sequence'."
+            )
+        if config.loss_type == "cispo" and config.epsilon_high is None:
+            logger.warning(
+                "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
+            )
+        self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
+
+    @property
+    def average(self) -> str:
+        return LOSSES[self.args.loss_type].average
+
+    @property
+    def top_entropy_quantile(self) -> float:
+        return self.args.top_entropy_quantile
+
+    @property
+    def _corrects_engine(self) -> bool:
+        # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
+        known = self.rollout_func is None or self.args.use_vllm
+        return self.args.vllm_importance_sampling_correction and known
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """Rewards against the mean of their group; see `posttrain.rl.advantages`."""
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            return decoupled_advantages(rewards, group_size, self.rewards.weights)
+        return group_advantages(total_rewards(rewards, self.rewards.weights), group_size, self.args.scale_rewards)
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """``args.loss_type``, with the masks and weights that are asked for and the KL term."""
+        args, logps, mask, loss_type = self.args, policy.logps, inputs["loss_mask"], LOSSES[self.args.loss_type]
+        advantages, correction = inputs["advantages"], inputs.get("correction")
+        advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+        old_logps = inputs.get("old_logps", logps.detach())
+        ratio = policy_losses.importance_ratio(logps, old_logps, mask, args.importance_sampling_level)
+        parts = Policy(logps, old_logps, ratio, advantages, mask, correction)
+        loss = loss_type.of_tokens(parts, args)
+        if args.off_policy_mask_threshold is not None:
+            sampled = inputs.get("sampling_logps", old_logps)
+            threshold = args.off_policy_mask_threshold
+            loss = loss * policy_losses.off_policy_mask(logps, sampled, advantages, mask, threshold)
+        if "entropy_mask" in inputs:
+            loss = loss * inputs["entropy_mask"]
+        if correction is not None and not loss_type.corrects_itself:
+            loss = loss * correction
+        if self.beta:
+            kl = policy_losses.k3(logps, inputs["ref_logps"])
+            kl = kl * ratio if args.use_bias_correction_kl else kl
+            loss = loss + self.beta * kl
+            self.metrics.add_sum("kl", (kl.detach() * mask).sum(), mask.sum())
+        self._log_clipping(ratio.detach(), advantages, mask)
+        return loss
+
+    def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        args = self.args
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        weight = mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
+        if args.loss_type == "cispo":
+            self.metrics.add_sum(
+                "cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float().mul(weight).sum(), weight.sum()
+            )
+        if args.loss_type in ("cispo", "sapo", "vespo"):
+            return
+        low_clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)).float().mul(weight).sum()
+        high_clipped = ((ratio > 1 + high) & (advantages > 0)).float().mul(weight).sum()
+        shares = {"low": low_clipped, "high": high_clipped, "region": low_clipped + high_clipped}
+        for name, clipped in shares.items():
+            self.metrics.add_sum(f"clip_ratio/{name}_mean", clipped, weight.sum())
+
+    # ------------------------------------------------------------------------------------------------ entropy bonus
+
+    def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
+        """As the base's; the entropies have a gradient where they are part of the loss."""
+        if self.entropy_bonus is None or not training:
+            return super().logps(model, batch, with_entropy, training)
+        router = bool(self.args.router_aux_loss_coef)
+        return completion_logps(model, batch, self.temperature, True, entropy_gradient=True, router_logits=router)
+
+    def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """As the base's; with the tokens of the whole window, where the entropy is averaged over them."""
+        for window, num_items in super().windows(plan, loader):
+            if self.entropy_bonus is not None:
+                tokens = sum(part.get("entropy_mask", part["loss_mask"]).sum() for part in window)
+                tokens = self.dist.sum(torch.as_tensor(tokens, dtype=torch.float32, device=self.dist.device))
+                window = [part | {"window_tokens": tokens} for part in window]
+            yield window, num_items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """As the base's, less the entropy bonus."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.entropy_bonus is not None and "window_tokens" in inputs:
+            mask = inputs.get("entropy_mask", inputs["loss_mask"])
+            self.log_metric("policy_loss", loss)
+            loss = loss - self.entropy_bonus((outputs["entropies"] * mask).sum(), mask.sum(), inputs["window_tokens"])
+        return (loss, outputs) if return_outputs else loss
+
+    def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
+        """As the base's; then the weight of the entropy bonus is moved, where it is to be."""
+        super().train_on_window(model, window, num_items)
+        if self.entropy_bonus is not None:
+            self.entropy_bonus.update(self.dist.sum)
+            self.log_metric("entropy_coef", self.entropy_bonus.coefficient)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base's, with the weight of the entropy bonus."""
+        own = {} if self.entropy_bonus is None else {"entropy_bonus": self.entropy_bonus.state_dict()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        if self.entropy_bonus is not None and "entropy_bonus" in state:
+            self.entropy_bonus.load_state_dict(state["entropy_bonus"])
+
+
+class EntropyBonus:
+    """Entropy times a weight; the weight may follow the entropy, as in Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.2.
+
+    It grows by a step after an update whose mean entropy is at or below the target, and falls by one after the others; it
+    works only while the entropy is at or below the target.
+    """
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args = args
+        self.coefficient = torch.tensor(float(args.entropy_coef))
+        self.last_entropy = torch.tensor(torch.inf)  # none was measured yet: the first update has no bonus
+        self._sums = torch.zeros(2)
+
+    def __call__(self, entropy_sum: torch.Tensor, count: torch.Tensor, window_count: torch.Tensor) -> torch.Tensor:
+        """What is subtracted from the loss of a micro-batch, shape (): its share of the mean over the window."""
+        self._sums = self._sums.to(entropy_sum.device) + torch.stack([entropy_sum.detach(), count])
+        weight = self.coefficient.to(entropy_sum.device)
+        if self.args.use_adaptive_entropy:
+            weight = weight * (self.last_entropy.to(weight.device) <= self.args.entropy_target)
+        return weight * entropy_sum / window_count.clamp(min=1)
+
+    def update(self, sum_over_processes: Any) -> None:
+        """After an update: move the weight. Waits for no device."""
+        total, count = sum_over_processes(self._sums)
+        self._sums = torch.zeros_like(self._sums)
+        if self.args.use_adaptive_entropy:
+            self.last_entropy = total / count.clamp(min=1)
+            step = torch.where(self.last_entropy <= self.args.entropy_target, 1.0, -1.0) * self.args.entropy_coef_delta
+            moved = self.coefficient.to(step.device) + step
+            self.coefficient = moved.clamp(self.args.entropy_coef_min, self.args.entropy_coef_max)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"coefficient": self.coefficient.clone(), "last_entropy": self.last_entropy.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.coefficient, self.last_entropy = state["coefficient"].clone(), state["last_entropy"].clone()

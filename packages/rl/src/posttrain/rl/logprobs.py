@@ -1,0 +1,144 @@
+"""Log-probabilities of completions under a model, without storing its logits, and without reading a prompt twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from posttrain.core.losses import IGNORE_INDEX, selective_log_softmax
+from posttrain.core.models import logps_in_head, supports_loss_in_head
+from posttrain.rl.shared_prefix import shared_rows
+
+FOR_THE_MODEL = ("attention_mask", "position_ids", "segments")
+ROWS_AT_ONCE = 512
+"""Positions whose logits are brought to float32 together, where the model has made them whole."""
+
+
+class CompletionLogps(NamedTuple):
+    """Of N completions of up to C tokens: (N, C) each, 0 where there is nothing to learn.
+
+    logps: with the graph. entropies: of the predicted distributions, in nats; None where not asked for. aux_loss: of the
+    routers of a mixture of experts, shape (); None where the model gives none.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor | None
+    aux_loss: torch.Tensor | None
+
+
+def lay_out(
+    prompts: Sequence[torch.Tensor],
+    completions: Sequence[torch.Tensor],
+    mask: torch.Tensor,
+    share: bool,
+    pad_token_id: int = 0,
+    multiple: int | None = None,
+) -> dict[str, Any]:
+    """N prompts and completions as the input of a model.
+
+    Args:
+        prompts, completions: token ids, (P_i,) and (C_i,), at least one token each.
+        mask: (N, C) bool, the tokens with a loss. C is the longest completion, or more.
+        share: neighbours with the same prompt follow one copy of it, all in one row, see `posttrain.rl.shared_prefix`.
+        multiple: pad rows to a multiple of this.
+
+    Returns:
+        ``input_ids``, (N, L), or (1, L) where shared, with what the model takes beside them; ``labels`` of the same shape, the
+        token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C): where in the flattened
+        predictions each completion's tokens are predicted.
+    """
+    if share:
+        batch = shared_rows(groups(prompts, completions))
+        places, labels = batch.pop("completion_places"), batch.pop("shift_labels")
+        del batch["completion_mask"]
+    else:
+        batch = _padded(prompts, completions, pad_token_id, multiple)
+        places, labels = batch.pop("places"), torch.full_like(batch["input_ids"], IGNORE_INDEX)
+    width = mask.shape[1]
+    places = nn.functional.pad(places, (0, width - places.shape[1]))[:, :width]
+    tokens = nn.utils.rnn.pad_sequence(list(completions), batch_first=True)[:, :width]
+    tokens = nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+    labels.fill_(IGNORE_INDEX).view(-1)[places[mask]] = tokens[mask]
+    return batch | {"labels": labels, "places": places, "loss_mask": mask.float()}
+
+
+def groups(
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor]
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Neighbours with the same prompt, as ``(prompt, completions)``."""
+    found: list[tuple[list[int], list[list[int]]]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if not found or found[-1][0] != prompt.tolist():
+            found.append((prompt.tolist(), []))
+        found[-1][1].append(completion.tolist())
+    return found
+
+
+def _padded(
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], pad_token_id: int, multiple: int | None
+) -> dict[str, torch.Tensor]:
+    rows = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    if multiple is not None:
+        ids = nn.functional.pad(ids, (0, -ids.shape[1] % multiple), value=pad_token_id)
+    width, lengths = ids.shape[1], torch.tensor([len(row) for row in rows])
+    first = torch.arange(len(rows)) * width + torch.tensor([len(prompt) for prompt in prompts]) - 1
+    longest = max(len(completion) for completion in completions)
+    # Beyond a completion's end the place is another's; what is found there is masked.
+    places = (first.unsqueeze(1) + torch.arange(longest)).clamp(max=ids.numel() - 1)
+    return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths.unsqueeze(1)).long(), "places": places}
+
+
+def completion_logps(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    router_logits: bool = False,
+) -> CompletionLogps:
+    """Log-probabilities of the tokens with a loss, as softmax(logits / temperature) gives them.
+
+    Args:
+        batch: what `lay_out` gives.
+        entropy_gradient: the entropies carry a gradient; then, as for models whose head is hidden, the logits are held.
+    """
+    ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
+    inputs: dict[str, Any] = {"input_ids": ids} | {name: batch[name] for name in FOR_THE_MODEL if name in batch}
+    if router_logits:
+        inputs["output_router_logits"] = True
+    if entropy_gradient or supports_loss_in_head(model):
+        outputs = model(**inputs)
+        found = _from_logits(outputs.logits, labels, temperature, with_entropy, entropy_gradient)
+    else:
+        with logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy):
+            outputs = model(**inputs)
+        found = outputs.logits if with_entropy else outputs.logits.unsqueeze(0)
+    picked = [values.reshape(-1)[batch["places"]].float() * mask for values in found]
+    aux_loss = getattr(outputs, "aux_loss", None) if router_logits else None
+    entropies = (picked[1] if entropy_gradient else picked[1].detach()) if with_entropy else None
+    return CompletionLogps(picked[0], entropies, aux_loss)
+
+
+def _from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
+) -> list[torch.Tensor]:
+    """[(N, L) log-probabilities, (N, L) entropies if asked for] from whole logits, in float32 a few positions at a time."""
+    logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
+    rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    logps, entropies = [], []
+    for row, column in zip(rows.split(ROWS_AT_ONCE), columns.split(ROWS_AT_ONCE), strict=True):
+        scaled = logits[row, column].float() / temperature
+        logps.append(selective_log_softmax(scaled, labels[row, column]))
+        if with_entropy:
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                normal = scaled.log_softmax(-1)
+                entropies.append(-(normal.exp() * normal.clamp(min=-1e30)).sum(-1))
+    empty = torch.zeros(labels.shape, device=logits.device)
+    if not len(rows):
+        nothing = empty + 0 * logits.sum().float()
+        return [nothing, empty] if with_entropy else [nothing]
+    return [empty.index_put((rows, columns), torch.cat(values)) for values in (logps, entropies) if values]

@@ -1,0 +1,61 @@
+"""The model that is trained: loaded and prepared."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from torch import nn
+
+from posttrain.core import models
+from posttrain.rl.rollout_config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_policy(
+    model: nn.Module | str, tokenizer: Any, args: RolloutConfig, quantization_config: Any, peft_config: Any
+) -> tuple[nn.Module, Any]:
+    """(the model that is trained, its tokenizer)."""
+    if isinstance(model, (str, os.PathLike)):
+        options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
+        model = models.load_causal_lm(model, args.model_init_kwargs, **options)
+    elif args.model_init_kwargs is not None or quantization_config is not None:
+        raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; pass a causal language model, or the name of one.")
+    if tokenizer is None:
+        tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+    if done := models.ensure_pad_token(tokenizer):
+        logger.info(done)
+    if peft_config is not None:
+        model = models.add_adapter(model, peft_config)
+    models.check_trainable(model)
+    if args.disable_dropout:
+        models.disable_dropout(model)
+    if args.cast_lm_head_to_fp32:
+        cast_head(model)
+    return model, tokenizer
+
+
+def cast_head(model: nn.Module) -> None:
+    """Keep the output head in float32, and give it float32 to read.
+
+    Raises:
+        ValueError: its weight is also that of the input embedding.
+    """
+    base = models.base_model(model)
+    head = base.get_output_embeddings()
+    if head.weight is base.get_input_embeddings().weight:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True needs a head of its own, and this model shares it with its embedding."
+        )
+    head.float()
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
+
+
+def engine_settings(args: RolloutConfig) -> dict[str, Any]:
+    """What `generate` of transformers is told besides the sampling."""
+    settings = {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
+    return settings | ({"cache_implementation": args.cache_implementation} if args.cache_implementation else {})

@@ -1,0 +1,250 @@
+"""Losses of a policy on completions that it, or an earlier version of it, has sampled. Pure.
+
+Shapes: N completions of up to T tokens. What is per completion comes as (N, 1) and broadcasts. `mask` (N, T) is 1 at the
+tokens that the policy chose and is to learn from, and 0 at padding and at what a tool has written.
+
+A loss is two things: what it makes of each token (`LOSSES`), and what the sum over tokens is divided by (`Average`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# --------------------------------------------------------------------------------------------------------- the pieces
+
+
+def importance_ratio(
+    logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor, level: str = "token"
+) -> torch.Tensor:
+    r""":math:`\pi_\theta / \pi_{old}`, of each token (N, T), or of each sequence (N, 1) as GSPO has it.
+
+    GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equation 7: the geometric mean of the tokens' ratios.
+    """
+    log_ratio = logps - old_logps
+    if level == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    elif level != "token":
+        raise ValueError(f"level={level!r} is neither token nor sequence.")
+    return log_ratio.exp()
+
+
+def k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
+    r"""An estimate of :math:`KL(\pi_\theta \| \pi_{ref})` at each token that is never negative: :math:`e^d - d - 1` with
+    :math:`d = \log\pi_{ref} - \log\pi_\theta` (Schulman 2020, http://joschu.net/blog/kl-approx.html). (N, T) -> (N, T).
+
+    Times the importance ratio, its gradient is unbiased too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1).
+    """
+    d = ref_logps - logps
+    return d.exp() - d - 1
+
+
+def clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, delta: float | None = None
+) -> torch.Tensor:
+    r"""PPO's surrogate, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7, as a loss:
+    :math:`-\min(\rho A, \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A)`.
+
+    Args:
+        high: a bound of its own above (clip-higher, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 10).
+        delta: also bounds the ratio above where A < 0 (two-sided clipping, INTELLECT-2, https://arxiv.org/abs/2505.07291,
+            section 3.4). Should be larger than ``1 + high``.
+    """
+    bounded = ratio.clamp(1 - low, 1 + high)
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    return -torch.minimum(ratio * advantages, bounded * advantages)
+
+
+def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
+    r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4: :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A
+    \log\pi_\theta`. The weight is bounded, not the gradient: every token goes on teaching."""
+    return -ratio.clamp(max=high).detach() * advantages * logps
+
+
+def sapo(ratio: torch.Tensor, advantages: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
+    r"""SAPO, https://arxiv.org/abs/2511.20347: :math:`-\frac{4}{\tau}\sigma(\tau(\rho - 1)) A`. A smooth gate takes the
+    place of the clip; its temperature is `positive` where A > 0, else `negative`."""
+    tau = torch.where(advantages > 0, positive, negative)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+
+
+@torch.no_grad()
+def vespo_weight(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    correction: torch.Tensor | None,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> torch.Tensor:
+    r"""VESPO, https://arxiv.org/abs/2602.10693: :math:`\phi(w) = w^k e^{\lambda(1 - w)}` of the whole sequence's ratio w.
+
+    Args:
+        log_ratio: (N, T) of each token. correction: (N, T) or (N, 1) ratios that multiply it, see `engine_correction`.
+        positive, negative: (k, lambda) for either sign of the advantage.
+
+    Returns:
+        (N, 1), without a gradient; 1 where w is 1.
+    """
+    log_w = (log_ratio.clamp(-20, 20) * mask).sum(1, keepdim=True)
+    if correction is not None:
+        log_w = log_w + correction.log().clamp(math.log(1e-8), 20).sum(1, keepdim=True)
+    log_w = log_w.clamp(math.log(1e-8), 20)
+    is_good = advantages >= 0
+    k = torch.where(is_good, positive[0], negative[0])
+    rate = torch.where(is_good, positive[1], negative[1]).clamp(min=1e-4)
+    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def off_policy_mask(
+    logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9: 0 for completions that are both bad (A < 0) and far from
+    what sampled them (mean log-ratio above `threshold`), else 1. (N, 1), or (N, T) for advantages of tokens."""
+    gap = (sampling_logps - logps.detach()).nan_to_num(nan=0.0)
+    mean_gap = (gap * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return ((advantages >= 0) | (mean_gap <= threshold)).to(logps.dtype)
+
+
+def entropy_threshold(entropies: torch.Tensor, keep: float) -> torch.Tensor:
+    """The entropy that the `keep` most uncertain share of tokens reaches: (tokens,) -> ().
+
+    Wang et al. 2025, https://arxiv.org/abs/2506.01939: a fifth of the tokens carries the policy gradient.
+    """
+    if not entropies.numel():
+        return entropies.new_zeros(())
+    ordered, place = entropies.float().sort().values, (1 - keep) * (entropies.numel() - 1)
+    below = int(place)  # linear between neighbours; torch.quantile refuses more than 16 million values
+    above = min(below + 1, entropies.numel() - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def engine_correction(
+    old_logps: torch.Tensor,
+    sampling_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+) -> torch.Tensor:
+    r"""Weights for completions of an engine whose probabilities are not quite the trainer's: :math:`\pi_{old} / \pi_{engine}`.
+
+    Yao et al. 2025, https://fengyao.notion.site/off-policy-rl: truncated (TIS) or masked (MIS) importance sampling.
+
+    Args:
+        mode: "token_" or "sequence_" (the product over a completion), then "truncate" (bounded) or "mask" (0 outside).
+        clip_min, clip_max: the bounds; None: none. NaN among the engine's log-probabilities counts as no difference.
+
+    Returns:
+        (N, T) for tokens, (N, 1) for sequences.
+    """
+    level, _, how = mode.partition("_")
+    log_ratio = ((old_logps - sampling_logps) * mask).nan_to_num(nan=0.0)
+    ratio = (log_ratio.sum(1, keepdim=True) if level == "sequence" else log_ratio).exp()
+    low, high = (-math.inf if clip_min is None else clip_min), (math.inf if clip_max is None else clip_max)
+    if how == "truncate":
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ each token's loss
+
+
+class Policy(NamedTuple):
+    """What a loss is made of, see the top of this file.
+
+    logps: (N, T) of the policy, with the graph. old_logps: of the policy that made the rollout. ratio: see
+    `importance_ratio`. advantages: (N, 1) or (N, T). mask: (N, T). correction: see `engine_correction`.
+    """
+
+    logps: torch.Tensor
+    old_logps: torch.Tensor
+    ratio: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    correction: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss by name.
+
+    Attributes:
+        of_tokens: ``(policy, options) -> (N, T) or (N, 1)``; options is a `GRPOConfig`, or whatever has the fields read.
+        average: what the sum over tokens is divided by, a name in `AVERAGES`.
+        corrects_itself: the engine correction is part of it, and not multiplied to it.
+    """
+
+    of_tokens: Callable[[Policy, Any], torch.Tensor]
+    average: str
+    corrects_itself: bool = False
+
+
+def _clipped(p: Policy, o: Any) -> torch.Tensor:
+    high = o.epsilon if o.epsilon_high is None else o.epsilon_high
+    return clipped(p.ratio, p.advantages, o.epsilon, high, o.delta)
+
+
+def _cispo(p: Policy, o: Any) -> torch.Tensor:
+    return cispo(p.logps, p.ratio, p.advantages, o.epsilon if o.epsilon_high is None else o.epsilon_high)
+
+
+def _sapo(p: Policy, o: Any) -> torch.Tensor:
+    return sapo(p.ratio, p.advantages, o.sapo_temperature_pos, o.sapo_temperature_neg)
+
+
+def _vespo(p: Policy, o: Any) -> torch.Tensor:
+    signs = (o.vespo_k_pos, o.vespo_lambda_pos), (o.vespo_k_neg, o.vespo_lambda_neg)
+    weight = vespo_weight(p.logps - p.old_logps, p.advantages, p.mask, p.correction, *signs)
+    return -weight * p.advantages * p.logps
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "grpo": PolicyLoss(_clipped, "sequences"),  # Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3
+    "bnpo": PolicyLoss(_clipped, "tokens"),
+    "dr_grpo": PolicyLoss(_clipped, "constant"),  # Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2
+    "dapo": PolicyLoss(_clipped, "rollout_tokens"),  # Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 8
+    "luspo": PolicyLoss(_clipped, "sums"),  # https://arxiv.org/abs/2602.05261
+    "cispo": PolicyLoss(_cispo, "rollout_tokens"),
+    "sapo": PolicyLoss(_sapo, "sequences"),
+    "vespo": PolicyLoss(_vespo, "rollout_tokens", corrects_itself=True),
+}
+"""``loss_type`` -> the loss."""
+
+# ------------------------------------------------------------------------------------------------------- the average
+
+AVERAGES = {
+    "sequences": "the mean over completions of the mean over their tokens",
+    "tokens": "the mean over the tokens of the update",
+    "rollout_tokens": "the sum over tokens, by the tokens that an update has on average over its rollout",
+    "constant": "the sum over tokens, by completions times their greatest length: long ones weigh no less a token",
+    "sums": "the mean over completions of the sum over their tokens",
+}
+
+
+def summed(of_tokens: torch.Tensor, mask: torch.Tensor, average: str) -> torch.Tensor:
+    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> ()."""
+    masked = of_tokens * mask
+    if average == "sequences":
+        return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()
+    return masked.sum()
+
+
+def count(mask: torch.Tensor, average: str, max_length: int, tokens_per_row: float | torch.Tensor) -> torch.Tensor:
+    """What the sum over these rows is divided by, shape (): additive over micro-batches and processes.
+
+    Args:
+        mask: (N, T) of a micro-batch. max_length: the longest that a completion may get.
+        tokens_per_row: tokens with a loss in the rollout that these rows belong to, by its rows.
+    """
+    rows = mask.new_tensor(float(len(mask)), dtype=torch.float32)
+    if average == "tokens":
+        return mask.sum().float()
+    if average == "rollout_tokens":
+        return rows * tokens_per_row
+    return rows * max_length if average == "constant" else rows

@@ -1,0 +1,157 @@
+"""Prompts: in which order they come, each as often as it is completed, and how they become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from posttrain.core import chat
+from posttrain.core.data import check_dataset, has_length, is_stream
+from posttrain.core.errors import DataError
+from posttrain.core.samplers import EpochSampler
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the completions of a rollout are numbered and dealt to processes.
+
+    Number i belongs to prompt ``i // group_size``. An update learns from neighbouring numbers, whatever the number of
+    processes: each process gets `chunk` of them for its first update, `chunk` for its second, ...
+
+    Attributes:
+        group_size: completions of each prompt. per_process: completions of a rollout on each process.
+        chunk: of an update, on each process; divides `per_process`.
+    """
+
+    group_size: int
+    per_process: int
+    chunk: int
+    world_size: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout, over all processes."""
+        return self.per_process * self.world_size // self.group_size
+
+    def numbers(self, rank: int) -> torch.Tensor:
+        """(per_process,) the numbers that a process has, in its order."""
+        places = torch.arange(self.per_process)
+        update, offset = places // self.chunk, places % self.chunk
+        return (update * self.world_size + rank) * self.chunk + offset
+
+    def dealt(self) -> torch.Tensor:
+        """The numbers of all processes in rank order: a permutation of the rollout."""
+        return torch.cat([self.numbers(rank) for rank in range(self.world_size)])
+
+
+class GroupSampler(EpochSampler):
+    """Each prompt as often as it is completed, for whole rollouts: what is left over of an epoch is not sampled."""
+
+    def __init__(self, num_prompts: int, layout: Layout, seed: int, shuffle: bool = True) -> None:
+        self.num_prompts, self.layout, self.shuffle = num_prompts, layout, shuffle
+        self.rollouts = num_prompts // layout.prompts
+        super().__init__(self.rollouts * layout.per_process * layout.world_size, seed)
+
+    def order(self) -> torch.Tensor:
+        """Indices of the dataset, rollout after rollout, each as it is dealt."""
+        prompts = torch.arange(self.num_prompts)
+        if self.shuffle:
+            prompts = torch.randperm(self.num_prompts, generator=self.generator())
+        rollouts = prompts[: self.rollouts * self.layout.prompts].view(self.rollouts, self.layout.prompts)
+        return rollouts[:, self.layout.dealt() // self.layout.group_size].flatten()
+
+
+class GroupedStream(IterableDataset):
+    """The rows of a stream, each as often as it is completed, for whole rollouts, as they are dealt."""
+
+    def __init__(self, rows: Iterable[Any], layout: Layout) -> None:
+        self.rows, self.layout = rows, layout
+        if hasattr(rows, "set_epoch"):
+            self.set_epoch = rows.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, places = iter(self.rows), (self.layout.dealt() // self.layout.group_size).tolist()
+        while len(chunk := list(islice(rows, self.layout.prompts))) == self.layout.prompts:
+            for place in places:
+                yield chunk[place]
+
+
+def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str, ...] = ("prompt",)) -> None:
+    """Refuse a dataset whose rows hold no prompt, or that has fewer than `at_least` of them.
+
+    Raises:
+        DataError: naming the column, the row and the remedy.
+    """
+    check_dataset(dataset, name)
+    if has_length(dataset) and len(dataset) < at_least:
+        raise DataError(
+            f"{name} has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / num_generations), so "
+            "not one would be made. Give more prompts, a smaller per_device_train_batch_size or steps_per_generation, or a "
+            "larger num_generations."
+        )
+    if is_stream(dataset):
+        return
+    row = dataset[0]
+    if not isinstance(row, Mapping) or any(column not in row for column in columns):
+        found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+        raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
+    if any(row.get(column) is not None for column in ("image", "images")):
+        raise DataError(f"{name} has images, which this version does not generate from. Leave that column out.")
+
+
+class PromptCodec:
+    """Prompts to tokens and completions to texts."""
+
+    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
+        self._before, _ = chat.special_tokens_around(tokenizer)
+
+    def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
+        """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the beginning of
+        the assistant's turn, or with its last turn left open.
+
+        Args:
+            tools: schemas or functions that the chat template describes to the model.
+
+        Raises:
+            DataError: what is wrong with the prompt.
+        """
+        if isinstance(prompt, str):
+            ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        else:
+            messages = chat.to_messages(prompt, "prompt")
+            unfinished = messages[-1]["role"] == "assistant"
+            text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
+            ids = chat.encode_texts(self.tokenizer, [text])[0].ids
+        if not ids:
+            raise DataError("the prompt is empty, and a model needs at least one token to go on from")
+        return ids
+
+    def template(self, tools: list[Any] | None = None) -> chat.Template:
+        """The chat template, with these tools."""
+        return chat.Template(self.tokenizer, tools or None, self.kwargs)
+
+    def decode(self, prompt: Any, ids: list[int]) -> Any:
+        """What tokens of the policy amount to: a text, or one message of the assistant where the prompt is messages."""
+        if isinstance(prompt, str):
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        if getattr(self.tokenizer, "response_template", None) or getattr(self.tokenizer, "response_schema", None):
+            message = self.tokenizer.parse_response(ids)
+            return [{"role": "assistant", "content": ""} | message]
+        return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
+
+
+def runs(prompts: Sequence[list[int]]) -> Iterator[tuple[int, list[int]]]:
+    """Neighbours that are equal, by how many they are: of ``a a b b c`` that is ``(2, [0, 2])`` and ``(1, [4])``."""
+    found: dict[int, list[int]] = {}
+    start = 0
+    for place in range(1, len(prompts) + 1):
+        if place == len(prompts) or prompts[place] != prompts[start]:
+            found.setdefault(place - start, []).append(start)
+            start = place
+    yield from found.items()

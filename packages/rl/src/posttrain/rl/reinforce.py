@@ -1,0 +1,33 @@
+"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages are normalised over the batch, not in each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.core.fields import opt
+from posttrain.rl.advantages import reinforce_plus_plus_advantages, total_rewards
+from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
+
+
+@dataclass
+class ReinforcePlusPlusConfig(GRPOConfig):
+    """Arguments of `ReinforcePlusPlusTrainer`: those of `GRPOConfig`, less what scales rewards."""
+
+    loss_type: str = opt("bnpo", "Which loss; the paper's is the clipped one, a mean over all tokens of an update.")
+    group_baseline: bool = opt(
+        True,
+        "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline.",
+    )
+
+
+class ReinforcePlusPlusTrainer(GRPOTrainer):
+    """Trains a policy by REINFORCE with PPO's clip and one normalisation for all prompts."""
+
+    config_class = ReinforcePlusPlusConfig
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """Equations 10 to 12 of the paper."""
+        total = total_rewards(rewards, self.rewards.weights)
+        return reinforce_plus_plus_advantages(total, group_size, self.args.group_baseline)

@@ -1,0 +1,195 @@
+"""Reward functions that need no model: right answers, format, repetition, length. Each takes lists and gives one number a
+completion; completions are texts or lists of messages."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+THOUGHT_ENDS = ("</think>",)
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: of its last message, where it is a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+# ------------------------------------------------------------------------------------------------------ right answers
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?|-?\.\d+")
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|!|,|;|:|\s)|\\text\{[^}]*\}|\\mathrm\{[^}]*\}|[\s$%°]|\\%|\\\$|^\{|\}$"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, or the last number; else None."""
+    start = text.rfind("\\boxed{")
+    if start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for place in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[begin:place].strip()
+    if "####" in text:
+        after = text.rpartition("####")[2].strip()
+        return after.splitlines()[0].strip() if after else None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def as_number(answer: str) -> Fraction | None:
+    """An answer as an exact number: ``1,000``, ``0.5``, ``1/2``, ``\\frac{1}{2}``; None where it is none."""
+    plain = _FRACTION.sub(r"\1/\2", answer)
+    plain = _NOISE.sub("", plain).replace(",", "").rstrip(".")
+    over, _, under = plain.partition("/")
+    try:
+        return Fraction(over) / Fraction(under) if under else Fraction(over)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def same_answer(left: str, right: str) -> bool:
+    """Whether two answers are the same number, or the same text up to spaces and LaTeX that only changes the look."""
+    numbers = as_number(left), as_number(right)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return _NOISE.sub("", left).lower() == _NOISE.sub("", right).lower()
+
+
+def accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[str], log_extra: Callable[[str, list[Any]], None] | None = None
+) -> list[float | None]:
+    """1 where the final answer of a completion equals that of the solution, else 0; None for solutions without an answer.
+
+    Answers are found by `final_answer` and compared by `same_answer`: numbers and fractions exactly, anything else as text.
+    """
+    gold = [final_answer(str(text)) or str(text).strip() or None for text in solution]
+    given = [final_answer(text_of(completion)) for completion in completions]
+    if log_extra is not None:
+        log_extra("solution", gold)
+        log_extra("answer", given)
+    return [
+        None if right is None else float(answer is not None and same_answer(answer, right))
+        for answer, right in zip(given, gold, strict=True)
+    ]
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+) -> list[float | None]:
+    """`accuracy_reward` of what follows the thoughts; 0 where a completion has not finished thinking."""
+    delimiters = THOUGHT_ENDS if reasoning_delimiters is None else tuple(reasoning_delimiters)
+    texts = [text_of(completion) for completion in completions]
+    ends = [max((text.rfind(mark) + len(mark) for mark in delimiters if mark in text), default=-1) for text in texts]
+    answers = [text[end:] if end >= 0 else "" for text, end in zip(texts, ends, strict=True)]
+    return accuracy_reward(answers, solution, log_extra)
+
+
+# -------------------------------------------------------------------------------------------------- format and length
+
+
+def think_format_reward(completions: Sequence[Any]) -> list[float]:
+    """1 for ``<think>...</think>`` at the beginning, once, and anything after it; else 0."""
+    pattern = re.compile(r"\A<think>(?:(?!<think>).)*?</think>(?:(?!<think>).)*\Z", re.DOTALL)
+    return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
+
+
+class _Named:
+    """A reward function that keeps its settings, and can be sent to another process."""
+
+    __name__ = "reward"
+
+
+class _CosineScaled(_Named):
+    __name__ = "cosine_scaled_reward"
+
+    def __init__(self, max_len: int, wrong: tuple[float, float], correct: tuple[float, float]) -> None:
+        self.max_len, self.wrong, self.correct = max_len, wrong, correct
+
+    def __call__(
+        self, completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        rewards: list[float | None] = []
+        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+            if right is None:
+                rewards.append(None)
+                continue
+            share = min(len(ids) / self.max_len, 1.0)
+            shortest, longest = (self.correct[1], self.correct[0]) if right else self.wrong
+            rewards.append(longest + 0.5 * (shortest - longest) * (1 + math.cos(share * math.pi)))
+        return rewards
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable[..., list[float | None]]:
+    """Accuracy, with shorter right answers and longer wrong ones worth more, along half a cosine of the length.
+
+    Yeo et al. 2025, https://arxiv.org/abs/2502.03373, appendix C.1. `max_len` is in tokens.
+    """
+    return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (min_value_correct, max_value_correct))
+
+
+class _RepetitionPenalty(_Named):
+    __name__ = "repetition_penalty_reward"
+
+    def __init__(self, ngram_size: int, max_penalty: float) -> None:
+        self.size, self.penalty = ngram_size, max_penalty
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [self._of(list(ids)) for ids in completion_ids]
+
+    def _of(self, ids: list[int]) -> float:
+        ngrams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
+        repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+        return repeated * self.penalty if repeated else 0.0
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
+    """`max_penalty` times the share of n-grams of tokens that occurred before. Yeo et al. 2025, appendix C.2."""
+    if max_penalty > 0:
+        raise ValueError(f"max_penalty={max_penalty} must be <= 0: a penalty takes away.")
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size={ngram_size} must be >= 1.")
+    return _RepetitionPenalty(ngram_size, max_penalty)
+
+
+class _SoftOverlong(_Named):
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __init__(self, longest: int, soft: int) -> None:
+        self.longest, self.soft = longest, soft
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [self._of(len(ids)) for ids in completion_ids]
+
+    def _of(self, length: int) -> float:
+        over = length - (self.longest - self.soft)
+        if over <= 0:
+            return 0.0
+        return -over / self.soft if length <= self.longest else -1.0
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """0 up to ``max_completion_len - soft_punish_cache`` tokens, then falling to -1 at `max_completion_len`.
+
+    DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13.
+    """
+    return _SoftOverlong(max_completion_len, soft_punish_cache)

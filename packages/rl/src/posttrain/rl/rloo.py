@@ -1,0 +1,66 @@
+"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740: the others of a prompt are the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.fields import opt
+from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
+from posttrain.rl.logprobs import CompletionLogps
+from posttrain.rl.policy_losses import clipped
+from posttrain.rl.rollout import RolloutTrainer
+from posttrain.rl.rollout_config import RolloutConfig
+
+
+@dataclass
+class RLOOConfig(RolloutConfig):
+    """Arguments of `RLOOTrainer`."""
+
+    num_generations: int | None = opt(2, "Completions of each prompt: a group, compared with one another.", min=2)
+    beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
+    normalize_advantages: bool = opt(False, "Bring the advantages of a rollout to mean 0 and standard deviation 1.")
+    reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")
+
+    def _problems(self) -> Iterator[str]:
+        bounds = self.reward_clip_range
+        if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+            yield f"reward_clip_range={bounds!r} must be two numbers, the lower one first"
+
+
+class RLOOTrainer(RolloutTrainer):
+    """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`."""
+
+    config_class = RLOOConfig
+    average = "sequences"
+    needs_kl_of_samples = True
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""
+        total = total_rewards(rewards, self.rewards.weights)
+        if self.args.reward_clip_range is not None:
+            total = total.clamp(*self.args.reward_clip_range)
+        if kl is not None:
+            total = total - self.beta * kl
+            self.log_metric("reward_kl", kl.mean())
+        advantages = leave_one_out_advantages(total, group_size)
+        return whitened(advantages) if self.args.normalize_advantages else advantages
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """PPO's surrogate of whole completions: (N, 1). A completion is one action, and its ratio a product over tokens."""
+        args, mask = self.args, inputs["loss_mask"]
+        old_logps = inputs.get("old_logps", policy.logps.detach())
+        ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        advantages = inputs["advantages"].unsqueeze(1)
+        low_clipped = (ratio < 1 - args.epsilon) & (advantages < 0)
+        high_clipped = (ratio > 1 + high) & (advantages > 0)
+        shares = {"low": low_clipped, "high": high_clipped, "region": low_clipped | high_clipped}
+        for name, share in shares.items():
+            self.metrics.add_sum(f"clip_ratio/{name}_mean", share.sum(), len(ratio))
+        if "ref_logps" in inputs:
+            self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
+        return clipped(ratio, advantages, args.epsilon, high)

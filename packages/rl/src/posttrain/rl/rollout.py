@@ -1,0 +1,584 @@
+"""Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
+
+A `Rollout` is made once and then only read: while it is gone through, and in a checkpoint taken on the way. An algorithm
+is a subclass that overrides `compute_advantages` and `policy_loss`; `generate` and `score` are there for other ways to
+sample and to judge.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import Trainer, attention, data, models
+from posttrain.core.evaluation import eval_mode
+from posttrain.core.plan import Plan, make_plan
+from posttrain.core.samplers import mix
+from posttrain.rl import completions as told
+from posttrain.rl import policy_losses
+from posttrain.rl.advantages import equal_groups, total_rewards
+from posttrain.rl.environments import Environments, take_rollout
+from posttrain.rl.generation import Generator, Sampling
+from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.policy import engine_settings, load_policy
+from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
+from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
+from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
+from posttrain.rl.rollout_config import RolloutConfig
+from posttrain.rl.samples import Rollout, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutTrainer(Trainer):
+    """Trains a policy on completions that it samples itself.
+
+    Args:
+        model: a causal language model, or the name or folder of one to load.
+        reward_funcs: functions (see `posttrain.rl.rewards.Rewards`), and reward models by name or loaded; one or a list.
+        args: a `RolloutConfig`.
+        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions.
+        eval_dataset: such rows, or a dict of several sets by name.
+        processing_class: the tokenizer; by default the one that belongs to the model.
+        reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
+        quantization_config: loads a model given by name in 4 or 8 bits.
+        peft_config: train adapters (LoRA and kin) instead of the model's own weights.
+        tools: functions that the policy may call, see `posttrain.rl.environments`.
+        rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see `posttrain.rl.environments.take_rollout`.
+        environment_factory: makes what the policy acts on, see `posttrain.rl.environments`.
+        generator: what samples; by default what `args` ask for.
+
+    The other arguments are those of `Trainer`.
+    """
+
+    config_class = RolloutConfig
+    signature_columns = ("prompt", "image", "images")
+    fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
+    #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
+    average = "sequences"
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        reward_funcs: Any = None,
+        args: RolloutConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None = None,
+        environment_factory: Any = None,
+        generator: Generator | None = None,
+        **others: Any,
+    ) -> None:
+        args = self.config_class() if args is None else args
+        if not isinstance(args, self.config_class):
+            wanted = self.config_class.__name__
+            raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
+        columns = () if environment_factory is not None else ("prompt",)
+        self._check_datasets(args, train_dataset, eval_dataset, columns)
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        self.rollout_func = rollout_func
+        given = args.reward_funcs if reward_funcs is None else reward_funcs
+        functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        functions += self.environments.reward_functions
+        if not functions:
+            raise ValueError(
+                "No reward source: pass reward_funcs, or an environment_factory whose class has get_reward()."
+            )
+        self.rewards = Rewards(functions, args)
+        data.set_seed(args.seed)  # adapters begin with random numbers
+        model, tokenizer = load_policy(model, processing_class, args, quantization_config, peft_config)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=as_they_are,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            **others,
+        )
+        for function in functions:
+            if isinstance(function, RewardModel):
+                self.dist.place(function.model)
+        self.reward_funcs, self.reward_func_names = functions, self.rewards.names
+        self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
+        self.num_generations_eval = args.num_generations_eval or args.num_generations
+        self.beta, self.temperature = args.beta, args.temperature
+        self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+        self.generator = generator or TransformersGenerator(tokenizer, engine_settings(args))
+        self.reference = self._make_reference(fresh_adapter=peft_config is not None)
+        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
+        if args.sync_ref_model:
+            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+        self._share_prompts = self._can_share_prompts()
+        self._forget_rollout()
+
+    # ------------------------------------------------------------------------------------------------ to override
+
+    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
+        """Complete the `samples`, in place: `rollout_func`, or one turn of the policy and what follows of tools."""
+        if self.rollout_func is not None:
+            take_rollout(samples, self.rollout_func([sample.prompt for sample in samples], self), self.codec)
+            return
+        self._write(samples, sampling)
+        if self.environments:
+
+            def go_on(turns: list[Sample], turn: int, tokens: int) -> None:
+                for sample in turns:
+                    sample.seed = mix(sample.seed, turn)
+                self._write(turns, replace(sampling, max_new_tokens=tokens))
+
+            self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens)
+            calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
+            self.environments.counts.update(calls=0, failures=0)
+            self.metrics.add_sum("tools/call_frequency", calls, len(samples))
+            if calls:
+                self.metrics.add_sum("tools/failure_frequency", failures, calls)
+
+    def _write(self, samples: list[Sample], sampling: Sampling) -> None:
+        """One turn of the policy. Neighbours with the same prompt are sampled together."""
+        for size, places in runs([sample.prompt_ids for sample in samples]):
+            prompts = [samples[first].prompt_ids for first in places]
+            rows = [first + offset for first in places for offset in range(size)]
+            done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows])
+            for number, row in enumerate(rows):
+                sample = samples[row]
+                sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
+                sample.logps = None if done.logps is None else done.logps[number]
+                sample.completion = self.codec.decode(sample.prompt, sample.ids)
+
+    def score(self, samples: list[Sample]) -> Scores:
+        """What the reward functions make of `samples`."""
+        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
+        columns = {name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)}
+        return self.rewards(
+            [sample.prompt for sample in samples],
+            [sample.completion for sample in samples],
+            [sample.ids for sample in samples],
+            columns,
+            {"trainer_state": self.state, "environments": [sample.environment for sample in samples]},
+        )
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """How much better each completion is than others.
+
+        Args:
+            rewards: (N, F) of all processes, groups of `group_size` next to each other; NaN where a function does not apply.
+            kl: (N,) log-ratio of the policy that sampled to the reference, summed over tokens; None without a reference, or
+                where `needs_kl_of_samples` is False.
+
+        Returns:
+            (N,).
+        """
+        raise TypeError(f"{type(self).__name__} must say what its advantages are: override compute_advantages.")
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of each token (N, C), or of each completion (N, 1), of a micro-batch; see `Rollout.micro_batches`."""
+        raise TypeError(f"{type(self).__name__} must say what its loss is: override policy_loss.")
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the policy may have moved since it sampled, when its completions are learned from."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    #: Whether advantages depend on the divergence of the policy that sampled from the reference.
+    needs_kl_of_samples = False
+    #: The share of most uncertain tokens that are learned from.
+    top_entropy_quantile = 1.0
+
+    # ------------------------------------------------------------------------------------------------ the loop's doors
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""
+        if self.train_dataset is None:
+            raise ValueError(f"{type(self).__name__}: training requires a train_dataset.")
+        dataset = self.train_dataset
+        if data.is_stream(dataset):
+            shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
+            dataset = dataset.shuffle(seed=self._data_seed) if shuffles else dataset
+            dataset = GroupedStream(dataset, self.layout)
+        size = self._train_batch_size * self.args.steps_per_generation
+        return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if data.is_stream(dataset):
+            return None
+        return GroupSampler(len(dataset), self.layout, self._data_seed, bool(self.args.shuffle_dataset))
+
+    def _get_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+    ):
+        if not is_training:  # its batches hold prompts, and the sizes that are set count completions
+            batch_size = max(batch_size // self.num_generations_eval, 1)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def make_plan(self, loader: Any) -> Plan:
+        """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
+        args, parts = self.args, self.args.steps_per_generation * self.num_iterations
+        length = len(loader) * parts if data.has_length(loader) else None
+        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
+
+    def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """Micro-batches of rollouts, which are made on the way."""
+        if self.progress.batches == 0:  # what is left of an epoch that was ended early is not gone through
+            self._forget_rollout(keep_count=self.progress.epoch > 0)
+        batches = iter(loader)
+        self._restore_rng()
+        stream = self._micro_batches(batches)
+        while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            if not (window := list(islice(stream, plan.accumulation))):
+                return
+            yield window, self._count_window(window)
+
+    def _micro_batches(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+        while True:
+            if self._rollout is None:
+                self._rollout, self._used = self.make_rollout(batches), 0
+                if self._rollout is None:
+                    return
+            parts = self._parts_of(self._rollout)
+            while self._used < len(parts) * self.num_iterations:
+                self._used += 1  # before it is given out: a checkpoint is taken while this stands still
+                yield parts[(self._used - 1) % len(parts)]
+            self._rollout = None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The policy loss, shape (); the outputs are the log-probabilities and entropies of the completions."""
+        policy = self.logps(model, inputs, with_entropy=True, training=True)
+        loss = policy_losses.summed(self.policy_loss(policy, inputs), inputs["loss_mask"], self.average)
+        items = self.count_items(inputs)
+        total = items if num_items_in_batch is None else num_items_in_batch
+        loss = loss / torch.where(total > 0, total, 1)
+        if policy.aux_loss is not None:
+            loss = loss + self.args.router_aux_loss_coef * policy.aux_loss * (items / total.clamp(min=1))
+            self.log_metric("aux_loss", policy.aux_loss)
+        tokens = inputs["loss_mask"].sum()
+        self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
+        return (loss, policy._asdict()) if return_outputs else loss
+
+    def count_items(self, inputs: Any) -> torch.Tensor | int:
+        """What the loss is divided by, as `average` says; of a batch of prompts, how many they are."""
+        if isinstance(inputs, list):
+            return len(inputs)
+        longest, per_row = self.args.max_completion_length or 0, inputs["tokens_per_row"]
+        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[None, None, None]:
+        """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
+        if not data.is_filler(inputs):
+            size = self.num_generations_eval
+            samples = self.new_samples([row for row in inputs for _ in range(size)])
+            for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
+                sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
+            temperature = self.args.eval_temperature
+            self._sample(samples, self.temperature if temperature is None else temperature)
+            self._log_evaluation(samples, self._timed_score(samples))
+        return None, None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the core's; says so in a sentence where a record shows that nothing can be learned."""
+        super().log(logs, start_time)
+        problem = told.learning_problem(logs)
+        if problem is not None and self.dist.is_main:
+            logger.warning("Step %d: %s", self.state.global_step, problem)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the core's, with the rollout that is being gone through, and a reference that has moved."""
+        state = super().state_dict() | {"rollouts": self._num_rollouts}
+        if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
+            state |= {"rollout": self._rollout.state_dict(), "used": self._used}
+        if self.reference is not None:
+            state["reference"] = self.reference.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self._forget_rollout()
+        self._num_rollouts = state["rollouts"]
+        if "rollout" in state:
+            self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
+        if self.reference is not None and "reference" in state:
+            self.reference.load_state_dict(state["reference"], self.args.output_dir)
+
+    # ------------------------------------------------------------------------------------------------ a rollout
+
+    def make_rollout(self, batches: Iterator[list[dict[str, Any]]]) -> Rollout | None:
+        """The next rollout; None where the epoch has no more prompts."""
+        rows = next(batches, None)
+        if rows is None:
+            return None
+        samples, scores = self._sample_and_score(rows, batches)
+        rollout = Rollout.of(samples, self.args.mask_truncated_completions)
+        rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
+        mine = told.Summary.of(samples, scores, kl)
+        everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
+        advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
+        if self.dist.is_main:  # the same on every process
+            metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
+            for name, value in metrics.items():
+                self.log_metric(name, value)
+        rollout = replace(rollout, advantages=advantages[self.layout.numbers(self.dist.rank)])
+        self._tell(samples, scores, rollout.advantages)
+        return rollout
+
+    def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+        """A sample without a completion for each row."""
+        samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
+        self.environments.begin(samples)
+        for sample in samples:
+            sample.prompt_ids = self.codec.encode(sample.prompt, self.environments.schemas_of(sample))
+        return samples
+
+    def sampling(self, temperature: float | None = None) -> Sampling:
+        """How tokens are drawn."""
+        args = self.args
+        stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
+        own = getattr(getattr(models.base_model(self.model), "generation_config", None), "eos_token_id", None)
+        ends = {self.processing_class.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
+        return Sampling(
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature if temperature is None else temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            eos_token_ids=tuple(sorted(ends)),
+        )
+
+    def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
+        """Log-probabilities of the completions of a micro-batch."""
+        router = training and bool(self.args.router_aux_loss_coef)
+        return completion_logps(model, batch, self.temperature, with_entropy, router_logits=router)
+
+    def _sample_and_score(
+        self, rows: list[dict[str, Any]], batches: Iterator[list[dict[str, Any]]]
+    ) -> tuple[list[Sample], Scores]:
+        samples, scores = self._sample_rows(rows)
+        if not self.args.dynamic_sampling:
+            return samples, scores
+        size, wanted, kept, spare = self.num_generations, len(rows) * self.dist.world_size, [], []
+        for number in range(1, self.args.dynamic_sampling_rounds + 1):
+            dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
+            everyone = [dealt[place] for place in self.layout.dealt().argsort()]
+            total = total_rewards(torch.stack([rewards for _, rewards, _ in everyone]), self.rewards.weights)
+            for group, is_equal in enumerate(equal_groups(total, size).tolist()):
+                (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
+            self.log_metric("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
+            more = None
+            if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
+                more = next(batches, None)
+            if more is None:
+                break
+            samples, scores = self._sample_rows(more)
+        mine = [(kept + spare)[number] for number in self.layout.numbers(self.dist.rank)]
+        rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
+        return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
+
+    def _sample_rows(self, rows: list[dict[str, Any]]) -> tuple[list[Sample], Scores]:
+        samples = self.new_samples(rows)
+        for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
+            sample.seed = mix(self.args.seed, self._num_rollouts, number)
+        self._num_rollouts += 1
+        self._sample(samples, self.temperature)
+        return samples, self._timed_score(samples)
+
+    def _sample(self, samples: list[Sample], temperature: float) -> None:
+        if self._synced_at != self.state.global_step or not self.is_in_train:
+            with self.clock("sync"):
+                self.generator.sync_weights(self.model)
+            self._synced_at = self.state.global_step
+        with self.clock("generate"), self.compute_loss_context_manager():
+            self.generate(samples, self.sampling(temperature))
+
+    def _timed_score(self, samples: list[Sample]) -> Scores:
+        with self.clock("score"):
+            scores = self.score(samples)
+        for name, seconds in zip(self.reward_func_names, scores.seconds, strict=True):
+            self.clock.add(f"reward_{name}", seconds)
+        for name, values in scores.metrics.items():
+            self.metrics.add_sum(name, sum(values), len(values))
+        return scores
+
+    def _with_logps(self, rollout: Rollout, exact: bool) -> tuple[Rollout, torch.Tensor | None]:
+        """(`rollout` with what the loss needs of the old and the reference policy, their divergence if it is asked for)."""
+        exact = exact and rollout.sampling_logps is not None and self.dist.precision == "no"
+        corrects = not exact and rollout.sampling_logps is not None and self._corrects_engine
+        by_entropy = self.top_entropy_quantile < 1
+        old = rollout.sampling_logps if exact else None
+        if by_entropy or corrects or (old is None and (self.needs_old_logps or self.needs_kl_of_samples)):
+            found = self._logps_of(self.model, rollout, with_entropy=by_entropy)
+            old = found[0]
+            if by_entropy:
+                parts = self.dist.gather_object(found[1][rollout.loss_mask])
+                threshold = policy_losses.entropy_threshold(torch.cat(parts), self.top_entropy_quantile)
+                rollout = replace(rollout, entropy_mask=(found[1] >= threshold) & rollout.loss_mask)
+        if corrects:
+            rollout = replace(rollout, correction=self._correction(rollout, old))
+        reference = None
+        if self.beta:
+            with self.reference.use() as policy:
+                reference = self._logps_of(policy, rollout)[0]
+        kl = None
+        if self.needs_kl_of_samples and reference is not None:
+            kl = ((old - reference) * rollout.loss_mask).sum(1)
+        keep = old if self.needs_old_logps or corrects else None
+        return replace(rollout, old_logps=keep, ref_logps=reference), kl
+
+    #: Whether completions of an engine that is not quite the policy are weighted, see `policy_losses.engine_correction`.
+    _corrects_engine = False
+
+    def _correction(self, rollout: Rollout, old_logps: torch.Tensor) -> torch.Tensor:
+        args, mask = self.args, rollout.loss_mask
+        gap = (old_logps - rollout.sampling_logps).abs()[mask]
+        gap = gap[~gap.isnan()]
+        self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
+        bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        mode = args.vllm_importance_sampling_mode
+        weights = policy_losses.engine_correction(old_logps, rollout.sampling_logps, mask.float(), mode, *bounds)
+        counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
+        self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
+        return weights
+
+    def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
+        """[(N, C) log-probabilities, (N, C) entropies] under `model` as it is now, without dropout; on the CPU."""
+        found: list[list[torch.Tensor]] = [[], []]
+        with eval_mode(model), torch.no_grad(), self.clock("logps"):
+            for part in self._parts_of(rollout):
+                with self.compute_loss_context_manager():
+                    values = self.logps(model, self._prepare_inputs(part), with_entropy, training=False)
+                found[0].append(values.logps.cpu())
+                found[1] += [values.entropies.cpu()] if with_entropy else []
+        width = rollout.loss_mask.shape[1]
+        return [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
+
+    def _parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
+        multiple = self.args.pad_to_multiple_of
+        multiple = None if multiple == "auto" else multiple
+        share, pad = self._share_prompts, self.processing_class.pad_token_id
+        return rollout.micro_batches(self._train_batch_size, share, pad, multiple)
+
+    def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
+        size, weights = self.num_generations_eval, self.rewards.weights
+        summary = told.Summary.of(samples, scores)
+        for name, pair in summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold).items():
+            self.metrics.add_sum(name, *pair)
+        rollout = Rollout.of(samples, self.args.mask_truncated_completions)
+        if self.beta:
+            with self.reference.use() as policy:
+                rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
+        advantages = self.compute_advantages(scores.rewards, size, None)
+        for part in self._parts_of(replace(rollout, advantages=advantages)):
+            part = self._prepare_inputs(part)
+            items = self.count_items(part)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                self.metrics.add_sum(
+                    "loss", self.compute_loss(self.model, part, num_items_in_batch=items) * items, items
+                )
+
+    def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
+        """Print and write the completions of a rollout, where that is asked for."""
+        if not self.args.log_completions:
+            return
+        rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        rows = [row for part in self.dist.gather_object(rows) for row in part]
+        if self.dist.is_main:
+            seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
+            shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
+            print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
+            folder = Path(self.args.output_dir) / "completions"
+            told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+
+    # ------------------------------------------------------------------------------------------------ set-up
+
+    def _check_datasets(
+        self, args: RolloutConfig, train_dataset: Any, eval_dataset: Any, columns: tuple[str, ...]
+    ) -> None:
+        if train_dataset is not None:
+            check_prompts(train_dataset, "train_dataset", args.generation_batch_size // args.num_generations, columns)
+        sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+        for name, dataset in sets.items():
+            if dataset is not None:
+                check_prompts(dataset, name, 1, columns)
+
+    def _make_reference(self, fresh_adapter: bool) -> Reference | None:
+        """The policy as it is now, where the loss needs it."""
+        if not self.beta:
+            return None
+        if self.args.sync_ref_model and (problem := sync_problem(self.model, None, self.args.ref_model_mixup_alpha)):
+            raise ValueError(problem)
+        return make_reference(self.model, None, fresh_adapter, moves=self.args.sync_ref_model)
+
+    def _can_share_prompts(self) -> bool:
+        """Whether completions go behind one copy of their prompt in training."""
+        wanted = self.args.share_prompts
+        if wanted is False or self.num_generations == 1 or (wanted is None and self._train_batch_size == 1):
+            return False
+        problem = attention.segments_problem(self.model)
+        if problem is None:
+            for model in (self.model, self.ref_model):
+                if model is not None:
+                    attention.enable_segments(model)
+            return True
+        if wanted:
+            raise ValueError(f"share_prompts=True cannot be had: {problem}")
+        logger.info("The prompt is read once for each completion: %s", problem)
+        return False
+
+    @property
+    def layout(self) -> Layout:
+        """Which completions of a rollout are whose."""
+        size, parts, window = (
+            self._train_batch_size,
+            self.args.steps_per_generation,
+            self.args.gradient_accumulation_steps,
+        )
+        chunk = size * (window if parts % window == 0 else parts)
+        return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
+
+    def _forget_rollout(self, keep_count: bool = False) -> None:
+        self._rollout: Rollout | None = None
+        self._used = 0
+        self._synced_at: int | None = None
+        if not keep_count:
+            self._num_rollouts = 0
+
+
+RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
+"""Columns that reward functions get by other names, or from elsewhere."""
+
+
+def as_they_are(rows: list[Any]) -> list[Any]:
+    """The collator: a batch of prompts is a list of rows."""
+    return rows
+
+
+def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
+    samples = [replace(sample, environment=None) for sample in samples]  # it was asked for its reward, and stays here
+    return list(zip(samples, scores.rewards, scores.failed, strict=True))

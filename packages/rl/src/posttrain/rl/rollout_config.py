@@ -1,0 +1,179 @@
+"""The arguments that every trainer which samples from its own policy shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from posttrain.core.arguments import TrainingArguments
+from posttrain.core.fields import Removed, Renamed, opt
+from posttrain.rl.rewards import RewardArguments
+
+OLD_NAMES: dict[str, Renamed | Removed] = {
+    "max_prompt_length": Removed(
+        "prompts are never cut, since a question without its end has another answer; filter the dataset by length"
+    ),
+    "use_transformers_paged": Renamed("use_transformers_continuous_batching"),
+    "vllm_guided_decoding_regex": Renamed("vllm_structured_outputs_regex"),
+}
+
+
+@dataclass
+class GenerationArguments:
+    """How completions are sampled, and by what."""
+
+    max_completion_length: int | None = opt(512, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    temperature: float = opt(
+        1.0, "Logits are divided by it, in sampling and in the loss; larger explores more.", above=0
+    )
+    top_p: float = opt(
+        1.0, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
+    )
+    top_k: int = opt(0, "Sample among so many most probable tokens; 0: all.", min=0)
+    min_p: float | None = opt(
+        None, "Sample among tokens of at least this share of the highest probability.", min=0, max=1
+    )
+    repetition_penalty: float = opt(1.0, "Above 1 tokens that occurred before become less likely.", above=0)
+    generation_kwargs: dict[str, Any] | str | None = opt(
+        None, 'Further settings: "stop" strings, and fields of GenerationConfig for generation by transformers.'
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = opt(None, "Variables given to the chat template.")
+    cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
+    use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
+    transformers_continuous_batching_config: dict[str, Any] | str | None = opt(
+        None, "Settings of transformers' continuous batching."
+    )
+    use_vllm: bool = opt(False, "Generate with vLLM, in this process or on a server.")
+    vllm_mode: str = opt(
+        "colocate", "vLLM in the processes of the trainer, or on a server.", choices=("colocate", "server")
+    )
+    vllm_model_impl: str = opt("vllm", "Whose model code vLLM runs.", choices=("vllm", "transformers", "auto"))
+    vllm_enable_sleep_mode: bool = opt(False, "Give vLLM's memory back while training; waking it takes time.")
+    vllm_structured_outputs_regex: str | None = opt(None, "Pattern that each completion must follow.")
+    vllm_server_base_url: str | None = opt(None, "Address of the server, instead of host and port.")
+    vllm_server_host: str = opt("0.0.0.0", "Host of the server.")
+    vllm_server_port: int = opt(8000, "Port of the server.", min=1, max=65535)
+    vllm_server_timeout: float = opt(240.0, "Seconds to wait for the server to come up.", above=0)
+    vllm_group_port: int = opt(51216, "Port on which weights are sent to the server.", min=1, max=65535)
+    vllm_gpu_memory_utilization: float = opt(0.3, "Share of the GPU's memory for a colocated vLLM.", above=0, max=1)
+    vllm_max_model_length: int | None = opt(None, "Longest prompt and completion together; None: the model's.", min=1)
+    vllm_tensor_parallel_size: int = opt(1, "GPUs over which a colocated vLLM splits the model.", min=1)
+    ds3_gather_for_generation: bool = opt(
+        True, "Gather the parts of a sharded model once to generate, not at each layer."
+    )
+
+
+@dataclass
+class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
+    """Arguments of `RolloutTrainer`."""
+
+    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
+
+    learning_rate: float = opt(
+        1e-6, "Peak learning rate. Small models from scratch take a hundred times as much.", min=0
+    )
+    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    activation_checkpointing: bool | None = opt(
+        True, "Recompute activations in the backward pass: about a third slower, far less memory."
+    )
+    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+    remove_unused_columns: bool = opt(False, "Drop all columns but the prompt; reward functions then cannot read them.")
+
+    model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments of from_pretrained, for a model given by name."
+    )
+    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    router_aux_loss_coef: float | None = opt(
+        None, "Weight of the load-balancing loss of a mixture of experts; None: no such loss.", min=0
+    )
+    disable_dropout: bool = opt(False, "Switch dropout off, so that a completion has one probability.")
+    cast_lm_head_to_fp32: bool = opt(False, "Compute the output head in float32, for a model in half precision.")
+
+    num_generations: int | None = opt(8, "Completions of each prompt: a group, compared with one another.", min=1)
+    num_generations_eval: int | None = opt(
+        None, "Completions of each prompt at evaluation; None: as in training.", min=1
+    )
+    eval_temperature: float | None = opt(None, "Temperature at evaluation; 0 is greedy; None: as in training.", min=0)
+    pass_threshold: float = opt(1.0, "Reward of the first reward function from which a completion counts as a pass.")
+    shuffle_dataset: bool | None = opt(True, "Shuffle the prompts in each pass.")
+    generation_batch_size: int | None = opt(
+        None,
+        "Completions sampled at once, over all processes; None: those of steps_per_generation micro-batches.",
+        min=1,
+    )
+    steps_per_generation: int | None = opt(
+        None, "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, and "
+        "learn from older completions.", min=1,
+    )  # fmt: skip
+    num_iterations: int = opt(1, "Times that each rollout is gone through.", min=1)
+    dynamic_sampling: bool = opt(
+        False, "Leave out groups whose rewards are all equal and sample others in their place (DAPO, section 3.2)."
+    )
+    dynamic_sampling_rounds: int = opt(
+        4,
+        "Rollouts sampled at most to fill one with groups that teach something; then it is filled with the rest.",
+        min=1,
+    )
+    mask_truncated_completions: bool = opt(False, "Learn nothing from completions that were cut.")
+    pad_to_multiple_of: int | str | None = opt("auto", "Pad batches to a multiple of this; auto: no such multiple.")
+    share_prompts: bool | None = opt(
+        None,
+        "Lay the completions of a prompt behind one copy of it in training. None: where the model can and it pays.",
+    )
+
+    beta: float = opt(0.0, "Weight of the KL divergence from the reference model. 0: no reference model at all.", min=0)
+    epsilon: float = opt(0.2, "How far the ratio to the old policy may move before a token stops teaching.", min=0)
+    epsilon_high: float | None = opt(None, "The same above 1; None: epsilon. DAPO takes 0.28, CISPO 5.", min=0)
+    sync_ref_model: bool = opt(
+        False, "Move the reference towards the policy every ref_model_sync_steps updates (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = opt(0.6, "Share of the policy in the reference after it was moved.", min=0, max=1)
+    ref_model_sync_steps: int = opt(512, "Updates between two moves of the reference.", min=1)
+
+    log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
+    log_multimodal: bool = opt(True, "Keep images in the written prompts; off, they are left out.")
+    num_completions_to_print: int | None = opt(None, "How many are printed; None: all of a rollout.", min=0)
+    log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
+    max_tool_calling_iterations: int | None = opt(
+        None, "Turns in which tools are called; None: as many as it wants.", min=0
+    )
+
+    def _normalize(self) -> None:
+        import torch
+
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        rows = self.per_device_train_batch_size * self.world_size
+        if self.steps_per_generation is None:
+            whole = self.generation_batch_size is None or self.generation_batch_size % rows
+            self.steps_per_generation = (
+                self.gradient_accumulation_steps if whole else self.generation_batch_size // rows
+            )
+        if self.generation_batch_size is None:
+            self.generation_batch_size = rows * self.steps_per_generation
+
+    def _problems(self) -> Iterator[str]:
+        b, s, world = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
+        if self.generation_batch_size != b * s * world:
+            yield (
+                f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes * "
+                f"steps_per_generation = {b} * {world} * {s} = {b * s * world}; set one of the two and leave out the other"
+            )
+        elif self.generation_batch_size % self.num_generations:
+            group = self.num_generations
+            yield (
+                f"a rollout holds {self.generation_batch_size} completions (per_device_train_batch_size={b} * {world} processes "
+                f"* steps_per_generation={s}), which num_generations={group} does not divide, so a group would be cut in two "
+                f"and its baseline would be wrong; set steps_per_generation to a multiple of {group // math.gcd(group, b * world)}"
+            )
+        for name in ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"):
+            if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
+                yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
+        if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
+        if self.sync_ref_model and not self.beta:
+            yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"
+        if self.dynamic_sampling and self.num_generations < 2:
+            yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"

@@ -1,0 +1,136 @@
+"""What a policy has written, and what is learned from it: samples while they are made and judged, a rollout afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from posttrain.rl.logprobs import lay_out
+
+
+@dataclass
+class Sample:
+    """One completion, on its way to be judged.
+
+    Attributes:
+        row: of the dataset. seed: of the numbers that its tokens are drawn with. prompt: as the row has it, or as an environment gave it.
+        prompt_ids: what the policy read. ids: what came after it, tools' tokens among them.
+        logps: of the engine, for each of `ids`; None where it does not tell. is_exact: see `Completions`.
+        learn: for each of `ids`, whether the policy chose it; None: all.
+        finished: whether the completion ended by itself.
+        completion: text, or the messages that it amounts to.
+        extra: further columns for reward functions. environment: what its tools act on.
+    """
+
+    row: dict[str, Any]
+    prompt: Any
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] | None = None
+    is_exact: bool = False
+    learn: list[bool] | None = None
+    finished: bool = False
+    completion: Any = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    environment: Any = None
+    seed: int = 0
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return len(self.ids) if self.learn is None else sum(self.learn)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """N judged completions of this process, those of a prompt next to each other. Made once and then only read; on the CPU.
+
+    Attributes:
+        prompt_ids, prompt_lengths: (N, P) padded on the right, and (N,).
+        completion_ids, completion_lengths: (N, C) padded on the right, and (N,).
+        loss_mask: (N, C) bool, the tokens that are learned from.
+        advantages: (N,), or (N, C) for advantages of tokens.
+        old_logps: (N, C) of the policy that wrote them, as training computes them; None while that is the one in training.
+        ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
+        correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
+        entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_lengths: torch.Tensor
+    loss_mask: torch.Tensor
+    advantages: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    sampling_logps: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    entropy_mask: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
+        """The tokens of `samples`, not yet judged.
+
+        Args:
+            mask_truncated: learn nothing from completions that did not end by themselves.
+        """
+        prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
+        completions = [torch.tensor(sample.ids) for sample in samples]
+        learn = [torch.tensor(sample.learn or [True] * len(sample.ids)) for sample in samples]
+        if mask_truncated:
+            learn = [mask & sample.finished for mask, sample in zip(learn, samples, strict=True)]
+        logps = None
+        if all(sample.logps is not None for sample in samples):
+            logps = _stack([torch.tensor(sample.logps, dtype=torch.float32) for sample in samples], 0.0)
+        return cls(
+            prompt_ids=_stack(prompts, 0),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            completion_ids=_stack(completions, 0),
+            completion_lengths=torch.tensor([len(completion) for completion in completions]),
+            loss_mask=_stack(learn, False),
+            sampling_logps=logps,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def micro_batches(
+        self, size: int, share: bool = False, pad_token_id: int = 0, multiple: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
+
+        Beside what `lay_out` gives: the fields of this class from `advantages` on that are not None, and ``tokens_per_row``,
+        the tokens with a loss by the completions of the whole rollout.
+        """
+        tokens_per_row = self.loss_mask.sum() / len(self)
+        return [
+            self._part(start, min(start + size, len(self)), share, pad_token_id, multiple)
+            | {"tokens_per_row": tokens_per_row}
+            for start in range(0, len(self), size)
+        ]
+
+    def _part(self, start: int, stop: int, share: bool, pad_token_id: int, multiple: int | None) -> dict[str, Any]:
+        rows = range(start, stop)
+        prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
+        completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
+        width = int(self.completion_lengths[start:stop].max())
+        part = lay_out(prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple)
+        for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask"):
+            values = getattr(self, name)
+            if values is not None:
+                values = values[start:stop]
+                part[name] = values[:, :width] if values.ndim == 2 and values.shape[1] > 1 else values
+        return part
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name, for a checkpoint."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -1,0 +1,97 @@
+"""Batches of sources and targets, for models with an encoder and without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PromptTargetCollator:
+    """Rows of ``input_ids`` and ``labels`` -> a batch for a model without an encoder, which reads both as one row.
+
+    Labels may be the target's tokens, which then follow the prompt's; or they may lie beside the inputs already, -100 over
+    the prompt, as they do for causal language models. Which of the two is meant is told by whether they agree with the
+    inputs, unless `joined` says so.
+
+    Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, T), padded on the right; labels are -100 over the prompt
+    and over padding.
+
+    Args:
+        pad_token_id: what padding is filled with; the model never sees it, so any id will do.
+        joined: True: ``input_ids`` hold prompt and target; False: the prompt alone; None: see above.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    joined: bool | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids, labels = zip(*(self._join(row) for row in rows), strict=True)
+        options = {"pad_to_multiple_of": self.pad_to_multiple_of}
+        batch = {
+            "input_ids": pad_rows(ids, self.pad_token_id, **options),
+            "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, **options),
+        }
+        if all(label is not None for label in labels):
+            batch["labels"] = pad_rows(labels, IGNORE_INDEX, **options)
+        return batch
+
+    def _join(self, row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+        ids, labels = _plain(row["input_ids"]), row.get("labels")
+        if labels is None:
+            return ids, None
+        labels = _plain(labels)
+        joined = self.joined
+        if joined is None:
+            joined = len(ids) == len(labels) and all(b in (a, IGNORE_INDEX) for a, b in zip(ids, labels, strict=True))
+        if joined:
+            if len(ids) != len(labels):
+                raise DataError(f"a row has {len(ids)} input_ids and {len(labels)} labels; joined=True needs as many.")
+            return ids, labels
+        return ids + labels, [IGNORE_INDEX] * len(ids) + labels
+
+
+def _plain(values: Any) -> list[int]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+class MasksPadding:
+    """A collator whose labels are -100 where they were padded with the tokenizer's pad token.
+
+    Trained on, padding would outweigh the text of short rows. The first of several at the end of a row is kept where the pad
+    token is the eos token too: that one ends the text.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], pad_token_id: int, is_eos: bool) -> None:
+        self.collator, self.pad_token_id, self.is_eos = collator, pad_token_id, is_eos
+        self._told = False
+
+    def __call__(self, rows: list[Any]) -> Any:
+        batch = self.collator(rows)
+        labels = batch.get("labels") if hasattr(batch, "get") else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not labels.shape[1]:
+            return batch
+        is_end = (labels == self.pad_token_id) | (labels == IGNORE_INDEX)
+        padding = is_end.flip(1).cumprod(1).flip(1).bool() & (labels == self.pad_token_id)
+        if self.is_eos:
+            padding[:, 1:] &= padding[:, :-1].clone()
+            padding[:, 0] = False
+        if padding.any():
+            batch["labels"] = labels.masked_fill(padding, IGNORE_INDEX)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "Labels were padded with the pad token (%d), which would be trained on; it is replaced by -100. Pad them with "
+                    "DataCollatorForSeq2Seq, and tokenize without padding.", self.pad_token_id,
+                )  # fmt: skip
+        return batch

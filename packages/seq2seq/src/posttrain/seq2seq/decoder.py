@@ -1,0 +1,296 @@
+"""One decoder step of the T5 and BART families, written out: what greedy and beam search call at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+#: Projections of more weights than this are not fused: a copy of them would cost more than the calls that it saves.
+FUSE_BELOW = 2**20
+
+
+class Unsupported(Exception):
+    """Why a model or an option is left to ``generate``."""
+
+
+@dataclass
+class Norm:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    rms: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rms:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass
+class Linear:
+    """``x @ weight.T + bias``; several of equal input may be joined into one."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> Linear:
+        for module in modules:
+            if type(module) is not nn.Linear:
+                raise Unsupported(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
+        if len(modules) == 1:
+            return cls(modules[0].weight, modules[0].bias)
+        bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+        return cls(torch.cat([module.weight for module in modules]), bias)
+
+
+@dataclass
+class Layer:
+    """The weights of one decoder layer; `query_key_value`, `key_value` and `up` hold one projection or several."""
+
+    self_norm: Norm
+    query_key_value: list[Linear]
+    self_out: Linear
+    cross_norm: Norm
+    cross_query: Linear
+    key_value: list[Linear]
+    cross_out: Linear
+    feed_norm: Norm
+    up: list[Linear]
+    gated: bool
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    down: Linear
+
+
+def fused(*modules: nn.Module) -> list[Linear]:
+    """One joined projection where that is cheap, else one of each module."""
+    joins = len(modules) > 1 and sum(module.weight.numel() for module in modules) <= FUSE_BELOW
+    return [Linear.of(*modules)] if joins else [Linear.of(module) for module in modules]
+
+
+def project(parts: list[Linear], x: torch.Tensor) -> torch.Tensor:
+    """What the joined projection of `parts` gives: (N, all their outputs)."""
+    return parts[0](x) if len(parts) == 1 else torch.cat([part(x) for part in parts], -1)
+
+
+@dataclass
+class DecoderWeights:
+    """A decoder of either family, as weights and numbers.
+
+    Attributes:
+        positions: ``length -> (length, d_model)``, what is added to the embeddings; None for none.
+        position_bias: ``length -> (heads, length, length)``, what is added to the scores of self-attention; None for none.
+        pre_norm: each part normalises its input (T5, mBART, Pegasus) rather than its sum with the residual (BART, Marian).
+        scale: of the attention scores.
+    """
+
+    layers: list[Layer]
+    embedding: torch.Tensor
+    embedding_scale: float
+    embedding_norm: Norm | None
+    positions: Callable[[int], torch.Tensor] | None
+    position_bias: Callable[[int], torch.Tensor] | None
+    pre_norm: bool
+    final_norm: Norm | None
+    final_scale: float
+    head: Linear
+    num_heads: int
+    scale: float
+
+
+def read_decoder(model: nn.Module) -> DecoderWeights:
+    """The decoder of `model`, a conditional generation model of transformers.
+
+    Raises:
+        Unsupported: it is built in neither of the two ways that are known here.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    try:
+        if hasattr(decoder, "block"):
+            return _read_t5(model, decoder)
+        if hasattr(decoder, "layers"):
+            return _read_bart(model, decoder)
+    except (AttributeError, IndexError, TypeError) as error:
+        raise Unsupported(f"its decoder is built in another way ({error})") from error
+    raise Unsupported("its decoder is built in another way")
+
+
+def _read_t5(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
+    def norm(module: nn.Module) -> Norm:
+        return Norm(module.weight, None, module.variance_epsilon, rms=True)
+
+    layers = []
+    for block in decoder.block:
+        own, cross, feed = block.layer
+        a, c, ff = own.SelfAttention, cross.EncDecAttention, feed.DenseReluDense
+        gated = hasattr(ff, "wi_0")
+        layers.append(
+            Layer(
+                norm(own.layer_norm), fused(a.q, a.k, a.v), Linear.of(a.o), norm(cross.layer_norm), Linear.of(c.q),
+                fused(c.k, c.v), Linear.of(c.o), norm(feed.layer_norm),
+                fused(ff.wi_0, ff.wi_1) if gated else [Linear.of(ff.wi)], gated, ff.act, Linear.of(ff.wo),
+            )
+        )  # fmt: skip
+    first = decoder.block[0].layer[0].SelfAttention
+    if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in list(decoder.block)[1:]):
+        raise Unsupported("each of its layers has a position bias of its own")
+    scaled = bool(getattr(model.config, "scale_decoder_outputs", False))
+    return DecoderWeights(
+        layers=layers, embedding=decoder.embed_tokens.weight, embedding_scale=1.0, embedding_norm=None, positions=None,
+        position_bias=lambda length: first.compute_bias(length, length)[0], pre_norm=True,
+        final_norm=norm(decoder.final_layer_norm), final_scale=model.config.d_model**-0.5 if scaled else 1.0,
+        head=Linear.of(model.lm_head), num_heads=first.n_heads, scale=1.0,
+    )  # fmt: skip
+
+
+def _read_bart(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
+    def norm(module: nn.Module | None) -> Norm | None:
+        return None if module is None else Norm(module.weight, module.bias, module.eps, rms=False)
+
+    layers = []
+    for layer in decoder.layers:
+        a, c = layer.self_attn, layer.encoder_attn
+        layers.append(
+            Layer(
+                norm(layer.self_attn_layer_norm), fused(a.q_proj, a.k_proj, a.v_proj), Linear.of(a.out_proj),
+                norm(layer.encoder_attn_layer_norm), Linear.of(c.q_proj), fused(c.k_proj, c.v_proj),
+                Linear.of(c.out_proj), norm(layer.final_layer_norm), [Linear.of(layer.fc1)], False, layer.activation_fn,
+                Linear.of(layer.fc2),
+            )
+        )  # fmt: skip
+    embedding = decoder.embed_tokens
+    scale = getattr(embedding, "embed_scale", getattr(decoder, "embed_scale", 1.0))
+    attention = decoder.layers[0].self_attn
+    device, limit = (
+        embedding.weight.device,
+        decoder.embed_positions.num_embeddings - getattr(decoder.embed_positions, "offset", 0),
+    )
+
+    def positions(length: int) -> torch.Tensor:
+        if length > limit:
+            raise Unsupported(f"it has positions for {limit} tokens, and {length} are asked for")
+        places = torch.arange(length, device=device)
+        return decoder.embed_positions(places[None], 0, position_ids=places).reshape(-1, embedding.embedding_dim)
+
+    bias = getattr(model, "final_logits_bias", None)
+    final_norm = norm(getattr(decoder, "layer_norm", None))
+    head = Linear(model.lm_head.weight, None if bias is None else bias[0])
+    return DecoderWeights(
+        layers=layers, embedding=embedding.weight, embedding_scale=float(scale),
+        embedding_norm=norm(getattr(decoder, "layernorm_embedding", None)), positions=positions, position_bias=None,
+        # The layers of the family differ in nothing but the order of norm and sum, which the norm at the end goes with.
+        pre_norm=final_norm is not None, final_norm=final_norm, final_scale=1.0, head=head,
+        num_heads=attention.num_heads, scale=attention.scaling,
+    )  # fmt: skip
+
+
+class Steps:
+    """The steps of one batch: caches, and the next logits of each row.
+
+    Args:
+        weights: of the decoder.
+        encoded: (B, S, d) the encoder's last hidden states.
+        mask: (B, S) 1 where the input is, 0 at its padding; None where there is none.
+        width: rows of the decoder for each row of the encoder: the number of beams.
+        length: the most tokens that a row can have.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, encoded: torch.Tensor, mask: torch.Tensor | None, width: int, length: int
+    ) -> None:
+        self.weights, self.width, self.place = weights, width, 0
+        batch, source, _ = encoded.shape
+        heads = weights.num_heads
+        self.mask = None
+        if mask is not None and not bool(mask.all()):
+            lowest = torch.finfo(encoded.dtype).min
+            self.mask = (1 - mask[:, None, None, :].to(encoded.dtype)) * lowest
+        self.cross = []  # for each layer (2, B, heads, S, width of a head)
+        for layer in weights.layers:
+            both = project(layer.key_value, encoded)
+            self.cross.append(both.view(batch, source, 2, heads, -1).permute(2, 0, 3, 1, 4).contiguous())
+        shape = (len(weights.layers), 2, batch * width, heads, length, self.cross[0].shape[-1])
+        self.cache = encoded.new_zeros(shape, dtype=self.cross[0].dtype)
+        self.positions = None if weights.positions is None else weights.positions(length)
+        self.bias = None if weights.position_bias is None else weights.position_bias(length)[None]
+        self.logits: torch.Tensor | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits (N, V) that follow `tokens` (N,), in float32; overwritten by the next step."""
+        w, t = self.weights, self.place
+        x = F.embedding(tokens, w.embedding)
+        if w.embedding_scale != 1.0:
+            x = x * w.embedding_scale
+        if self.positions is not None:
+            x = x + self.positions[t]
+        if w.embedding_norm is not None:
+            x = w.embedding_norm(x)
+        bias = None if self.bias is None else self.bias[:, :, t : t + 1, : t + 1].to(x.dtype)
+        for number, layer in enumerate(w.layers):
+            x = self._part(x, layer.self_norm, lambda y, n=number, b=bias: self._attend_self(y, n, b))
+            x = self._part(x, layer.cross_norm, lambda y, n=number: self._attend_encoder(y, n))
+            x = self._part(x, layer.feed_norm, lambda y, one=layer: _feed(y, one))
+        if w.final_norm is not None:
+            x = w.final_norm(x)
+        if w.final_scale != 1.0:
+            x = x * w.final_scale
+        self.place += 1
+        return self._head(x)
+
+    def _part(self, x: torch.Tensor, norm: Norm, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return x + part(norm(x)) if self.weights.pre_norm else norm(x + part(x))
+
+    def _attend_self(self, x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
+        layer, t, rows = self.weights.layers[number], self.place, len(x)
+        joint = project(layer.query_key_value, x).view(rows, 3, self.weights.num_heads, -1)
+        keys, values = self.cache[number]
+        self.cache[number, :, :, :, t] = joint[:, 1:].transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(
+            joint[:, 0].unsqueeze(2), keys[:, :, : t + 1], values[:, :, : t + 1], bias, scale=self.weights.scale
+        )
+        return layer.self_out(mixed.reshape(rows, -1))
+
+    def _attend_encoder(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        layer, rows, heads = self.weights.layers[number], len(x), self.weights.num_heads
+        # The beams of a row are so many queries on one copy of its keys.
+        query = layer.cross_query(x).view(rows // self.width, self.width, heads, -1).transpose(1, 2)
+        keys, values = self.cross[number]
+        mixed = F.scaled_dot_product_attention(query, keys, values, self.mask, scale=self.weights.scale)
+        return layer.cross_out(mixed.transpose(1, 2).reshape(rows, -1))
+
+    def _head(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.weights.head
+        if torch.is_autocast_enabled(x.device.type) or x.dtype != torch.float32:
+            return head(x).float()
+        # One buffer for all steps: memory of this size, asked for anew at each step, would be paged in each time.
+        if self.logits is None or len(self.logits) != len(x):
+            self.logits = x.new_empty(len(x), len(head.weight))
+        if head.bias is None:
+            return torch.mm(x, head.weight.t(), out=self.logits)
+        return torch.addmm(head.bias, x, head.weight.t(), out=self.logits)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Read on from these of the encoder's rows alone, given by number; `reorder` must follow."""
+        self.cross = [both[:, rows] for both in self.cross]
+        self.mask = None if self.mask is None else self.mask[rows]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Row i goes on from what row ``rows[i]`` has read."""
+        chosen = self.cache[..., : self.place, :].index_select(2, rows)
+        if len(rows) != self.cache.shape[2]:
+            self.cache = self.cache[:, :, : len(rows)].contiguous()
+        self.cache[..., : self.place, :] = chosen
+
+
+def _feed(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    if not layer.gated:
+        return layer.down(layer.activation(layer.up[0](x)))
+    gate, value = project(layer.up, x).chunk(2, -1)
+    return layer.down(layer.activation(gate) * value)

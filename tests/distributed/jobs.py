@@ -1,0 +1,69 @@
+"""Starts programs of several gloo processes on this machine; each job runs once, however many tests look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from tests.distributed import worker
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "distributed" / "worker.py"
+PACKAGES = [str(path) for path in sorted((ROOT / "packages").glob("*/src"))]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """That of a launcher: this checkout's packages, one thread, no GPU, and nothing of a launcher above."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    path = os.pathsep.join([*PACKAGES, str(ROOT)])
+    return (
+        own
+        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        | changes
+    )
+
+
+def torchrun(processes: int, *arguments: str, timeout: float = 300, **changes: str) -> subprocess.CompletedProcess[str]:
+    """torchrun with a free port; returns the finished program."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment(**changes), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def once(folder: Path, name: str, make: Callable[[Path], Any]) -> Path:
+    """The folder in which ``make(folder)`` was done, by whichever of the test processes was first."""
+    done = folder / name
+    with FileLock(f"{done}.lock"):
+        if not (done / "ready").exists():
+            done.mkdir(exist_ok=True)
+            make(done)
+            (done / "ready").touch()
+    return done
+
+
+def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> str:
+    """Let so many processes do `work` (label, function of `worker`, its arguments), and return what they said.
+
+    One process is this one.
+    """
+    if processes == 1:
+        for label, function, arguments in work:
+            torch.save(getattr(worker, function)(**arguments), folder / f"{label}.pt")
+        return ""
+    done = torchrun(processes, str(WORKER), str(folder), json.dumps(work), **changes)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stderr
+
+
+def result(folder: Path, label: str) -> Any:
+    """What a piece of work returned on rank 0."""
+    return torch.load(folder / f"{label}.pt", weights_only=False)

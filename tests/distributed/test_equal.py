@@ -1,0 +1,121 @@
+"""Two processes lead to the weights, metrics and predictions of one, with whole weights and with weights in pieces.
+
+Rows are ragged, and the last batch of training and of evaluation is uneven.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.trainers import EXACT
+from tests.distributed import jobs
+
+MODES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
+#: Each must change nothing but where numbers lie: on the trainer that has most in it.
+OPTIONS = {
+    "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
+    "offload": {"fsdp": ["full_shard", "offload"]},
+    "recomputed": {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}},
+    "by-size": {"fsdp": "full_shard", "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000}},
+    "one-unit": {"fsdp": "full_shard", "fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}},
+    "by-class": {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}},
+    "adamw": {"fsdp": "full_shard", "optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "learning_rate": 1e-3},
+    "ddp-options": {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": False,
+                    "ddp_backend": "gloo", "ddp_static_graph": True},
+}  # fmt: skip
+ALONE = {"adamw": {"optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "learning_rate": 1e-3}}
+
+
+@pytest.fixture(scope="session")
+def pair(shared):
+    def make(folder):
+        work = [
+            [f"{name}-{mode}", "train", {"name": name, "out": str(folder / f"{name}-{mode}"), **changes}]
+            for name in EXACT
+            for mode, changes in MODES.items()
+        ]
+        work += [
+            [label, "train", {"name": "causal-lm", "out": str(folder / label), **OPTIONS[label]}] for label in OPTIONS
+        ]
+        work += [
+            [f"{kind}", kind, {"out": str(folder / kind)}] for kind in ("tied", "given_optimizer", "low_precision")
+        ]
+        jobs.do(2, work, folder)
+
+    return jobs.once(shared, "pair", make)
+
+
+@pytest.fixture(scope="session")
+def alone(shared):
+    def make(folder):
+        work = [[name, "train", {"name": name, "out": str(folder / name)}] for name in EXACT]
+        work += [[k, "train", {"name": "causal-lm", "out": str(folder / k), **changes}] for k, changes in ALONE.items()]
+        jobs.do(1, work, folder)
+
+    return jobs.once(shared, "alone", make)
+
+
+def assert_equal_runs(found, expected):
+    assert found["step"] == expected["step"]
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-6, msg=key)
+    for key in ("loss", "grad_norm"):
+        values = [[record[key] for record in run["log"] if key in record] for run in (found, expected)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+    names = [n for n in expected["eval"] if not n.endswith(("_runtime", "_per_second"))]
+    assert "eval_loss" in names
+    for name in names:
+        assert found["eval"][name] == pytest.approx(expected["eval"][name], rel=1e-5), name
+    for key in ("predictions", "label_ids"):
+        np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5)
+    assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXACT)
+def test_two_processes_do_what_one_does(name, mode, pair, alone):
+    found = jobs.result(pair, f"{name}-{mode}")
+    assert found["is_fsdp"] == (mode == "fsdp") and found["class"].startswith("FSDP") == (mode == "fsdp")
+    assert_equal_runs(found, jobs.result(alone, name))
+
+
+@pytest.mark.parametrize("label", OPTIONS)
+def test_how_weights_and_gradients_travel_changes_no_number(label, pair, alone):
+    assert_equal_runs(jobs.result(pair, label), jobs.result(alone, label if label in ALONE else "causal-lm"))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_saved_of_pieces_is_the_whole_model(name, pair):
+    import safetensors.torch
+
+    files = {mode: sorted((pair / f"{name}-{mode}" / "final").glob("*.safetensors")) for mode in MODES}
+    saved = {mode: safetensors.torch.load_file(found[0]) for mode, found in files.items()}
+    assert saved["fsdp"].keys() == saved["ddp"].keys() and len(files["fsdp"]) == 1
+    for key, value in saved["ddp"].items():
+        torch.testing.assert_close(saved["fsdp"][key], value, rtol=0, atol=1e-6, msg=key)
+    assert (name == "sft-lora") == all("lora" in key for key in saved["fsdp"])
+
+
+def test_tied_weights_stay_one_and_a_whole_model_comes_back(pair):
+    from transformers import AutoModelForCausalLM
+
+    found = jobs.result(pair, "tied")
+    assert found["is_one"]
+    model = AutoModelForCausalLM.from_pretrained(pair / "tied" / "final")
+    assert type(model).__name__ == "Qwen3ForCausalLM" and model.lm_head.weight is model.model.embed_tokens.weight
+    for key, value in found["weights"].items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=0)
+
+
+def test_an_optimizer_of_the_users_trains_the_pieces(pair, alone):
+    found, expected = jobs.result(pair, "given_optimizer"), jobs.result(alone, "causal-lm")
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_bfloat16_is_what_is_gathered_and_float32_what_is_kept(pair, alone):
+    found, expected = jobs.result(pair, "low_precision"), jobs.result(alone, "causal-lm")
+    assert found["kept"] == {torch.float32} and found["gathered"] == {torch.bfloat16}
+    assert found["loss"] == pytest.approx(expected["log"][0]["loss"], rel=1e-2)
+    assert found["loss"] != expected["log"][0]["loss"]

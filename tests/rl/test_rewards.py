@@ -1,0 +1,237 @@
+"""Reward functions: how they are called, what they may return, and what happens when they fail."""
+
+import asyncio
+import logging
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.core.errors import DataError
+from posttrain.rl import rewards as rw
+from posttrain.rl.rewards import RewardArguments, RewardError, Rewards
+from tests import tiny
+
+PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["x", "yy"], [[1], [2, 2]]
+
+
+def options(**changes):
+    return RewardArguments(**changes)
+
+
+def score(*functions, columns=None, extra=None, **changes):
+    return Rewards(functions, options(**changes))(PROMPTS, COMPLETIONS, IDS, columns, extra)
+
+
+def length(completions):
+    return [len(text) for text in completions]
+
+
+def test_a_function_gets_what_its_signature_asks_for():
+    seen = {}
+
+    def judge(completions, answer, *, prompts, trainer_state=None, missing=3):
+        seen.update(completions=completions, answer=answer, prompts=prompts, state=trainer_state, missing=missing)
+        return [1, 2]
+
+    score(judge, columns={"answer": [5, 6], "other": [7, 8]}, extra={"trainer_state": "s"})
+    assert seen == {"completions": COMPLETIONS, "answer": [5, 6], "prompts": PROMPTS, "state": "s", "missing": 3}
+
+
+def test_a_function_that_takes_anything_gets_everything():
+    seen = {}
+
+    def judge(**kwargs):
+        seen.update(kwargs)
+        return [0, 0]
+
+    score(judge, columns={"answer": [5, 6]})
+    assert {"prompts", "completions", "completion_ids", "answer", "log_metric", "log_extra"} <= set(seen)
+
+
+def test_a_missing_column_is_named():
+    def judge(completions, anwser):
+        return [0, 0]
+
+    with pytest.raises(DataError, match=r"'judge' asks for 'anwser'.*did you mean 'answer'"):
+        score(judge, columns={"answer": [5, 6]})
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [[1, 2.0], (True, 2), torch.tensor([1.0, 2.0]), np.array([1, 2]), [torch.tensor(1.0), np.float32(2)]],
+    ids=str,
+)
+def test_numbers_of_any_kind_are_rewards(returned):
+    assert score(lambda completions: returned).rewards.tolist() == [[1.0], [2.0]]
+
+
+def test_none_is_not_zero():
+    scores = score(lambda completions: [None, 1.0], length)
+    assert math.isnan(scores.rewards[0, 0]) and scores.rewards[0, 1] == 1 and not scores.failed.any()
+
+
+@pytest.mark.parametrize(("returned", "says"), [
+    ([1.0], "1 rewards for 2 completions"), ([1, "good"], "'good'.*no number"), (3.0, "returned 3.0, not a list"),
+    ([math.nan, 1.0], "returned nan for 1 of 2"), ([1.0, math.inf], "returned inf for 1 of 2"),
+])  # fmt: skip
+def test_what_is_no_reward_is_refused_with_the_function_and_the_completion(returned, says):
+    def judge(completions):
+        return returned
+
+    with pytest.raises(RewardError, match=f"(?s)'judge'.*{says}.*prompt: '.'.*completion:"):
+        score(judge)
+
+
+def broken(completions):
+    raise KeyError("answer")
+
+
+def test_a_failure_stops_the_run_and_shows_the_text():
+    with pytest.raises(RewardError, match="(?s)'broken' failed on 2 completions: KeyError: 'answer'.*completion: 'x'"):
+        score(broken)
+
+
+def test_a_failure_can_be_masked_or_given_a_value(caplog):
+    caplog.set_level(logging.WARNING, "posttrain")
+    masked = Rewards([broken, length], options(reward_on_error="mask"))
+    for _ in range(3):
+        scores = masked(PROMPTS, COMPLETIONS, IDS)
+    assert scores.rewards[:, 0].isnan().all() and scores.rewards[:, 1].tolist() == [1, 2]
+    assert scores.failed.tolist() == [[True, False]] * 2
+    assert len([r for r in caplog.records if "KeyError" in r.message]) == 1
+    assert score(broken, reward_on_error="value", reward_error_value=-1.0).rewards.tolist() == [[-1.0], [-1.0]]
+
+
+def test_nan_can_be_masked_alone():
+    scores = score(lambda completions: [math.nan, 4.0], reward_on_error="mask")
+    assert (
+        math.isnan(scores.rewards[0, 0]) and scores.rewards[1, 0] == 4 and scores.failed.tolist() == [[True], [False]]
+    )
+
+
+def test_nothing_to_learn_from_is_an_error():
+    with pytest.raises(RewardError, match="No reward function gave a reward for any of 2 completions"):
+        score(lambda completions: [None, None])
+
+
+def test_a_function_that_hangs_is_left_behind():
+    def hangs(completions):
+        time.sleep(30)
+
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match="'hangs'.*TimeoutError: no answer after 0.05 seconds"):
+        score(hangs, reward_timeout=0.05)
+    assert time.perf_counter() - started < 5
+
+
+def test_async_functions_run_side_by_side():
+    together = []
+
+    async def slow(completions):
+        together.append(None)
+        for _ in range(400):
+            if len(together) == 3:
+                return [1, 1]
+            await asyncio.sleep(0.01)
+        return [0, 0]
+
+    assert score(slow, slow, slow, length).rewards.sum().item() == 6 + 3
+
+
+def test_an_async_function_that_hangs_is_cancelled():
+    async def hangs(completions):
+        await asyncio.sleep(30)
+
+    with pytest.raises(RewardError, match="'hangs'.*TimeoutError"):
+        score(hangs, reward_timeout=0.05)
+
+
+def test_functions_can_run_in_threads():
+    together = []
+
+    def slow(completions):
+        together.append(None)
+        for _ in range(400):
+            if len(together) == 2:
+                return [1, 1]
+            time.sleep(0.01)
+        return [0, 0]
+
+    assert score(slow, slow, reward_concurrency=2).rewards.tolist() == [[1, 1], [1, 1]]
+
+
+def test_functions_log_metrics_and_columns_of_their_own():
+    def judge(completions, log_metric, log_extra):
+        log_metric("length", 1.5)
+        log_extra("answer", ["p", "q"])
+        return [0, 1]
+
+    scores = score(judge)
+    assert scores.metrics == {"length": [1.5]} and scores.columns == {"answer": ["p", "q"]}
+
+
+def test_weights_must_fit_the_functions():
+    with pytest.raises(ValueError, match=r"3 numbers and there are 1 reward functions \(length\)"):
+        Rewards([length], options(reward_weights=[1.0, 2.0, 3.0]))
+
+
+def test_a_reward_model_scores_each_text_by_itself():
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    torch.manual_seed(0)
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = Qwen3ForSequenceClassification(
+        Qwen3Config(**size, num_key_value_heads=2, head_dim=8, num_labels=1, pad_token_id=0)
+    )
+    judge, tokenizer = rw.RewardModel(model, tiny.tokenizer(), batch_size=2), tiny.tokenizer()
+    prompts, completions = ["Natalia sold", "Weng", "Betty is"], [" clips", " earns $12 an hour", " saving"]
+    expected = [
+        model(torch.tensor([tokenizer(p + c)["input_ids"]])).logits.item()
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    assert judge(prompts, completions) == pytest.approx(expected, abs=1e-5)
+    chats = (
+        [[{"role": "user", "content": p}] for p in prompts],
+        [[{"role": "assistant", "content": c}] for c in completions],
+    )
+    assert len(set(judge(*chats))) == 3
+    model.config.num_labels = 2
+    with pytest.raises(ValueError, match="num_labels=1"):
+        rw.RewardModel(model, tokenizer)
+
+
+@pytest.mark.parametrize(("completion", "solution", "reward"), [
+    ("so it is 72.", "Half is 24.\n#### 72", 1), ("it is 1,000", "#### 1000", 1), ("#### 3\nor 4", "3", 1), ("5", "#### 6", 0),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{x+1}", r"\boxed{ x + 1 }", 1), ("none", "#### 6", 0),
+    (r"\boxed{\frac{\sqrt{2}}{2}}", r"$\boxed{\frac{\sqrt{2}}{2}}$", 1), ("-4", "4", 0), ("4", "", None), ("$12.50", "12.5", 1),
+])  # fmt: skip
+def test_accuracy(completion, solution, reward):
+    assert rw.accuracy_reward([completion], [solution]) == [reward]
+    assert rw.accuracy_reward([[{"role": "assistant", "content": completion}]], [solution]) == [reward]
+
+
+def test_an_answer_inside_the_thoughts_does_not_count():
+    solution = ["7", "7", "7"]
+    assert rw.reasoning_accuracy_reward(["<think>7</think> 8", "<think>8</think> 7", "<think> 7"], solution) == [
+        0,
+        1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize(("text", "reward"), [
+    ("<think>a\nb</think>c", 1), ("<think>a</think>", 1), ("x<think>a</think>", 0), ("<think>a", 0), ("<think><think>a</think>", 0),
+])  # fmt: skip
+def test_think_format(text, reward):
+    assert rw.think_format_reward([text]) == [reward]
+
+
+def test_repetition_length_and_cosine():
+    assert rw.get_repetition_penalty_reward(2)([[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
+    assert rw.get_soft_overlong_punishment(100, 20)([[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0, -0.5, -1, -1]
+    cosine = rw.get_cosine_scaled_reward(max_len=10)
+    found = cosine(["7", "7", "8", "8"], ["7"] * 4, [[1] * 0, [1] * 10, [1] * 0, [1] * 10])
+    assert found == pytest.approx([1.0, 0.5, -1.0, -0.5])
