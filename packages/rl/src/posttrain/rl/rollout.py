@@ -26,9 +26,9 @@ from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.policy import engine_settings, load_policy
+from posttrain.rl.policy import load_policy
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
@@ -121,7 +121,7 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-        self.generator = generator or TransformersGenerator(tokenizer, engine_settings(args))
+        self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if args.sync_ref_model:
@@ -513,7 +513,9 @@ class RolloutTrainer(Trainer):
             shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
             print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
             folder = Path(self.args.output_dir) / "completions"
-            told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            if repo := getattr(self.args, "log_completions_hub_repo", None):
+                told.upload(path, repo, self.args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
