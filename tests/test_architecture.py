@@ -28,7 +28,7 @@ FLOORS = {
         heads hub loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """
-        cli incidents lifecycle questions resuming search trainer
+        cli generating incidents lifecycle questions resuming search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
