@@ -238,6 +238,10 @@ class Lifecycle(Incidents, Resuming, Leaving):
             )  # fmt: skip
         return None
 
+    def _batches_given(self) -> int:
+        """Micro-batches of the epoch before the place where the loader stands."""
+        return self._loader.batches_given
+
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
         ema.load(self._ema, checkpoint)
@@ -260,7 +264,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
         if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
-            self.progress.batches = self._loader.batches_given
+            self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
                 self.args.seed, self.state.global_step, self.dist.rank, data.set_seed

@@ -309,7 +309,7 @@ class RolloutTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | {"rollouts": self._num_rollouts}
+        state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
         if self.reference is not None:
@@ -320,11 +320,27 @@ class RolloutTrainer(Trainer):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._forget_rollout()
-        self._num_rollouts = state["rollouts"]
-        if "rollout" in state:
+        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
+        if "rollout" in state and self._resumed_alike:
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
+        elif "rollout" in state:
+            logger.warning(
+                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s processes, %s in a "
+                "micro-batch): the rest of it is left out, and the next prompts are sampled.", *state["dealt"],
+            )  # fmt: skip
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
+
+    def _how_dealt(self) -> list[int]:
+        return [self.layout.per_process, self.dist.world_size, self._train_batch_size]
+
+    def _batches_given(self) -> int:
+        if self._resumed_alike:
+            return self.progress.batches
+        return self._loader.batches_given * self.args.steps_per_generation * self.num_iterations
+
+    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+        return plan
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
