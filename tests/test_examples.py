@@ -104,6 +104,33 @@ def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
         module.calculator("__import__('os')")
 
 
+def test_dpo_after_sft(model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    argv = ["dpo.py", "--model", model_folder, "--output", str(tmp_path / "out"), "--sft-steps", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("dpo")
+    whole = module.read
+    monkeypatch.setattr(module, "read", lambda folder, split: whole(folder, split).select(range(8)))
+    module.main()
+    assert "Held-out pairs: accuracy" in capsys.readouterr().out
+    samples = (tmp_path / "out" / "samples.jsonl").read_text("utf-8").splitlines()
+    assert len(samples) == 6 and set(json.loads(samples[0])) == {"step", "prompt", "policy", "reference"}
+
+
+def test_the_slice_of_gsm8k_preferences_is_what_its_readme_says():
+    rows = {
+        split: [
+            json.loads(line) for line in (EXAMPLES / f"data/gsm8k_preferences/{split}.jsonl").open(encoding="utf-8")
+        ]
+        for split in ("train", "test")
+    }
+    assert (len(rows["train"]), len(rows["test"])) == (600, 100)
+    for row in rows["train"] + rows["test"]:
+        assert set(row) == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
+        assert len(row["prompt"]) + max(len(row["chosen"]), len(row["rejected"])) <= 600
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+
+
 def test_the_slice_of_gsm8k_is_what_its_readme_says():
     rows = {
         split: [json.loads(line) for line in (EXAMPLES / f"data/gsm8k/{split}.jsonl").read_text("utf-8").splitlines()]

@@ -513,7 +513,9 @@ class RolloutTrainer(Trainer):
             shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
             print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
             folder = Path(self.args.output_dir) / "completions"
-            told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            if repo := getattr(self.args, "log_completions_hub_repo", None):
+                told.upload(path, repo, self.args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
