@@ -6,6 +6,7 @@ import transformers
 
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator, problem
+from posttrain.rl.generation.transformers import TransformersGenerator
 from tests import tiny
 
 SIZE = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
