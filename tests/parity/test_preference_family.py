@@ -57,10 +57,25 @@ def unpaired(count):
 def test_kto(changes, tmp_path):
     changes = {"beta": 0.3, "with_reference": True} | changes
     runs = [
-        log_of(trainer, config, tiny.causal_lm(initializer_range=0.3), unpaired(ROWS), tmp_path / config.__module__, **changes)
+        log_of(
+            trainer,
+            config,
+            tiny.causal_lm(initializer_range=0.3),
+            unpaired(ROWS),
+            tmp_path / config.__module__,
+            **changes,
+        )
         for trainer, config in ((KTOTrainer, KTOConfig), (trl.KTOTrainer, trl.KTOConfig))
     ]
-    names = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"]
+    names = [
+        "loss",
+        "grad_norm",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    ]
     assert_equal(*runs, [*names, "kl", "entropy"] if changes.get("loss_type") is None else names)
     assert len({record["loss"] for record in runs[0]}) == 5
 

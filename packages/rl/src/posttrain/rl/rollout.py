@@ -426,7 +426,8 @@ class RolloutTrainer(Trainer):
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
-        with self.clock("generate"), self.compute_loss_context_manager():
+        whole = self.dist.gathered(self.model)  # processes write completions of different lengths
+        with self.clock("generate"), whole, self.compute_loss_context_manager():
             self.generate(samples, self.sampling(temperature))
 
     def _timed_score(self, samples: list[Sample]) -> Scores:

@@ -216,24 +216,21 @@ class Distributed:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process holds the weights of `model` whole, as for generating with it.
-
-        All processes enter and leave it together; inside, forwards need no other process.
-        """
+        """Within this context every process holds the weights of `model` whole, as for generating with it."""
         if self.engine is not None:
             with self.engine.gathered(model):
                 yield
             return
         modules = [m for m in model.modules() if hasattr(m, "unshard")] if sharding.is_sharded(model) else []
         for module in modules:
-            module.set_reshard_after_forward(False, recurse=False)  # else its first forward lets go of them again
+            module.set_reshard_after_forward(False, recurse=False)  # else the first forward would cut it up again
             module.unshard()
         try:
             yield
         finally:
-            for module in modules:  # of the model itself, the weights stay between forward and backward
-                lets_go = module is not modules[0] and self.sharding.reshard_after_forward
-                module.set_reshard_after_forward(lets_go, recurse=False)
+            for module in modules:
+                is_unit = module is not modules[0]  # the outermost is never cut up by its own forward
+                module.set_reshard_after_forward(is_unit and self.sharding.reshard_after_forward, recurse=False)
                 module.reshard()
 
     def whole_state_dict(
