@@ -1,67 +1,113 @@
-"""Time to save and to load a model with its AdamW state: posttrain against safetensors and torch.save written in place.
+"""Time to save and to resume a model with its AdamW state: posttrain's trainer against transformers' in one run.
 
-    python benchmarks/checkpoint.py [--millions 100] [--rounds 5] [--directory DIR]
+    python benchmarks/checkpoint.py [--millions 100] [--rounds 5] [--directory DIR] [--only posttrain]
 
-The peer does what transformers' Trainer does: weights through safetensors, the optimizer through `torch.save`, straight
-into ``checkpoint-N``, nothing hashed, nothing fsynced. posttrain's time is split: `write` fills the temporary directory,
-`commit` hashes and fsyncs every file and renames. `snapshot` is all that an asynchronous save makes training wait for.
-Contestants take turns; figures are medians over the rounds.
+Both contestants do all that their trainers do for a checkpoint: `save` is `Trainer._save_checkpoint`, `resume` is what `train`
+does before the first step of a resumed run, on a fresh model. The peer neither fsyncs nor hashes; posttrain's checkpoint is on
+the disk and has SHA-256 and CRC-32 of every file when `save` returns, and is verified before it is resumed from. So it is
+measured once more without those ("bare": the files alone, through the page cache). `stands still` is what training waits for
+with ``save_async=True``; `background` is how long that save takes in all. Contestants take turns; figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
+import os
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from results import write as write_results
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from posttrain.core.checkpoint import AsyncWriter, Store, load_tree, save_tree, snapshot
-
 WIDTH = 1000
+USUAL = dict(max_steps=2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, logging_strategy="no")
 
 
-def make(millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A stack of linear layers of one million weights each, and an AdamW that has made one step."""
+class Stack(nn.Module):
+    """Linear layers of one million weights each, of which a step uses only the first row: what it learns is no matter."""
+
+    def __init__(self, millions: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": sum((layer.weight * x.mean()).mean() for layer in self.layers) * labels.float().mean()}
+
+
+ROWS = [{"x": [1.0], "labels": 1}] * 8
+
+
+def made(contestant: str, millions: int, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    if contestant == "peer":
+        from transformers import Trainer, TrainingArguments
+
+        # It has no name for the fsync and the hash that it lacks.
+        return Trainer(Stack(millions), TrainingArguments(str(folder), **USUAL | changes), train_dataset=ROWS)
+    from posttrain.core import Trainer, TrainingArguments
+
+    return Trainer(Stack(millions), TrainingArguments(str(folder), **USUAL | changes), train_dataset=ROWS)
 
 
-def peer_save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    path.mkdir()
-    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
-    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+def trained(contestant: str, millions: int, folder: Path, **changes: Any) -> Any:
+    """A trainer that has made its updates and can save."""
+    trainer = made(contestant, millions, folder, **changes)
+    trainer.train()
+    return trainer
 
 
-def peer_load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    model.load_state_dict(load_file(path / "model.safetensors"))
-    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    save_tree(model.state_dict(), path / "model")
-    save_tree(optimizer.state_dict(), path / "optimizer")
+def resume(contestant: str, millions: int, folder: Path) -> tuple[float, float]:
+    """(seconds until the first step of a resumed run, MiB by which the peak of memory rises over the model made).
+
+    In a process of its own: what a resume takes from the system anew must not be lent by the runs before.
+    """
+    code = f"""
+import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, checkpoint
+class Stop(BaseException): pass
+trainer = checkpoint.made({contestant!r}, {millions}, {str(folder)!r}, max_steps=3)
+if {contestant!r} == "peer":
+    from transformers import TrainerCallback
+else:
+    from posttrain.core import TrainerCallback
+class Cut(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        print("RESULT", time.perf_counter() - started, checkpoint.peak_mib() - peak, state.global_step); raise Stop
+trainer.add_callback(Cut())
+peak, started = checkpoint.peak_mib(), time.perf_counter()
+try:
+    trainer.train(resume_from_checkpoint=True)
+except Stop:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if not lines:
+        raise RuntimeError(done.stderr[-3000:])
+    assert lines[0][3] == "2", "it did not resume"
+    return float(lines[0][1]), float(lines[0][2])
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, mmap: bool) -> None:
-    model.load_state_dict(load_tree(path / "model"))
-    optimizer.load_state_dict(load_tree(path / "optimizer", mmap=mmap))
+def bare_save(trainer: Any, folder: Path) -> None:
+    """The same files, neither hashed nor fsynced nor committed."""
+    folder.mkdir(parents=True)
+    trainer._write_checkpoint(folder)
 
 
 def main() -> None:
@@ -70,53 +116,65 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", default=None, help="Where to write; a disk, not a file system in memory.")
     args = parser.parse_args()
-    model, optimizer = make(args.millions)
+    logging.disable(logging.WARNING)
     root = Path(tempfile.mkdtemp(dir=args.directory))
-    store, writer, frozen = Store(root / "posttrain"), AsyncWriter(), None
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)  # name -> (wall, CPU) seconds of each round
+    times: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
 
-    def timed(name: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
-        result = action(*arguments)
-        times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-        return result
-
-    def save_tree_as(step: int, tree: Any) -> Path:
-        temp = store.begin(step)
-        save_tree(tree, temp / "state")
-        return store.commit(temp)
+    def timed(name: str, action: Callable[..., Any], *arguments: Any) -> None:
+        gc.collect()
+        wall, spent = time.perf_counter(), time.process_time()
+        action(*arguments)
+        times[name].append(time.perf_counter() - wall)
+        cpu[name].append(time.process_time() - spent)
 
     try:
+        peer = trained("peer", args.millions, root / "peer")
+        ours = trained("posttrain", args.millions, root / "ours")
         for number in range(args.rounds + 1):
-            peer, temp = root / "peer", store.begin(1)
-            timed("peer: save", peer_save, model, optimizer, peer)
-            timed("posttrain: write", fill, model, optimizer, temp)
-            path = timed("posttrain: commit", store.commit, temp)
-
-            tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            frozen = timed("posttrain: snapshot", snapshot, tree, frozen)
-            writer.submit(partial(save_tree_as, 2, frozen))
-            timed("posttrain: write and commit in the background", writer.wait)
-
-            timed("peer: load", peer_load, model, optimizer, peer)
-            problems = timed("posttrain: verify", store.verify, path)
-            assert problems == [], problems
-            timed("posttrain: load, mapped", load, model, optimizer, path, True)
-            timed("posttrain: load, read", load, model, optimizer, path, False)
-            shutil.rmtree(peer)
-            shutil.rmtree(store.output_dir)
+            for folder in ("peer", "ours", "bare"):
+                shutil.rmtree(root / folder, ignore_errors=True)
+                (root / folder).mkdir()
+            timed("peer: save", peer._save_checkpoint, peer.model, None)
+            timed("posttrain: save", ours._save_checkpoint, ours.model, None)
+            timed("posttrain: bare save", bare_save, ours, root / "bare" / "checkpoint")
+            shutil.rmtree(root / "ours")
+            ours.args.save_async = True
+            timed("posttrain: stands still", ours._save_checkpoint, ours.model, None)
+            timed("posttrain: background", ours._settle_save)
+            ours.args.save_async = False
             if number == 0:  # the first round asks the system for memory that the later ones use again
-                times.clear()
+                first = {name: spent[0] for name, spent in times.items()}
+                times.clear(), cpu.clear()
+        del peer, ours
+        gc.collect()
+        memory: dict[str, list[float]] = defaultdict(list)
+        for number in range(max(args.rounds // 2, 1) + 1):
+            for contestant in ("peer", "posttrain"):
+                folder = root / {"peer": "peer", "posttrain": "ours"}[contestant]
+                seconds, mib = resume(contestant, args.millions, folder)
+                if number:  # the first reads from the disk what the later ones find in memory
+                    times[f"{contestant}: resume"].append(seconds)
+                    memory[f"{contestant}: resume"].append(mib)
+                else:
+                    first[f"{contestant}: resume"] = seconds
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
     table = {}
     for name, spent in times.items():
-        peer = times["peer: load" if "load" in name or "verify" in name else "peer: save"]
-        wall, cpu = (statistics.median(column) for column in zip(*spent, strict=True))
-        ratios = [statistics.median(a[i] / b[i] for a, b in zip(spent, peer, strict=True)) for i in (0, 1)]
-        table[name] = {"seconds": wall, "cpu_seconds": cpu, "times_peer": ratios[0], "cpu_times_peer": ratios[1]}
-        print(f"{name:46s} {wall:6.3f} s ({ratios[0]:5.2f} x peer)   CPU {cpu:6.3f} s ({ratios[1]:5.2f} x peer)")
+        peer_times = times["peer: resume" if "resume" in name else "peer: save"]
+        seconds = statistics.median(spent)
+        ratio = statistics.median(a / b for a, b in zip(spent, peer_times, strict=True))
+        table[name] = {"seconds": seconds, "times_peer": ratio, "first_round_seconds": first[name]}
+        line = f"{name:26s} {seconds:6.3f} s = {ratio:5.2f} x peer (first round {first[name]:6.3f} s)"
+        if name in cpu:
+            table[name]["cpu_seconds"] = statistics.median(cpu[name])
+            line += f"   CPU {table[name]['cpu_seconds']:6.3f} s"
+        if name in memory:
+            table[name]["extra_mib"] = statistics.median(memory[name])
+            line += f"   peak memory +{table[name]['extra_mib']:,.0f} MiB"
+        print(line)
     write_results("checkpoint", {"millions": args.millions, "rounds": args.rounds, "table": table})
 
 

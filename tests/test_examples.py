@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tests import tiny
@@ -73,6 +74,61 @@ def test_sft(model_folder, tmp_path, monkeypatch, capsys):
     load("sft").main()
     assert "Loss curve:" in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
+    module = load("grpo_gsm8k")
+    whole = module.load_dataset
+    few = {"train": 40, "test": 2}
+    monkeypatch.setattr(
+        module, "load_dataset", lambda *names: datasets.DatasetDict(
+            {split: rows.select(range(few[split])) for split, rows in whole(*names).items()}
+        ),
+    )  # fmt: skip
+    argv = [
+        "grpo_gsm8k.py",
+        "--model",
+        model_folder,
+        "--data",
+        str(EXAMPLES / "data/gsm8k"),
+        "--steps",
+        "1",
+        "--length",
+        "6",
+    ]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output", str(tmp_path / "out")])
+    module.main()
+    assert "Held-out pass@1: 0.0" in capsys.readouterr().out
+    assert module.calculator("(48 / 2 - 4) * -3") == -60
+    with pytest.raises(ValueError, match="only numbers"):
+        module.calculator("__import__('os')")
+
+
+def test_dpo_after_sft(model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    argv = ["dpo.py", "--model", model_folder, "--output", str(tmp_path / "out"), "--sft-steps", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("dpo")
+    whole = module.read
+    monkeypatch.setattr(module, "read", lambda folder, split: whole(folder, split).select(range(8)))
+    module.main()
+    assert "Held-out pairs: accuracy" in capsys.readouterr().out
+    samples = (tmp_path / "out" / "samples.jsonl").read_text("utf-8").splitlines()
+    assert len(samples) == 6 and set(json.loads(samples[0])) == {"step", "prompt", "policy", "reference"}
+
+
+def test_the_slice_of_gsm8k_preferences_is_what_its_readme_says():
+    rows = {
+        split: [
+            json.loads(line) for line in (EXAMPLES / f"data/gsm8k_preferences/{split}.jsonl").open(encoding="utf-8")
+        ]
+        for split in ("train", "test")
+    }
+    assert (len(rows["train"]), len(rows["test"])) == (600, 100)
+    for row in rows["train"] + rows["test"]:
+        assert set(row) == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
+        assert len(row["prompt"]) + max(len(row["chosen"]), len(row["rejected"])) <= 600
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
 
 
 def test_the_slice_of_gsm8k_is_what_its_readme_says():

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from posttrain.core.collators import (
     DataCollatorForLanguageModeling,
@@ -154,3 +155,70 @@ def test_flattening_restarts_positions_and_predicts_nothing_across_a_border():
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 3]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert "position_ids" not in DataCollatorWithFlattening(return_position_ids=False)(ROWS)
+
+
+def test_flattening_tells_flash_attention_where_rows_begin():
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=1)
+    batch = collate(rows)
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5]
+    assert batch["cu_seq_lens_q"].dtype == batch["seq_idx"].dtype == torch.int32
+    assert (batch["max_length_q"], batch["max_length_k"]) == (3, 3)
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1]] and batch["position_ids"].tolist() == [[1, 2, 3, 1, 2]]
+    theirs = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    ours = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), name
+
+
+class WordPieces:
+    """A tokenizer as far as the collator needs one: ids are places in a vocabulary of pieces."""
+
+    def __init__(self, pieces):
+        self.pieces, self.padding_side, self.mask_token, self.mask_token_id = pieces, "right", "[M]", 1
+        self.model_input_names = ["input_ids", "attention_mask"]
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def pad(self, rows, **options):
+        length = max(len(row["input_ids"]) for row in rows)
+        return {
+            name: torch.tensor([list(row[name]) + [0] * (length - len(row[name])) for row in rows]) for name in rows[0]
+        }
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.pieces[i] for i in ids]
+
+    def get_special_tokens_mask(self, ids, already_has_special_tokens):
+        return [int(i < 3) for i in ids]
+
+
+PIECES = ["[P]", "[M]", "[S]", "play", "##ing", "##s", "we", "go"]
+MARKED = ["[P]", "[M]", "[S]", "\u0120play", "ing", "s", "\u0120we", "\u0120go"]
+
+
+@pytest.mark.parametrize("told_by", ["pieces", "marks", "offsets"])
+def test_all_tokens_of_a_word_are_predicted_or_none(told_by):
+    row = {"input_ids": [2, 3, 4, 5, 6, 3, 4, 7, 2]}  # we: playings we playing go
+    words = [[1, 2, 3], [4], [5, 6], [7]]
+    if told_by == "offsets":
+        row["offset_mapping"] = [(0, 0), (0, 4), (4, 7), (7, 8), (9, 11), (12, 16), (16, 19), (20, 22), (0, 0)]
+    short = {"input_ids": [2, 6, 2]} | ({"offset_mapping": [(0, 0), (0, 2), (0, 0)]} if told_by == "offsets" else {})
+    tokenizer = WordPieces({"pieces": PIECES, "marks": MARKED, "offsets": ["x"] * 8}[told_by])
+    collate = DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True, mlm_probability=0.5, seed=0)
+    chosen = torch.zeros(9)
+    for _ in range(200):
+        labels = collate([dict(row), dict(short)])["labels"]
+        predicted = labels != -100
+        assert not predicted[0, [0, 8]].any() and not predicted[1, 2:].any() and not predicted[1, 0]
+        for word in words:
+            assert len(set(predicted[0, word].tolist())) == 1
+        chosen += predicted[0]
+    assert all(0.4 < chosen[word[0]] / 200 < 0.6 for word in words)
+
+
+def test_whole_words_need_masked_modeling(tok):
+    with pytest.raises(ValueError, match="mlm=False masks nothing"):
+        DataCollatorForLanguageModeling(tok, mlm=False, whole_word_mask=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core import Trainer, TrainingArguments, evaluation
+from posttrain.core import Trainer, TrainingArguments, evaluation, predictions
 from posttrain.core.metrics import Metrics
 from tests import tiny
 from tests.contract.trainers import classification_rows
@@ -43,12 +43,6 @@ def test_fillers_count_for_nothing():
     batches = [*loader(2), {"x": torch.full((1,), 1e9), "labels": torch.zeros(1)}]
     kept, metrics, rows = run(batches, is_filler=lambda b: bool(b["x"].max() > 1e8))
     assert rows == 5 and metrics["loss"] == pytest.approx(31 / 5) and len(kept.predictions) == 5
-
-
-def test_ragged_predictions_are_filled_with_minus_100():
-    joined = evaluation.join([np.ones((1, 2), int), np.ones((2, 3), int)])
-    assert joined.tolist() == [[1, 1, -100], [1, 1, 1], [1, 1, 1]]
-    assert evaluation.join([(np.zeros(1), np.ones((1, 1))), (np.zeros(2), np.ones((2, 2)))])[1].shape == (3, 2)
 
 
 def test_batch_metrics_see_each_batch_and_the_last_one_is_marked():
@@ -168,7 +162,7 @@ def test_predictions_larger_than_memory_are_refused_at_the_first_batch(monkeypat
     seen = []
     options = {"num_batches": 3, "on_batch": lambda: seen.append(1)}
     need = 3 * 2 * 2 * 4  # batches x (predictions and labels) x rows x bytes
-    monkeypatch.setattr(evaluation, "_free_memory", lambda: need - 1)
+    monkeypatch.setattr(predictions, "_free_memory", lambda: need - 1)
     with pytest.raises(MemoryError, match="3 evaluation batches .*preprocess_logits_for_metrics"):
         run(loader(2), **options)
     assert seen == []
@@ -177,35 +171,11 @@ def test_predictions_larger_than_memory_are_refused_at_the_first_batch(monkeypat
 
 
 def test_predictions_near_the_free_memory_are_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(evaluation, "_free_memory", lambda: 2 * 48 - 1)
+    monkeypatch.setattr(predictions, "_free_memory", lambda: 2 * 48 - 1)
     run(loader(2), num_batches=3)
-    monkeypatch.setattr(evaluation, "_free_memory", lambda: 2 * 48)
+    monkeypatch.setattr(predictions, "_free_memory", lambda: 2 * 48)
     run(loader(2), num_batches=3)
     assert [r.levelname for r in caplog.records if "preprocess_logits_for_metrics" in r.getMessage()] == ["WARNING"]
-
-
-def test_a_view_does_not_keep_what_it_is_a_part_of():
-    logits = torch.zeros(2, 1000, 8)
-    kept = evaluation.to_numpy((logits[:, -1], logits))
-    assert kept[0].base is None or not np.shares_memory(kept[0], logits.numpy())
-    assert np.shares_memory(kept[1], logits.numpy())  # and what is whole is not copied
-
-
-@pytest.mark.parametrize("widths", [(3, 3, 3, 3), (1, 2, 3, 4), (4, 1, 1, 1)])
-def test_small_batches_are_put_together_on_the_way(widths, monkeypatch):
-    monkeypatch.setattr(evaluation, "BLOCK", 100)
-    parts = [np.arange(2 * width).reshape(2, width) for width in widths]
-    kept = evaluation._Kept(concatenate=True)
-    for part in parts:
-        kept.add([(part, {"a": part[:, 0]}, None, None)])
-    assert len(kept.blocks) + len(kept.small) < len(parts)
-    predictions, labels, inputs, losses = kept.joined()
-    expected = np.full((8, max(widths)), -100)
-    for index, part in enumerate(parts):
-        expected[2 * index : 2 * index + 2, : part.shape[1]] = part
-    np.testing.assert_array_equal(predictions, expected)
-    np.testing.assert_array_equal(labels["a"], expected[:, 0])
-    assert inputs is losses is None and kept.blocks == kept.small == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the memory of the process from /proc")
@@ -297,7 +267,7 @@ def test_metrics_that_cannot_be_computed_are_refused_at_construction(tmp_path):
         classifier(tmp_path, Accuracy(), include_for_metrics=["inputs"])
 
 
-if __name__ == "__main__":  # two processes, started by tests/distributed/test_two_processes_evaluate.py
+if __name__ == "__main__":  # two processes, started by tests/distributed/test_metrics.py
     torch.set_num_threads(1)
     streamed = classifier(sys.argv[1], Accuracy(), per_device_eval_batch_size=2)
     metrics = streamed.evaluate() | {"predicted": len(streamed.predict(streamed.eval_dataset).predictions)}

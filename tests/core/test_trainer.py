@@ -291,11 +291,11 @@ def test_saving_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):
     commit = type(trainer.store).commit
     failed = []
 
-    def fails_once(store, temp, extra=None):
+    def fails_once(store, temp, *rest):
         if not failed:
             failed.append(temp)
             raise OSError(28, "No space left on device")
-        return commit(store, temp, extra)
+        return commit(store, temp, *rest)
 
     monkeypatch.setattr(type(trainer.store), "commit", fails_once)
     assert trainer.train().global_step == 4

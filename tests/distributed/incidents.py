@@ -57,11 +57,14 @@ def pair(folder: Path) -> None:
 
 
 def nodes(folder: Path) -> None:
-    mine = folder / f"node-{os.environ['GROUP_RANK']}"
-    trainer = causal_lm()(
-        mine, save_on_each_node=True, save_strategy="steps", save_steps=1, save_total_limit=2, **SPLIT
-    )
+    mine = folder / f"node-{os.environ['GROUP_RANK']}"  # a disk of this machine: the same relative path, other files
+    mine.mkdir()
+    os.chdir(mine)
+    options = {"save_on_each_node": True, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, **SPLIT}
+    trainer, resumed = causal_lm()("out", **options), causal_lm()("out", **options)
     trainer.train()
+    resumed.train(resume_from_checkpoint="out/checkpoint-3")
+    assert all(torch.equal(value, weights(trainer)[name]) for name, value in weights(resumed).items())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def once(folder: Path, name: str, make: Callable[[Path], Any]) -> Path:
     return done
 
 
-def do(processes: int, work: list[list[Any]], folder: Path) -> str:
+def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> str:
     """Let so many processes do `work` (label, function of `worker`, its arguments), and return what they said.
 
     One process is this one.
@@ -59,7 +59,7 @@ def do(processes: int, work: list[list[Any]], folder: Path) -> str:
         for label, function, arguments in work:
             torch.save(getattr(worker, function)(**arguments), folder / f"{label}.pt")
         return ""
-    done = torchrun(processes, str(WORKER), str(folder), json.dumps(work))
+    done = torchrun(processes, str(WORKER), str(folder), json.dumps(work), **changes)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stderr
 

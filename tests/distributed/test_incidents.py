@@ -71,7 +71,7 @@ def test_the_first_process_of_each_machine_saves_when_it_is_asked_to(tmp_path):
     for node in nodes:
         finish(node)
     for name in ("node-0", "node-1"):
-        kept = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
+        kept = sorted(path.name for path in (tmp_path / name / "out").glob("checkpoint-*"))
         assert kept == ["checkpoint-3", "checkpoint-4"]  # rotated on both
-        files = {path.name for path in (tmp_path / name / "checkpoint-4").iterdir()}
+        files = {path.name for path in (tmp_path / name / "out/checkpoint-4").iterdir()}
         assert {"manifest.json", "model.safetensors", "optimizer.json", "trainer_state.json"} <= files

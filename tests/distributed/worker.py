@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from posttrain.core import TrainerCallback
+from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.metrics import is_timing
 from tests.contract.trainers import TRAINERS, causal_lm
 
@@ -56,8 +57,11 @@ def history(trainer):
 def train(name, out, cut=None, resume=None, evaluate=True, **changes):
     """Train one of the contract's trainers, with the rows of an update dealt to all processes.
 
-    With `cut`, only until after that step, whose checkpoint is written.
+    Args:
+        cut: train only until after that step, whose checkpoint is written.
+        resume: the output directory of the run to go on from.
     """
+    resume = resume and get_last_checkpoint(resume)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     changes = split(processes) | {"per_device_eval_batch_size": 2} | changes
     trainer = TRAINERS[name](out, callbacks=[CutAfter(cut)] if cut else None, **changes)
@@ -99,6 +103,36 @@ def low_precision(out):
     trainer.train()
     kept = {parameter.dtype for parameter in trainer.model.parameters()}
     return {"kept": kept, "gathered": seen, "loss": trainer.state.log_history[0]["loss"]}
+
+
+def generate(out, **changes):
+    """What each process writes before an update and after it, of the prompts of all; those of rank 0 are returned."""
+    from posttrain.rl.generation.local import problem
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    trainer = TRAINERS["grpo"](out, max_completion_length=24, max_steps=1, **split(ranks), **changes)
+    trainer.train()
+    rank, forwards = trainer.dist.rank, []
+    trainer.model.register_forward_pre_hook(lambda module, inputs: forwards.append(1))
+    found = {"ids": [], "logps": []}
+    with trainer.dist.gathered(trainer.model):
+        sampling, told = trainer.sampling(), problem(trainer.model)
+        forwards.clear()
+        for number in range(4) if ranks == 1 else [rank, rank + 2]:
+            done = trainer.generator.generate([[9 + number, 30, 31]], 2, sampling, [2 * number, 2 * number + 1])
+            found["ids"].append((number, done.ids))
+            found["logps"].append((number, [torch.tensor(logps) for logps in done.logps]))
+    parts = trainer.dist.gather_object(found)
+    joined = {
+        name: [value for _, value in sorted((x for p in parts for x in p[name]), key=lambda x: x[0])] for name in found
+    }
+    return {
+        "ids": joined["ids"],
+        "logps": [logps for pair in joined["logps"] for logps in pair],
+        "engine": type(trainer.generator).__name__,
+        "problems": told,
+        "forwards": trainer.dist.gather_object(len(forwards)),
+    }
 
 
 if __name__ == "__main__":

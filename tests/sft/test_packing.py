@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from posttrain.core.attention import enable_segments
 from posttrain.core.errors import DataError
-from posttrain.core.segments import Segments
+from posttrain.core.segments import Segments, with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak, pack, pack_dataset
 from tests.tiny import causal_lm
@@ -156,15 +156,19 @@ def test_padding_free_takes_plain_rows_too():
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
 
 
-def test_for_models_that_read_segments_the_documents_and_the_padding_are_in_the_batch():
+def test_the_documents_of_a_batch_are_there_for_models_that_read_segments():
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [1, 3]}, {"input_ids": [9, 4], "seq_lengths": [2]}]
-    batch = SFTCollator(pad_token_id=0, segments=True)(rows)
-    assert batch["segments"] == Segments.documents([1, 3, 2, 2])
-    assert batch["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 0, 1]]
-    assert batch["labels"].tolist() == [[-100, -100, 7, 8], [-100, 4, -100, -100]]
-    flat = SFTCollator(pad_token_id=0, padding_free=True, segments=True)(rows)
-    assert flat["segments"] == Segments.documents([1, 3, 2])
-    assert "segments" not in SFTCollator(pad_token_id=0, segments=True)([{"input_ids": [5, 6]}])
+    batch = SFTCollator(pad_token_id=0, seq_lengths=True)(rows)
+    assert batch["seq_lengths"].tolist() == [[1, 3], [2, 0]]
+    read = with_segments(batch)
+    assert read["segments"] == Segments.documents([1, 3, 2, 2]) and "seq_lengths" not in read
+    assert torch.equal(read["position_ids"], batch["position_ids"])
+    row = without_padding(batch)
+    assert row["segments"] == Segments.documents([1, 3, 2])
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4]] and row["labels"].tolist() == [[-100, -100, 7, 8, -100, 4]]
+    flat = SFTCollator(pad_token_id=0, padding_free=True, seq_lengths=True)(rows)
+    assert with_segments(flat)["segments"] == Segments.documents([1, 3, 2])
+    assert "seq_lengths" not in SFTCollator(pad_token_id=0, seq_lengths=True)([{"input_ids": [5, 6]}])
 
 
 @pytest.mark.parametrize("padding_free", [False, True], ids=["packed", "padding_free"])
@@ -176,7 +180,8 @@ def test_a_packed_documents_logits_are_those_of_the_document_alone(arch, attenti
         enable_segments(lm)
     packed = list(pack_dataset(dataset, 40))
     assert len(packed) == 2 and len(packed[0]["input_ids"]) != len(packed[1]["input_ids"])
-    batch = SFTCollator(pad_token_id=0, padding_free=padding_free, segments=attention == "segments")(packed)
+    batch = SFTCollator(pad_token_id=0, padding_free=padding_free, seq_lengths=attention == "segments")(packed)
+    batch = with_segments(batch)
     batch.pop("labels")
     with torch.no_grad():
         logits = lm(**batch, use_cache=False).logits

@@ -216,7 +216,7 @@ def test_models_whose_attention_cannot_be_replaced_are_trained_under_a_mask(tmp_
     torch.manual_seed(0)
     model = BloomForCausalLM(BloomConfig(vocab_size=384, hidden_size=32, n_layer=2, n_head=4))
     with caplog.at_level("INFO", logger="posttrain"):
-        trainer = make(tmp_path, TEXTS, model=model)
+        trainer = make(tmp_path, TEXTS, model=model, max_steps=6)
     assert "Attention goes over whole rows, under a mask: BloomForCausalLM" in caplog.text
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0]

@@ -19,6 +19,7 @@ import torch
 
 from posttrain.core import distributed, registry, schedules
 from posttrain.core.accelerator_config import AcceleratorArguments
+from posttrain.core.allocator import AllocatorArguments
 from posttrain.core.checkpoint import CheckpointArguments
 from posttrain.core.data import DataArguments
 from posttrain.core.distributed import DistributedArguments
@@ -38,6 +39,7 @@ from posttrain.core.fields import (
 )
 from posttrain.core.health import HealthArguments
 from posttrain.core.hub import HubArguments
+from posttrain.core.interrupts import InterruptArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
@@ -87,7 +89,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
-    "enable_jit_checkpoint": _later("save more often, with save_steps", False),
     # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
     "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
 }
@@ -150,7 +151,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     HealthArguments,
     EMAArguments,
     ModelSideArguments,
+    AllocatorArguments,
     DataArguments,
+    InterruptArguments,
     CheckpointArguments,
     EvaluationArguments,
     LoggingArguments,

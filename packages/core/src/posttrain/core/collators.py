@@ -18,6 +18,9 @@ from posttrain.core.errors import DataError
 IGNORE_INDEX = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out."""
 
+SPACE_MARKS = ("\u0120", "\u2581")
+"""What byte-level and SentencePiece vocabularies write for the space before a word."""
+
 Features = list[dict[str, Any]]
 Batch = dict[str, Any]
 
@@ -270,12 +273,16 @@ class DataCollatorForLanguageModeling:
 
     Args:
         tokenizer: pads; masked modeling needs its ``mask_token``.
+        whole_word_mask: choose words, all of whose tokens are predicted. Words are told by the column ``offset_mapping``
+            where rows have it (a token that begins where the one before ends belongs to its word), and else by the marks
+            of the vocabulary: ``##`` within words, or a space mark at their start.
         pad_to_multiple_of: round the length up to a multiple of this.
         seed: draw from an own generator (plus the worker's id in a worker); None draws from torch's global one.
     """
 
     tokenizer: Any
     mlm: bool = True
+    whole_word_mask: bool = False
     mlm_probability: float = 0.15
     mask_replace_prob: float = 0.8
     random_replace_prob: float = 0.1
@@ -296,11 +303,14 @@ class DataCollatorForLanguageModeling:
             raise ValueError(
                 "mlm=True needs a mask token, and this tokenizer has none. Set mlm=False for causal language modeling."
             )
+        if self.whole_word_mask and not self.mlm:
+            raise ValueError("whole_word_mask=True chooses what is masked, and mlm=False masks nothing. Set mlm=True.")
         self.generator: torch.Generator | None = None
 
     def __call__(self, features: list[Any]) -> Batch:
         rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
         rows = [{key: value for key, value in row.items() if key != "labels"} for row in rows]
+        offsets = [row.pop("offset_mapping", None) for row in rows]
         had_mask = "attention_mask" in rows[0]
         for row in rows:  # padding is told from eos by this mask, so it is made here where a row brings none
             row.setdefault("attention_mask", [1] * len(row["input_ids"]))
@@ -310,19 +320,25 @@ class DataCollatorForLanguageModeling:
             del batch["attention_mask"]
         special = batch.pop("special_tokens_mask", None)
         if self.mlm:
-            batch["input_ids"], batch["labels"] = self.mask_tokens(batch["input_ids"], padding, special)
+            words = self._words(batch["input_ids"], padding, offsets) if self.whole_word_mask else None
+            batch["input_ids"], batch["labels"] = self.mask_tokens(batch["input_ids"], padding, special, words)
         else:
             batch["labels"] = batch["input_ids"].masked_fill(padding, IGNORE_INDEX)
         return batch if self.return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
 
     def mask_tokens(
-        self, input_ids: torch.Tensor, padding: torch.Tensor, special: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        padding: torch.Tensor,
+        special: torch.Tensor | None = None,
+        words: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the tokens to predict.
 
         Args:
             input_ids: (B, T). padding: (B, T) true where a row has ended. special: (B, T) nonzero at special tokens;
-                asked of the tokenizer if None.
+                asked of the tokenizer if None. words: (B, T) number of the word that each token belongs to; None
+                draws tokens.
 
         Returns:
             The inputs to show and the labels, both (B, T).
@@ -337,8 +353,11 @@ class DataCollatorForLanguageModeling:
         if self.seed is not None and self.generator is None:
             worker = torch.utils.data.get_worker_info()
             self.generator = torch.Generator().manual_seed(self.seed + (worker.id if worker else 0))
-        chances = torch.full(input_ids.shape, float(self.mlm_probability)).masked_fill(special.bool() | padding, 0.0)
+        chances = torch.full(input_ids.shape, float(self.mlm_probability))
         chosen = torch.bernoulli(chances, generator=self.generator).bool()
+        if words is not None:  # the draw of a word is that of its number
+            chosen = chosen.gather(1, words)
+        chosen &= ~(special.bool() | padding)
         draw = torch.rand(input_ids.shape, generator=self.generator)
         words = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
         masked = draw < self.mask_replace_prob
@@ -346,6 +365,24 @@ class DataCollatorForLanguageModeling:
         shown = torch.where(chosen & random, words, input_ids)
         shown = shown.masked_fill(chosen & masked, self.tokenizer.mask_token_id)
         return shown, input_ids.masked_fill(~chosen, IGNORE_INDEX)
+
+    def _words(self, input_ids: torch.Tensor, padding: torch.Tensor, offsets: list[Any]) -> torch.Tensor:
+        """The number of each token's word in its row, (B, T), counted from 0."""
+        continues = torch.zeros(input_ids.shape, dtype=torch.bool)
+        for row, ids, padded, spans in zip(continues, input_ids, padding, offsets, strict=True):
+            place = (~padded).nonzero().flatten()
+            if spans is not None:
+                ends, starts = torch.as_tensor(spans)[:-1, 1], torch.as_tensor(spans)[1:, 0]
+                row[place[1:]] = (ends == starts) & (
+                    torch.as_tensor(spans)[1:, 1] > starts
+                )  # special tokens span nothing
+                continue
+            tokens = self.tokenizer.convert_ids_to_tokens(ids[place].tolist())
+            marked = any(token[:1] in SPACE_MARKS for token in tokens)
+            inside = [token.startswith("##") or (marked and token[:1] not in SPACE_MARKS) for token in tokens]
+            row[place] = torch.tensor(inside, dtype=torch.bool)
+        continues[:, 0] = False
+        return (~continues).long().cumsum(1) - 1
 
 
 @dataclass
@@ -355,10 +392,21 @@ class DataCollatorWithFlattening:
     Gives ``input_ids``, ``labels`` and ``position_ids``, each (1, T). Positions restart at each row, by which attention
     tells the rows apart; the label of each row's first token is `separator_id`, so that nothing is predicted across
     a border. Needs attention that reads ``position_ids``.
+
+    Args:
+        return_position_ids: give ``position_ids``.
+        separator_id: label of each row's first token.
+        return_flash_attn_kwargs: also give ``cu_seq_lens_q`` and ``cu_seq_lens_k``, the places where rows begin and the last
+            ends, (rows + 1,) int32, and ``max_length_q`` and ``max_length_k``, the length of the longest.
+        return_seq_idx: also give ``seq_idx``, (1, T) int32, the number of the row that each token is of.
+        position_ids_start: position of each row's first token.
     """
 
     return_position_ids: bool = True
     separator_id: int = IGNORE_INDEX
+    return_flash_attn_kwargs: bool = False
+    return_seq_idx: bool = False
+    position_ids_start: int = 0
     return_tensors: str = "pt"
 
     def __call__(self, features: Features) -> Batch:
@@ -368,8 +416,16 @@ class DataCollatorWithFlattening:
             row[:1] = self.separator_id
         columns = {"input_ids": ids, "labels": labels}
         if self.return_position_ids:
-            columns["position_ids"] = [np.arange(len(row)) for row in ids]
+            columns["position_ids"] = [np.arange(len(row)) + self.position_ids_start for row in ids]
+        if self.return_seq_idx:
+            columns["seq_idx"] = [np.full(len(row), number, dtype=np.int32) for number, row in enumerate(ids)]
         batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
-        return (
-            {name: torch.from_numpy(value) for name, value in batch.items()} if self.return_tensors == "pt" else batch
-        )
+        lengths = [len(row) for row in ids]
+        if self.return_flash_attn_kwargs:
+            borders = np.cumsum([0, *lengths], dtype=np.int32)
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.copy()}
+        if self.return_tensors == "pt":
+            batch = {name: torch.from_numpy(value) for name, value in batch.items()}
+        if self.return_flash_attn_kwargs:
+            batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return batch

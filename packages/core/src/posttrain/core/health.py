@@ -66,7 +66,7 @@ class Update:
         losses: the share of each of them in the loss, shape () each.
         loss, grad_norm: shape ().
         num_items: items in the window, shape (), where they were counted.
-        origins: for each micro-batch, which of those that the loader gave for this window it is, or is a part of.
+        origins: for each micro-batch, which of those that the loader gave for this window it is a part of; None: itself.
     """
 
     step: int
@@ -77,11 +77,14 @@ class Update:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     num_items: torch.Tensor | None = None
-    origins: list[int] = field(default_factory=list)
+    origins: list[int] | None = None
 
     @property
     def lacks_labels(self) -> bool:
         return self.num_items is not None and not int(self.num_items)
+
+    def origin(self, number: int) -> int:
+        return number if self.origins is None else self.origins[number]
 
     def bad_batches(self) -> list[int]:
         """Which micro-batches of the window had a loss that is not finite; all of them where only the gradient is bad."""
@@ -261,8 +264,7 @@ def name_batches(update: Update, rows_of: Callable[[int], list[int] | None]) -> 
         rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: not known.
     """
     named = []
-    bad = [update.origins[n] if update.origins else n for n in update.bad_batches()]
-    for number in dict.fromkeys(update.first_batch + origin for origin in bad):
+    for number in dict.fromkeys(update.first_batch + update.origin(bad) for bad in update.bad_batches()):
         rows = rows_of(number)
         shown = ", ".join(map(str, (rows or [])[:ROWS_NAMED])) + (", ..." if len(rows or []) > ROWS_NAMED else "")
         named.append(f"batch {number} of epoch {update.epoch}{f' (rows {shown})' if rows else ''}")

@@ -133,7 +133,7 @@ class Incidents:
         folder = Path(self.args.output_dir) / f"nonfinite-step-{update.step + 1}"
         stem = folder / f"rank-{self.dist.rank}"
         read = f"posttrain.core.checkpoint.codec.load_tree({str(stem)!r})['micro_batches']"
-        numbers = [update.first_batch + origin for origin in update.origins]
+        numbers = [update.first_batch + update.origin(number) for number in range(len(update.window))]
         tree = {
             "how_to_read": f"import posttrain.core.checkpoint.codec; batches = {read}",
             "update": update.step + 1, "epoch": update.epoch, "batches": numbers,
@@ -179,7 +179,7 @@ class Incidents:
 
         The update is the same, for a loss is a mean over its window however that is cut.
         """
-        self._origins = list(range(len(window)))
+        self._origins: list[int] | None = None  # each micro-batch is one that the loader gave
         if not self.args.auto_find_batch_size:
             try:
                 return window, self.accumulate(model, window, num_items)
@@ -219,7 +219,7 @@ class Incidents:
         """The micro-batches of `window`, each in two. Where `failure` names none, what cannot be cut stays whole."""
         parts: list[Any] = []
         origins: list[int] = []
-        for batch, origin in zip(window, self._origins, strict=True):
+        for batch, origin in zip(window, self._origins or range(len(window)), strict=True):
             try:
                 parts += memory.halves(batch)
                 origins += [origin, origin]

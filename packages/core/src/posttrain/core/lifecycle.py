@@ -7,6 +7,7 @@ evaluating and saving after each, and the last record.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import time
@@ -17,10 +18,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import changes, data, ema, evaluation, health, hub, models, objective, trackers
+from posttrain.core import (
+    allocator,
+    changes,
+    data,
+    ema,
+    evaluation,
+    health,
+    hub,
+    interrupts,
+    models,
+    objective,
+    trackers,
+)
 from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
+from posttrain.core.leaving import Leaving
 from posttrain.core.memory import MemoryTracker
 from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.plan import Plan, Progress
@@ -36,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Lifecycle(Incidents, Resuming):
+class Lifecycle(Incidents, Resuming, Leaving):
     """The private half of `Trainer`, which makes the attributes named here and offers the public methods called here."""
 
     args: TrainingArguments
@@ -94,23 +108,7 @@ class Lifecycle(Incidents, Resuming):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
             )
-        is_streaming = evaluation.is_streaming(self.compute_metrics)
-        if self.compute_metrics is not None and not is_streaming and not callable(self.compute_metrics):
-            raise TypeError(
-                f"compute_metrics is of type {type(self.compute_metrics).__name__}; it must be callable with an EvalPrediction, or "
-                "have update(predictions, labels) and compute()."
-            )
-        if is_streaming and args.include_for_metrics:
-            raise ValueError(
-                f"include_for_metrics={args.include_for_metrics!r} has no use: update(predictions, labels) of the "
-                f"{type(self.compute_metrics).__name__} passed as compute_metrics gets neither. Leave it out, or pass a function."
-            )
-        if args.batch_eval_metrics and self.compute_metrics is not None and not is_streaming:
-            if not objective.accepts(self.compute_metrics, "compute_result"):
-                raise ValueError(
-                    "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-                    "last; this compute_metrics has no argument compute_result."
-                )
+        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise ValueError(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
@@ -142,6 +140,8 @@ class Lifecycle(Incidents, Resuming):
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
+        if args.keep_freed_memory and self.dist.device.type == "cpu":
+            allocator.keep_freed_memory()
         if self.model_init is not None:
             data.set_seed(args.seed)
             self._forget_model()
@@ -154,15 +154,15 @@ class Lifecycle(Incidents, Resuming):
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
         self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
+        self._check_space(plan)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
-        self._guard, self._ema, self._cuts, self._loss_terms = (
-            self._make_guard(),
-            ema.make(self.model, args, self.optimizer),
-            0,
-            {},
-        )
+        self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
+        self._cuts, self._loss_terms = 0, {}
+        limit = args.max_time and interrupts.seconds(args.max_time)
+        self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
+        self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
         place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
@@ -185,11 +185,22 @@ class Lifecycle(Incidents, Resuming):
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
+            self._watch.begin()
             debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
             memory = self._memory.stage("train")
             with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
                 yield self.model_wrapped
+            self._settle_save()
+            self._leave_after_the_last(trial)
+        except interrupts.Left as left:
+            if (end := left.exit()) is not None:
+                raise end from None
+        except Exception as error:
+            if args.save_on_exception:
+                self._save_after(error)
+            raise
         finally:
+            self._watch.end()
             self.is_in_train = False
             self._saver.leave()  # after an error; else everything is settled
             for callback in handler.callbacks:
@@ -227,6 +238,10 @@ class Lifecycle(Incidents, Resuming):
             )  # fmt: skip
         return None
 
+    def _batches_given(self) -> int:
+        """Micro-batches of the epoch before the place where the loader stands."""
+        return self._loader.batches_given
+
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
         ema.load(self._ema, checkpoint)
@@ -245,10 +260,11 @@ class Lifecycle(Incidents, Resuming):
         self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
         changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        self._saved_step = self.state.global_step
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
         if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
-            self.progress.batches = self._loader.batches_given
+            self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
                 self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
@@ -265,10 +281,7 @@ class Lifecycle(Incidents, Resuming):
         elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
             model.save_pretrained(str(directory), state_dict=state_dict)
         else:
-            directory.mkdir(parents=True, exist_ok=True)
-            codec.write_tensors(
-                state_dict, directory / weights.WEIGHTS, {"format": "pt", "class": type(model).__name__}
-            )
+            weights.write(state_dict, directory, type(model).__name__)
         self._save_beside(directory)
 
     def _save_beside(self, directory: Path) -> None:
@@ -292,9 +305,8 @@ class Lifecycle(Incidents, Resuming):
     def _write_checkpoint(self, directory: Path) -> None:
         self._write_model(directory)
         if not self.args.save_only_model:
-            mine = {"rng": rng.rng_state(), "trainer": self.state_dict(), "rows_per_update": self._rows_per_update()}
-            mine["scaler"] = None if self.dist.scaler is None else self.dist.scaler.state_dict()
-            codec.save_tree(mine, directory / f"rank-{self.dist.rank}")
+            for rank, state in self._processes_at_save.items():
+                codec.save_tree(state, directory / f"rank-{rank}")
             self._save_optimizer(directory)
         if self.args.should_save:
             if not self.args.save_only_model:
@@ -344,6 +356,7 @@ class Lifecycle(Incidents, Resuming):
     def _advance(self, plan: Plan, num_batches: int) -> None:
         self.progress.batches += num_batches
         self.state.global_step += 1
+        self._is_moving, self._boundary = False, None
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
         if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
             self.store_flos()
@@ -372,6 +385,8 @@ class Lifecycle(Incidents, Resuming):
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        if reason := self._watch.due():
+            self._leave(model, trial, reason)
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._guard.settle()
         if self._saver.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
@@ -380,9 +395,10 @@ class Lifecycle(Incidents, Resuming):
             self._log_training()
         self.control.should_log = False
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
             self.store_flos()
-            improved = self._determine_best_metric(self._evaluate(trial, ignore_keys))
+            metrics = self._evaluate_or_leave(model, trial, ignore_keys)
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(metrics)
             if self.args.save_strategy == "best":
                 self.control.should_save = improved
         if self.control.should_save:
@@ -390,23 +406,8 @@ class Lifecycle(Incidents, Resuming):
             self.store_flos()
             with self.clock("save"):
                 self._save_checkpoint(model, trial)
-
-    def _settle_save(self, wait: bool = True) -> None:
-        """Tell the Hub and the callbacks of a checkpoint that is there now, and let older ones go."""
-        outcome = self._saver.settle(wait)
-        if outcome is None:
-            return
-        if outcome.path is None:
-            if self.state.best_global_step == outcome.step:
-                self.state.best_model_checkpoint = None
-            return
-        now, self.state = self.state, self._state_at_save  # one written in the background is of an earlier step
-        try:
-            self._upload(outcome.path)
-            self._rotate(now.best_model_checkpoint)
-            self._fire("on_save")
-        finally:
-            self.state = now
+        if self.args.save_on_exception:
+            self._boundary = copy.deepcopy(self._position())
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
@@ -462,7 +463,6 @@ class Lifecycle(Incidents, Resuming):
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
         self._guard.settle()
-        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
@@ -483,6 +483,7 @@ class Lifecycle(Incidents, Resuming):
         if self._ema is not None and self.args.ema_use != "eval":
             self._ema.copy_to_model()
         self._push_at_end()
+        self._copy_files()
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 

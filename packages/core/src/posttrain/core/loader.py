@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
+from posttrain.core.interrupts import WorkerStart
 from posttrain.core.samplers import (
     SeededRandomSampler,
     deal,
@@ -105,6 +106,7 @@ class Loader(DataLoader):
         dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
         self._generator = torch.Generator()
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
+        engine["worker_init_fn"] = WorkerStart(engine.get("worker_init_fn"))
         if is_stream(dataset):
             if any_rank is not None and world_size > 1 and _splits_evenly(dataset, world_size):
                 from datasets.distributed import split_dataset_by_node

@@ -15,6 +15,11 @@ import torch
 
 from posttrain.core.state import strict
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 # Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
 TOKENS, FLOPS = "input/tokens", "input/flops"
 
@@ -214,11 +219,7 @@ def peak_memory(device: torch.device | None = None) -> dict[str, float]:
     """The most memory in MiB that this process has had so far: ``perf/peak_host_mib``, and of a CUDA `device`
     ``perf/peak_device_mib``; empty on systems that do not say."""
     values = {}
-    try:
-        import resource
-    except ImportError:  # Windows
-        pass
-    else:
+    if resource is not None:
         unit = 2**20 if sys.platform == "darwin" else 2**10
         values["perf/peak_host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if device is not None and device.type == "cuda":

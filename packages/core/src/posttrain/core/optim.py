@@ -41,7 +41,7 @@ class OptimizerArguments:
     adam_beta1: float = opt(0.9, "Decay of the mean of gradients; nearer 1 averages over more updates.", min=0, below=1)
     adam_beta2: float = opt(0.999, "Decay of the mean of squared gradients; nearer 1, slower to react.", min=0, below=1)
     adam_epsilon: float = opt(1e-8, "Added to the root of the squared gradients; larger damps small ones.", min=0)
-    optim_target_modules: list[str] | str | None = opt(
+    optim_target_modules: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None,
         "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of them.",
     )
@@ -300,3 +300,12 @@ def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
             "optim=%r replaces a schedule, but lr_scheduler_type=%r changes its learning rate too; set 'constant'.",
             name, schedule,
         )  # fmt: skip
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it keeps."""
+    total = 0
+    for group in optimizer.param_groups:
+        moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        total += moments * sum(parameter.nbytes for parameter in group["params"])
+    return total

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.core import models
-from posttrain.core.checkpoint import codec, elastic, sharded, weights
+from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
 from posttrain.core.plan import Plan, resumed
 from posttrain.core.state import TrainerState
 
@@ -28,11 +28,13 @@ class Resuming:
     args: TrainingArguments
     dist: Distributed
     model: nn.Module
+    state_dict: Callable[[], dict[str, Any]]
     optimizer: torch.optim.Optimizer
     save_model: Callable[..., None]
     _save_beside: Callable[[Path], None]
     _train_batch_size: int
     _adapters_checked: bool
+    _boundary: dict[str, Any] | None
 
     def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
         """`plan` for a run that goes on from `checkpoint`, whose updates may have held another number of rows."""
@@ -64,8 +66,7 @@ class Resuming:
         stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
         codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
         if self.dist.is_main:
-            if hasattr(model, "config"):
-                model.config.save_pretrained(str(directory))
+            weights.save_description(model, directory)
             self._save_beside(directory)
 
     def _check_adapters(self, directory: Path) -> None:
@@ -75,6 +76,23 @@ class Resuming:
             weights.check_adapters(models.unwrap(self.model), directory, state)
         self._adapters_checked = True
 
+    def _position(self) -> dict[str, Any]:
+        return {
+            "rng": rng.rng_state(),
+            "trainer": self.state_dict(),
+            "rows_per_update": self._rows_per_update(),
+            "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
+        }
+
+    def _process_states(self) -> dict[int, dict[str, Any]]:
+        """What processes must remember, by rank, of those whose states this process writes: its own. Where each machine
+        saves for itself, the main one of it writes those of all: each disk then holds what any number of processes needs."""
+        mine = self._boundary or self._position()
+        if not self.args.save_on_each_node:
+            return {self.dist.rank: mine}
+        states = dict(enumerate(self.dist.gather_object(mine)))
+        return states if self.args.should_save else {}
+
     def _save_optimizer(self, directory: Path) -> None:
         rank, world_size = self.dist.rank, self.dist.world_size
         if self.dist.engine is not None:
@@ -83,7 +101,7 @@ class Resuming:
             codec.save_tree(
                 sharded.part(self.optimizer.state_dict()), directory / sharded.stem("optimizer", rank, world_size)
             )
-        elif self.dist.is_main:
+        elif self.args.should_save:
             codec.save_tree(self.optimizer.state_dict(), directory / "optimizer")
 
     def _load_optimizer(self, checkpoint: Path) -> None:

@@ -127,29 +127,44 @@ class Segments:
         return {"position_ids": positions, "attention_mask": torch.zeros(1, 1, 1, 1, device=device), "segments": self}
 
 
+def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as `Segments.model_inputs` has
+    it. What is left of a row is one more document. A batch without ``seq_lengths`` comes back as it was."""
+    batch = dict(batch)
+    if "seq_lengths" in batch:
+        rows, width = batch["input_ids"].shape
+        documents = [[*row, width - sum(row)] for row in batch.pop("seq_lengths").tolist()]
+        segments = Segments.documents(length for row in documents for length in row if length)
+        batch |= segments.model_inputs((rows, width), batch["input_ids"].device)
+    return batch
+
+
 def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[str, Any]:
     """A batch padded on the right as one row without padding: for a model that reads segments, the same sum of losses.
 
     Args:
-        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (B, T).
+        batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with ``position_ids`` and
+            ``seq_lengths``, as for `with_segments`.
 
     Returns:
-        ``input_ids`` and ``labels`` of (1, N), where N counts what the mask shows, and `Segments.model_inputs`. The label
-        of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or whose
-        rows do not begin with a token, comes back as it was.
+        ``input_ids`` and ``labels`` of (1, N), where N counts tokens that are no padding, and `Segments.model_inputs`. The
+        label of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or
+        whose rows do not begin with a token, comes back as `with_segments` has it.
     """
-    if set(batch) != {"input_ids", "attention_mask", "labels"}:
-        return dict(batch)
-    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
-    if not ids.ndim == 2 or not ids.shape == mask.shape == labels.shape:
-        return dict(batch)
-    shown = mask.bool()
-    lengths = shown.sum(1)
-    if bool((lengths == 0).any()) or not torch.equal(
-        shown, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    ):
-        return dict(batch)
-    segments, labels = Segments.documents(lengths.tolist()), labels.clone()
+    batch, kinds = dict(batch), {"input_ids", "labels"}
+    if set(batch) == kinds | {"position_ids", "seq_lengths"}:
+        documents = batch["seq_lengths"].tolist()
+    elif set(batch) == kinds | {"attention_mask"} and batch["attention_mask"].ndim == 2:
+        documents = batch["attention_mask"].sum(1, keepdim=True).tolist()
+    else:
+        return with_segments(batch)
+    ids, labels = batch["input_ids"], batch["labels"]
+    lengths = torch.tensor([sum(row) for row in documents], device=ids.device)
+    shown = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    if not lengths.all() or not torch.equal(shown, batch.get("attention_mask", shown).bool()):
+        return with_segments(batch)
+    labels = labels.clone()
     labels[:, 0] = ignore_index
+    segments = Segments.documents(length for row in documents for length in row if length)
     ids = ids[shown][None]
     return {"input_ids": ids, "labels": labels[shown][None], **segments.model_inputs(ids.shape, ids.device)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
@@ -119,7 +119,7 @@ class Trainer(Lifecycle, Questions):
         self._check_parts()
         self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self._set_model(model if model is not None else self.call_model_init())
-        self.store, self.uploader = Store(args.output_dir), hub.Uploader(args, args.output_dir)
+        self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -157,6 +157,7 @@ class Trainer(Lifecycle, Questions):
             self._fire("on_train_begin")
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            self._do_what_was_left(model, trial, ignore_keys_for_eval)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
                 for window, num_items in self.windows(plan, loader):  # the micro-batches of one optimizer step
@@ -211,6 +212,7 @@ class Trainer(Lifecycle, Questions):
         self._fire("on_pre_optimizer_step")
         self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         may_step, applied = self._may_step(window, losses, loss, grad_norm, num_items), True
+        self._is_moving = True  # until the update is counted, no checkpoint can be written
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
@@ -488,7 +490,7 @@ class Trainer(Lifecycle, Questions):
                 batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
-                on_batch=lambda: self._fire("on_prediction_step"),
+                on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if data.has_length(dataloader) else None,
                 accumulate=args.eval_accumulation_steps,
@@ -546,8 +548,10 @@ class Trainer(Lifecycle, Questions):
         whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+        if not _internal_call:
+            self._copy_files()
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save")
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output directory."""
@@ -565,6 +569,7 @@ class Trainer(Lifecycle, Questions):
             "health": self._guard.state_dict(),
             "cuts": self._cuts,
             "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+            "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -574,15 +579,15 @@ class Trainer(Lifecycle, Questions):
         self._guard.load_state_dict(state["health"])
         self._cuts = state["cuts"]
         self.control.should_training_stop = state["stopped"]
-        self._loader.load_state_dict(state["loader"])
-        if self.progress.epoch_ended:
-            self.progress.epoch += 1
-            self._loader.set_epoch(self.progress.epoch)
+        for flag in state["left"]:
+            setattr(self.control, flag, True)
+        self._seek(state["loader"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self._settle_save()
         later = self.args.save_async
         self._state_at_save = copy.copy(self.state) if later else self.state
+        self._processes_at_save = {} if self.args.save_only_model else self._process_states()
         self._saver.save(self.state.global_step, self._write_checkpoint, later)
         if not later:
             self._settle_save()

@@ -68,9 +68,9 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
 
 
 def gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of coroutines that run side by side on `event_loop`, errors among them."""
+    """The results of coroutines that run side by side on `event_loop`."""
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*coroutines, return_exceptions=True)
+        return await asyncio.gather(*coroutines)
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()

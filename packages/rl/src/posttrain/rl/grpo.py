@@ -34,7 +34,7 @@ class GRPOConfig(RolloutConfig):
     importance_sampling_level: str = opt(
         "token", "Ratio to the old policy of each token, or of each completion (GSPO).", choices=("token", "sequence")
     )
-    scale_rewards: str | bool = opt(
+    scale_rewards: str = opt(
         "group", "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
         choices=("group", "batch", "none"),
     )  # fmt: skip
@@ -81,8 +81,9 @@ class GRPOConfig(RolloutConfig):
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub that the written completions are uploaded to.")
 
     def _normalize(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        # True and False, as earlier versions had them, are words on a command line.
+        earlier = {"true": "group", "false": "none"}
+        self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -130,7 +131,9 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def _corrects_engine(self) -> bool:
-        return self.args.vllm_importance_sampling_correction
+        # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
+        known = self.rollout_func is None or self.args.use_vllm
+        return self.args.vllm_importance_sampling_correction and known
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards against the mean of their group; see `posttrain.rl.advantages`."""
@@ -241,7 +244,7 @@ class EntropyBonus:
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self.coefficient = torch.tensor(float(args.entropy_coef))
-        self.last_entropy = torch.tensor(0.0)
+        self.last_entropy = torch.tensor(torch.inf)  # none was measured yet: the first update has no bonus
         self._sums = torch.zeros(2)
 
     def __call__(self, entropy_sum: torch.Tensor, count: torch.Tensor, window_count: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class GroupedStream(IterableDataset):
                 yield chunk[place]
 
 
-def check_prompts(dataset: Any, name: str, at_least: int = 1) -> None:
+def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str, ...] = ("prompt",)) -> None:
     """Refuse a dataset whose rows hold no prompt, or that has fewer than `at_least` of them.
 
     Raises:
@@ -97,7 +97,7 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1) -> None:
     if is_stream(dataset):
         return
     row = dataset[0]
-    if not isinstance(row, Mapping) or "prompt" not in row:
+    if not isinstance(row, Mapping) or any(column not in row for column in columns):
         found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
     if any(row.get(column) is not None for column in ("image", "images")):
@@ -105,21 +105,18 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1) -> None:
 
 
 class PromptCodec:
-    """Prompts to tokens and completions to texts.
+    """Prompts to tokens and completions to texts."""
 
-    Args:
-        tools: schemas or functions that the chat template describes to the model.
-    """
-
-    def __init__(
-        self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, tools: list[Any] | None = None
-    ) -> None:
-        self.tokenizer, self.kwargs, self.tools = tokenizer, chat_template_kwargs, tools
+    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
         self._before, _ = chat.special_tokens_around(tokenizer)
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
         """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the beginning of
         the assistant's turn, or with its last turn left open.
+
+        Args:
+            tools: schemas or functions that the chat template describes to the model.
 
         Raises:
             DataError: what is wrong with the prompt.
@@ -129,15 +126,15 @@ class PromptCodec:
         else:
             messages = chat.to_messages(prompt, "prompt")
             unfinished = messages[-1]["role"] == "assistant"
-            text = self.template().render(messages, not unfinished, continue_final_message=unfinished)
+            text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
             ids = chat.encode_texts(self.tokenizer, [text])[0].ids
         if not ids:
             raise DataError("the prompt is empty, and a model needs at least one token to go on from")
         return ids
 
-    def template(self) -> chat.Template:
+    def template(self, tools: list[Any] | None = None) -> chat.Template:
         """The chat template, with these tools."""
-        return chat.Template(self.tokenizer, self.tools, self.kwargs)
+        return chat.Template(self.tokenizer, tools or None, self.kwargs)
 
     def decode(self, prompt: Any, ids: list[int]) -> Any:
         """What tokens of the policy amount to: a text, or one message of the assistant where the prompt is messages."""

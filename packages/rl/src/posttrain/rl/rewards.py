@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import math
@@ -49,6 +50,10 @@ class RewardError(RuntimeError):
 class RewardArguments:
     """How completions are scored."""
 
+    reward_funcs: list[str] | None = opt(
+        None,
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward models.",
+    )
     reward_weights: list[float] | None = opt(
         None, "Weight of each reward function in the sum; None: 1 each. A larger one pulls the policy its way."
     )
@@ -317,6 +322,22 @@ def _short(value: Any, length: int = 300) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
+BUILT_IN = {
+    function.__name__: function for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
+}
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """A reward function of this module by its name, or ``"module:function"`` of any that can be imported from here."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+
+
 def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
     """`given`, one or several functions, models or names of models, as a list of functions."""
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
@@ -329,7 +350,9 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
         )
     made: list[Callable[..., Any]] = []
     for function, tokenizer in zip(functions, tokenizers, strict=True):
-        if isinstance(function, (str, os.PathLike)):
+        if isinstance(function, str) and (function in BUILT_IN or ":" in function):
+            function = named_function(function)
+        elif isinstance(function, (str, os.PathLike)):
             function = RewardModel.load(os.fspath(function), tokenizer, trust_remote_code)
         elif isinstance(function, nn.Module):
             function = RewardModel(function, tokenizer or load_tokenizer(function, trust_remote_code))

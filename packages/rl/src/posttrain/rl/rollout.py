@@ -8,7 +8,7 @@ sample and to judge.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,10 +24,11 @@ from posttrain.core.samplers import mix
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
+from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.policy import engine_settings, load_policy
+from posttrain.rl.policy import load_policy
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
@@ -50,6 +51,9 @@ class RolloutTrainer(Trainer):
         reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
         quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
+        tools: functions that the policy may call, see `posttrain.rl.environments`.
+        rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see `posttrain.rl.environments.take_rollout`.
+        environment_factory: makes what the policy acts on, see `posttrain.rl.environments`.
         generator: what samples; by default what `args` ask for.
 
     The other arguments are those of `Trainer`.
@@ -74,6 +78,9 @@ class RolloutTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None = None,
+        environment_factory: Any = None,
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
@@ -81,8 +88,17 @@ class RolloutTrainer(Trainer):
         if not isinstance(args, self.config_class):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
-        self._check_datasets(args, train_dataset, eval_dataset)
-        functions = reward_functions(reward_funcs, reward_processing_classes, args.trust_remote_code)
+        columns = () if environment_factory is not None else ("prompt",)
+        self._check_datasets(args, train_dataset, eval_dataset, columns)
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        self.rollout_func = rollout_func
+        given = args.reward_funcs if reward_funcs is None else reward_funcs
+        functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        functions += self.environments.reward_functions
+        if not functions:
+            raise ValueError(
+                "No reward source: pass reward_funcs, or an environment_factory whose class has get_reward()."
+            )
         self.rewards = Rewards(functions, args)
         data.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, processing_class, args, quantization_config, peft_config)
@@ -105,7 +121,7 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-        self.generator = generator or TransformersGenerator(tokenizer, engine_settings(args))
+        self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if args.sync_ref_model:
@@ -115,12 +131,32 @@ class RolloutTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ to override
 
-    def generate(self, samples: list[Sample], sampling: Sampling, seeds: list[int]) -> None:
-        """Complete the `samples`, in place. Neighbours with the same prompt are sampled together."""
+    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
+        """Complete the `samples`, in place: `rollout_func`, or one turn of the policy and what follows of tools."""
+        if self.rollout_func is not None:
+            take_rollout(samples, self.rollout_func([sample.prompt for sample in samples], self), self.codec)
+            return
+        self._write(samples, sampling)
+        if self.environments:
+
+            def go_on(turns: list[Sample], turn: int, tokens: int) -> None:
+                for sample in turns:
+                    sample.seed = mix(sample.seed, turn)
+                self._write(turns, replace(sampling, max_new_tokens=tokens))
+
+            self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens)
+            calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
+            self.environments.counts.update(calls=0, failures=0)
+            self.metrics.add_sum("tools/call_frequency", calls, len(samples))
+            if calls:
+                self.metrics.add_sum("tools/failure_frequency", failures, calls)
+
+    def _write(self, samples: list[Sample], sampling: Sampling) -> None:
+        """One turn of the policy. Neighbours with the same prompt are sampled together."""
         for size, places in runs([sample.prompt_ids for sample in samples]):
             prompts = [samples[first].prompt_ids for first in places]
             rows = [first + offset for first in places for offset in range(size)]
-            done = self.generator.generate(prompts, size, sampling, [seeds[row] for row in rows])
+            done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows])
             for number, row in enumerate(rows):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
@@ -136,7 +172,7 @@ class RolloutTrainer(Trainer):
             [sample.completion for sample in samples],
             [sample.ids for sample in samples],
             columns,
-            {"trainer_state": self.state},
+            {"trainer_state": self.state, "environments": [sample.environment for sample in samples]},
         )
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
@@ -190,7 +226,6 @@ class RolloutTrainer(Trainer):
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ):
         if not is_training:  # its batches hold prompts, and the sizes that are set count completions
-            check_prompts(dataset, description)
             batch_size = max(batch_size // self.num_generations_eval, 1)
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
@@ -258,9 +293,10 @@ class RolloutTrainer(Trainer):
         if not data.is_filler(inputs):
             size = self.num_generations_eval
             samples = self.new_samples([row for row in inputs for _ in range(size)])
-            seeds = [mix(self.args.seed, i % size, *sample.prompt_ids) for i, sample in enumerate(samples)]
+            for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
+                sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
             temperature = self.args.eval_temperature
-            self._sample(samples, seeds, self.temperature if temperature is None else temperature)
+            self._sample(samples, self.temperature if temperature is None else temperature)
             self._log_evaluation(samples, self._timed_score(samples))
         return None, None, None
 
@@ -273,7 +309,7 @@ class RolloutTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | {"rollouts": self._num_rollouts}
+        state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
         if self.reference is not None:
@@ -284,11 +320,27 @@ class RolloutTrainer(Trainer):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._forget_rollout()
-        self._num_rollouts = state["rollouts"]
-        if "rollout" in state:
+        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
+        if "rollout" in state and self._resumed_alike:
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
+        elif "rollout" in state:
+            logger.warning(
+                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s processes, %s in a "
+                "micro-batch): the rest of it is left out, and the next prompts are sampled.", *state["dealt"],
+            )  # fmt: skip
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
+
+    def _how_dealt(self) -> list[int]:
+        return [self.layout.per_process, self.dist.world_size, self._train_batch_size]
+
+    def _batches_given(self) -> int:
+        if self._resumed_alike:
+            return self.progress.batches
+        return self._loader.batches_given * self.args.steps_per_generation * self.num_iterations
+
+    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+        return plan
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
@@ -313,7 +365,11 @@ class RolloutTrainer(Trainer):
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row."""
-        return [Sample(dict(row), row["prompt"], self.codec.encode(row["prompt"])) for row in rows]
+        samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
+        self.environments.begin(samples)
+        for sample in samples:
+            sample.prompt_ids = self.codec.encode(sample.prompt, self.environments.schemas_of(sample))
+        return samples
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """How tokens are drawn."""
@@ -362,19 +418,21 @@ class RolloutTrainer(Trainer):
         return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
 
     def _sample_rows(self, rows: list[dict[str, Any]]) -> tuple[list[Sample], Scores]:
-        samples, numbers = self.new_samples(rows), self.layout.numbers(self.dist.rank).tolist()
-        seeds = [mix(self.args.seed, self._num_rollouts, number) for number in numbers]
+        samples = self.new_samples(rows)
+        for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
+            sample.seed = mix(self.args.seed, self._num_rollouts, number)
         self._num_rollouts += 1
-        self._sample(samples, seeds, self.temperature)
+        self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
 
-    def _sample(self, samples: list[Sample], seeds: list[int], temperature: float) -> None:
+    def _sample(self, samples: list[Sample], temperature: float) -> None:
         if self._synced_at != self.state.global_step or not self.is_in_train:
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
-        with self.clock("generate"), self.compute_loss_context_manager():
-            self.generate(samples, self.sampling(temperature), seeds)
+        whole = self.dist.gathered(self.model)  # processes write completions of different lengths
+        with self.clock("generate"), whole, self.compute_loss_context_manager():
+            self.generate(samples, self.sampling(temperature))
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
         with self.clock("score"):
@@ -472,17 +530,21 @@ class RolloutTrainer(Trainer):
             shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
             print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
             folder = Path(self.args.output_dir) / "completions"
-            told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            if repo := getattr(self.args, "log_completions_hub_repo", None):
+                told.upload(path, repo, self.args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _check_datasets(self, args: RolloutConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    def _check_datasets(
+        self, args: RolloutConfig, train_dataset: Any, eval_dataset: Any, columns: tuple[str, ...]
+    ) -> None:
         if train_dataset is not None:
-            check_prompts(train_dataset, "train_dataset", args.generation_batch_size // args.num_generations)
+            check_prompts(train_dataset, "train_dataset", args.generation_batch_size // args.num_generations, columns)
         sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
         for name, dataset in sets.items():
             if dataset is not None:
-                check_prompts(dataset, name)
+                check_prompts(dataset, name, 1, columns)
 
     def _make_reference(self, fresh_adapter: bool) -> Reference | None:
         """The policy as it is now, where the loss needs it."""
@@ -537,4 +599,5 @@ def as_they_are(rows: list[Any]) -> list[Any]:
 
 
 def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
+    samples = [replace(sample, environment=None) for sample in samples]  # it was asked for its reward, and stays here
     return list(zip(samples, scores.rewards, scores.failed, strict=True))

@@ -16,13 +16,13 @@ class Sample:
     """One completion, on its way to be judged.
 
     Attributes:
-        row: of the dataset. prompt: as the row has it, or as an environment gave it.
+        row: of the dataset. seed: of the numbers that its tokens are drawn with. prompt: as the row has it, or as an environment gave it.
         prompt_ids: what the policy read. ids: what came after it, tools' tokens among them.
         logps: of the engine, for each of `ids`; None where it does not tell. is_exact: see `Completions`.
         learn: for each of `ids`, whether the policy chose it; None: all.
         finished: whether the completion ended by itself.
         completion: text, or the messages that it amounts to.
-        extra: further columns for reward functions.
+        extra: further columns for reward functions. environment: what its tools act on.
     """
 
     row: dict[str, Any]
@@ -35,6 +35,8 @@ class Sample:
     finished: bool = False
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    environment: Any = None
+    seed: int = 0
 
     @property
     def num_chosen(self) -> int:

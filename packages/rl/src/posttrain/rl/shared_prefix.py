@@ -27,7 +27,15 @@ from posttrain.core.segments import Segments
 
 Ids = Sequence[int]
 #: Entries of a batch that say what is to be scored; everything else is for the model.
-NOT_FOR_THE_MODEL = ("completion_mask", "completion_places", "shift_labels", "ref_chosen_logps", "ref_rejected_logps")
+NOT_FOR_THE_MODEL = (
+    "completion_mask",
+    "completion_places",
+    "shift_labels",
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "ref_logps",
+    "label",
+)
 
 
 def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True) -> dict[str, Any]:
@@ -133,15 +141,14 @@ def score_completions(
     stats: tuple[str, ...] = (),
     **options: Any,
 ) -> CompletionScores:
-    """Score the completions of a batch made by `shared_rows` or `padded_rows`. Logits are never held whole.
+    """Score the completions of a batch made by `shared_rows` or `padded_rows`, in the model's head.
 
     Args:
         temperature: divides the logits.
         stats: names in `posttrain.core.losses.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
-    Raises:
-        ValueError: the model's head cannot take the loss, see `posttrain.core.models.supports_loss_in_head`.
+    Where the model's head cannot do this itself (`posttrain.core.models.supports_loss_in_head`), its logits are held whole.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
     if "completion_places" in batch:
@@ -149,11 +156,32 @@ def score_completions(
     else:
         labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
         mask = labels != IGNORE_INDEX
-    with models.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+    if models.supports_loss_in_head(model) is None:
+        with models.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+            outputs = model(**inputs)
+        scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
+    else:
         outputs = model(**inputs)
-    scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
+        scores = _scores_of(outputs.logits[:, -labels.shape[1] :] / temperature, labels, stats)
     if "completion_places" in batch:
         scores = scores.flatten(1)[:, batch["completion_places"]] * mask
     logps, *found = scores.unbind()
     found = {name: stat.detach() for name, stat in zip(stats, found, strict=True)}
     return CompletionScores(logps, mask, found, getattr(outputs, "aux_loss", None))
+
+
+def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:
+    """(1 + S, B, T) log-probabilities of the labels and their `stats`, of (B, T, V) logits; 0 where there is no label."""
+    at = labels != IGNORE_INDEX
+    targets, logits = labels[at], logits[at].float()
+    all_logps = logits.log_softmax(-1)
+    known = {
+        "correct": lambda: (logits.argmax(-1) == targets).float(),
+        "entropy": lambda: -(all_logps.exp() * all_logps).sum(-1),
+        "mean_logit": lambda: logits.mean(-1),
+        "log_collision": lambda: (2 * all_logps).logsumexp(-1),
+    }
+    found = [all_logps.gather(1, targets.unsqueeze(1)).squeeze(1), *(known[name]().detach() for name in stats)]
+    return all_logps.new_zeros(len(found), *labels.shape).masked_scatter(
+        at.expand(len(found), -1, -1), torch.stack(found)
+    )

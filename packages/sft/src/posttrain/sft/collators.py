@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from posttrain.core.collators import IGNORE_INDEX, pad_rows, round_up
-from posttrain.core.segments import Segments
 
 
 @dataclass
@@ -21,8 +20,7 @@ class SFTCollator:
     Packed rows (those with ``seq_lengths``, see `posttrain.sft.packing`) give ``input_ids``, ``labels`` and
     ``position_ids``, each (B, T). Positions restart at each document and NO attention mask is given: transformers
     tells documents apart by their positions, but only without a mask and with ``use_cache=False``. The padding at the
-    end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T). With `segments`
-    such batches hold what `Segments.model_inputs` gives, besides: the documents, for a model that reads them.
+    end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
 
     Labels are aligned with the inputs (the model shifts them) and -100 at padding and at each packed document's first
     token.
@@ -31,13 +29,14 @@ class SFTCollator:
         pad_token_id: what padding is filled with; the model never sees it, so any id will do.
         pad_to_multiple_of: round T up to a multiple of this.
         padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
-        segments: the model was given to `posttrain.core.attention.enable_segments`.
+        seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
+            `posttrain.core.segments`.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     padding_free: bool = False
-    segments: bool = False
+    seq_lengths: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids = [row["input_ids"] for row in rows]
@@ -58,10 +57,10 @@ class SFTCollator:
             "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
         }
         width = round_up(max(sum(row) for row in documents), self.pad_to_multiple_of)
-        pieces = [[*lengths, width - sum(lengths)] for lengths in documents]
-        for row, lengths in zip(batch["labels"], pieces, strict=True):
+        batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+        for i, lengths in enumerate(documents):
+            lengths = [*lengths, width - sum(lengths)]
             starts = np.cumsum(lengths) - lengths
-            row[starts[starts < width]] = IGNORE_INDEX
-        segments = Segments.documents(length for row in pieces for length in row if length)
-        inputs = segments.model_inputs(batch["input_ids"].shape)
-        return batch | (inputs if self.segments else {"position_ids": inputs["position_ids"]})
+            batch["position_ids"][i] = torch.from_numpy(np.arange(width) - np.repeat(starts, lengths))
+            batch["labels"][i, starts[starts < width]] = IGNORE_INDEX
+        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {})

@@ -17,7 +17,7 @@ from posttrain.core import Trainer, TrainingArguments, attention, chat, models
 from posttrain.core.data import check_dataset
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
-from posttrain.core.segments import without_padding
+from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import DataReport, prepare_dataset
@@ -135,13 +135,14 @@ class SFTTrainer(GeneratesText, Trainer):
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary.
         """
         items = self.count_items(inputs)
-        if return_outputs or self.compute_loss_func is not None or self._needs_logits:
+        whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
+        if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
+            inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
+        if whole:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             if "labels" in inputs:
                 self._log_statistics(outputs, inputs["labels"], items)
             return (loss, outputs) if return_outputs else loss
-        if self._reads_segments and not self.args.neftune_noise_alpha:  # whose noise is scaled by the length of a row
-            inputs = without_padding(inputs)
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         smoothing = self.args.label_smoothing_factor
         with models.loss_in_head(model, inputs["labels"], label_smoothing=smoothing):
@@ -205,7 +206,7 @@ class SFTTrainer(GeneratesText, Trainer):
             return False
         attention.enable_segments(self.model)
         if isinstance(self.data_collator, SFTCollator):
-            self.data_collator = dataclasses.replace(self.data_collator, segments=True)
+            self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
 
     def _log_statistics(self, outputs: Any, labels: torch.Tensor, items: torch.Tensor | int) -> None:

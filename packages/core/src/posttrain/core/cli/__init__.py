@@ -13,7 +13,12 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
-COMMANDS = {"env": "Versions and hardware, for a bug report."}
+COMMANDS = {
+    "launch": "Start a program, or a method, in several processes.",
+    "consolidate": "Make one model of weights that were saved in parts.",
+    "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
+    "env": "Versions and hardware, for a bug report.",
+}
 
 # Two updates that pass through every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
@@ -61,6 +66,18 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import environment
 
         print(environment.report())
+    elif words[0] == "launch":
+        from posttrain.core.cli import launch
+
+        return launch.run(words[1:])
+    elif words[0] == "verify-resume":
+        from posttrain.core.cli import verify
+
+        return verify.run(words[1:])
+    elif words[0] == "consolidate":
+        from posttrain.core.cli import consolidate
+
+        consolidate.run(words[1:])
     else:
         return _run_method(words[0], words[1:])
     return 0

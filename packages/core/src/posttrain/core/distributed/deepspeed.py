@@ -27,6 +27,12 @@ logger = logging.getLogger(__name__)
 # What a configuration's optimizer may be, since the arguments make it, and which argument is meant by each of its values.
 OPTIMIZERS = ("adam", "adamw")
 MEANT = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "betas": None}
+# What follows from the width of the model, as a number of it.
+OF_THE_MODEL: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda width: width * width,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
+}
 ENVIRONMENT = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("stage", int),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer", lambda device: {"device": device}),
@@ -111,7 +117,9 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
     # Ours is a torch optimizer, which DeepSpeed has not tested itself.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
-    left = [path for path, value in _leaves(config) if value == "auto"]
+    left = [
+        path for path, value in _leaves(config) if value == "auto" and (model is not None or path not in OF_THE_MODEL)
+    ]
     wrong += [f"deepspeed: {path} is 'auto', which does not follow from the arguments; give a value" for path in left]
     if wrong:
         raise ConfigError("TrainingArguments", wrong)
@@ -146,10 +154,10 @@ def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
     width = getattr(text, "hidden_size", None)
     if width is None:
         return
-    sizes = {"reduce_bucket_size": width * width, "stage3_prefetch_bucket_size": int(0.9 * width * width)}
-    for name, size in (sizes | {"stage3_param_persistence_threshold": 10 * width}).items():
+    for path, size in OF_THE_MODEL.items():
+        name = path.rpartition(".")[2]
         if zero.get(name) == "auto":
-            zero[name] = size
+            zero[name] = size(width)
 
 
 def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,24 +245,32 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state of this process, and its part of the weights in full precision."""
-        return {"inner": self._inner().state_dict(), "masters": [m.detach() for m in self._masters()]}
+        inner, masters = self._inner(), self._masters()
+        options = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+        state = [dict(inner.state.get(master, {})) for master in masters]
+        return {"groups": options, "state": state, "masters": [master.detach() for master in masters]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`.
 
         Raises:
-            CheckpointError: it is of another number of processes, or another model.
+            CheckpointError: it is of another model, or another stage.
         """
-        masters = self._masters()
+        inner, masters = self._inner(), self._masters()
         if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
             raise CheckpointError(
-                "The state of DeepSpeed's optimizer is cut for another number of processes. Resume on as many, or from a "
-                "checkpoint of fsdp, which fits any number."
+                "The state of DeepSpeed's optimizer is cut in another way than this run cuts it. Set the stage of ZeRO and the "
+                "number of processes as they were."
             )
-        self._inner().load_state_dict(state["inner"])
+        for group, options in zip(inner.param_groups, state["groups"], strict=True):
+            group.update(options)
         with torch.no_grad():
-            for own, saved in zip(masters, state["masters"], strict=True):
-                own.copy_(saved)
+            for master, saved, values in zip(masters, state["masters"], state["state"], strict=True):
+                master.copy_(saved)
+                inner.state[master] = {
+                    k: v.to(master.device) if isinstance(v, torch.Tensor) and v.shape == master.shape else v
+                    for k, v in values.items()
+                }
 
     def _inner(self) -> Any:
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)

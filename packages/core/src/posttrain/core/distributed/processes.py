@@ -56,6 +56,12 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
 
 
 @contextlib.contextmanager
+def _both(outer: contextlib.AbstractContextManager, inner: contextlib.AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
     """Where accelerate starts the processes, but leaves sharding to us: its own refuses the CPU."""
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -217,11 +223,14 @@ class Distributed:
             return
         modules = [m for m in model.modules() if hasattr(m, "unshard")] if sharding.is_sharded(model) else []
         for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)  # else the first forward would cut it up again
             module.unshard()
         try:
             yield
         finally:
             for module in modules:
+                is_unit = module is not modules[0]  # the outermost is never cut up by its own forward
+                module.set_reshard_after_forward(is_unit and self.sharding.reshard_after_forward, recurse=False)
                 module.reshard()
 
     def whole_state_dict(
@@ -242,16 +251,14 @@ class Distributed:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss run in the precision that was asked for."""
+        # Watched too: sharded weights are gathered in the forward pass, and DDP copies buffers.
+        watched = self._waiting("the forward pass") if self.world_size > 1 else contextlib.nullcontext()
         if self.precision == "no":
-            return self._waiting("the forward pass") if self.shards else contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        autocast = torch.autocast(self.device.type, dtype=dtype)
-        if not self.shards:
+            return watched
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+        if self.world_size == 1:
             return autocast
-        both = contextlib.ExitStack()
-        both.enter_context(self._waiting("the forward pass"))
-        both.enter_context(autocast)
-        return both
+        return _both(watched, autocast)
 
     def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
         """Average gradients over the processes in this backward pass only if `when`."""

@@ -64,8 +64,14 @@ def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Param
 
 def _selects(targets: str | list[str], name: str) -> bool:
     if isinstance(targets, str):
-        return targets.replace("_", "-") == "all-linear" or re.fullmatch(targets, name) is not None
+        return _is_all(targets) or re.fullmatch(targets, name) is not None
+    if any(map(_is_all, targets)):  # as a command line gives it
+        return True
     return any(target in name or re.fullmatch(target, name) is not None for target in targets)
+
+
+def _is_all(target: str) -> bool:
+    return target.replace("_", "-") == "all-linear"
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

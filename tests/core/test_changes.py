@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
+from posttrain.core.changes import differences, explain
 from posttrain.core.errors import CheckpointError
-from posttrain.core.resuming import differences, explain
 from tests.contract.trainers import TRAINERS, weights
 
 make = TRAINERS["causal-lm"]

@@ -1,0 +1,59 @@
+"""``posttrain consolidate``: weights that several processes saved in parts become one model, as ``from_pretrained`` reads it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from posttrain.core.checkpoint import Store, sharded, weights
+from posttrain.core.errors import CheckpointError, ConfigError
+
+HELP = """posttrain consolidate CHECKPOINT FOLDER
+
+Put the weights of a checkpoint together that several processes saved in parts (state_dict_type=SHARDED_STATE_DICT), and write
+them into FOLDER, with the tokenizer, as from_pretrained reads them.
+"""
+
+
+def run(words: list[str]) -> None:
+    """The command.
+
+    Raises:
+        ConfigError: there are not two folders. CheckpointError: the checkpoint is damaged, or not in parts.
+    """
+    if {"-h", "--help"} & set(words):
+        print(HELP.rstrip())
+        return
+    if len(words) != 2:
+        raise ConfigError("consolidate", ["it takes a checkpoint and the folder to write: CHECKPOINT FOLDER"])
+    consolidate(Path(words[0]), Path(words[1]))
+    print(f"The model is in {words[1]}.")
+
+
+def consolidate(checkpoint: Path, folder: Path) -> None:
+    """Write the model of `checkpoint` into `folder`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or its weights do not lie in parts.
+    """
+    if problems := Store(checkpoint.parent).verify(checkpoint):
+        raise CheckpointError(f"{checkpoint} cannot be read: {' '.join(problems)}")
+    if not sharded.processes(checkpoint, weights.PARTS):
+        raise CheckpointError(f"{checkpoint} holds no weights in parts; from_pretrained reads it as it is.")
+    tensors = {name: tensor.whole() for name, tensor in sharded.load(checkpoint, weights.PARTS).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    if (checkpoint / "config.json").is_file():
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        with torch.device("meta"):
+            model = getattr(transformers, config.architectures[0])(config)
+        model.save_pretrained(str(folder), state_dict=tensors)
+    else:
+        weights.write(tensors, folder)
+    ours = ("weights-", "optimizer", "scheduler", "rank-", "trainer_state", "manifest", "engine-")
+    for path in checkpoint.iterdir():
+        if path.is_file() and not path.name.startswith(ours) and not (folder / path.name).exists():
+            shutil.copy2(path, folder / path.name)

@@ -1,0 +1,210 @@
+"""Ends that come from outside: signals and a time limit, noticed at once and answered where a run can be gone on from.
+
+A run asks at the end of each update, and between the batches of an evaluation. With several processes it is answered
+one update later, for they must leave at the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.fields import opt
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Flags of the control that a run which is left has not answered; it does when it goes on.
+LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
+#: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
+TIME_IS_UP = 1
+
+
+@dataclass
+class InterruptArguments:
+    """What happens when a run is to end before it is done."""
+
+    save_on_signal: bool | None = opt(
+        None,
+        "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a second "
+        "signal ends at once. None: unless save_strategy is 'no'.",
+    )
+    enable_jit_checkpoint: bool = opt(
+        False, "transformers' name for `save_on_signal`: on, signals are answered with save_strategy='no' too."
+    )
+    save_on_exception: bool = opt(
+        False,
+        "When training raises, save the last whole update first. Costs a copy of the random state at each update.",
+    )
+    max_time: float | str | None = opt(
+        None,
+        "Save a checkpoint and stop after so long: seconds, or '[days:]hours:minutes:seconds'. Updates are finished first, so "
+        "leave room for one and for the save.",
+    )
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            value = None if self.max_time is None else seconds(self.max_time)
+        except ValueError:
+            yield f"max_time={self.max_time!r} is neither seconds nor '[days:]hours:minutes:seconds'"
+        else:
+            if value is not None and value <= 0:
+                yield f"max_time={self.max_time!r} must be more than nothing"
+
+
+def seconds(duration: float | str) -> float:
+    """``"1:30:00"`` -> 5400.0; a number, or its text, is seconds already.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
+        return float(duration)
+    match = re.fullmatch(r"\s*(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)\s*", duration)
+    if match is None:
+        raise ValueError(f"{duration!r} is no duration")
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+class Left(BaseException):
+    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an error.
+
+    Args:
+        reason: the number of the signal, or `TIME_IS_UP`.
+    """
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def exit(self) -> BaseException | None:
+        """What ends the program, with 128 + the number of the signal, by which a scheduler tells it from success. None
+        where the time was up."""
+        if self.reason == TIME_IS_UP:
+            return None
+        return (Interrupted if self.reason == signal.SIGINT else SystemExit)(128 + self.reason)
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Ctrl-C, after the checkpoint: scripts and notebooks catch it as the `KeyboardInterrupt` that they expect, and a
+    program that does not catch it ends with its exit code."""
+
+    def __init__(self, code: int) -> None:
+        SystemExit.__init__(self, code)
+
+
+class EvaluationLeft(Left):
+    """An evaluation is given up because the run is to end; it is done when the run goes on."""
+
+
+class Watch:
+    """Notices signals and a time limit from `begin` to `end`.
+
+    Handlers are set in the main thread only, and only where the program has none of its own.
+
+    Args:
+        on_signals: whether signals are noticed.
+        limit: seconds after `begin`; None: no limit.
+        world_size: processes, which answer `due` alike.
+    """
+
+    def __init__(self, on_signals: bool = True, limit: float | None = None, world_size: int = 1) -> None:
+        self.on_signals, self.limit, self.world_size = on_signals, limit, world_size
+        self._number = 0
+        self._until: float | None = None
+        self._before: dict[int, Any] = {}
+        self._ballot: tuple[torch.Tensor, Any] | None = None
+        self._process = os.getpid()
+
+    def begin(self) -> None:
+        """Notice from now on."""
+        self._until = None if self.limit is None else time.monotonic() + self.limit
+        if self.on_signals and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = before
+                    signal.signal(number, self._notice)
+
+    def end(self) -> None:
+        """Give the signals back."""
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _notice(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a forked worker: the process that it works for decides
+        self._number = number
+        self.end()  # the next signal does what it did before: it ends the program at once
+        # Not by `logging`, whose locks the interrupted code may hold.
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing this update and saving a checkpoint; a second one ends at once.\n".encode())
+
+    @property
+    def own(self) -> int:
+        """The reason of this process to leave; 0: none."""
+        if self._number == 0 and self._until is not None and time.monotonic() >= self._until:
+            return TIME_IS_UP
+        return self._number
+
+    def due(self) -> int:
+        """The reason to leave now; 0: none. The processes get the same answer, to the question of one call before."""
+        if self.world_size == 1:
+            return self.own
+        answer = self._count()
+        ballot = torch.tensor([self.own])
+        self._ballot = (
+            ballot,
+            torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MAX, group=_group(), async_op=True),
+        )
+        return answer
+
+    def settle(self, gather: Callable[[Any], list[Any]]) -> int:
+        """The reason to leave at the end of the run, after which nothing is asked."""
+        self._count()
+        return max(gather(self.own))
+
+    def _count(self) -> int:
+        if self._ballot is None:
+            return 0
+        (ballot, work), self._ballot = self._ballot, None
+        work.wait()
+        return int(ballot)
+
+
+def _group() -> Any:
+    """A process group over the host's network, for numbers that must not make a device wait."""
+    if torch.distributed.get_backend() == "gloo":
+        return torch.distributed.group.WORLD
+    world = torch.distributed.group.WORLD
+    if world not in _groups:
+        _groups[world] = torch.distributed.new_group(backend="gloo")
+    return _groups[world]
+
+
+_groups: dict[Any, Any] = {}
+
+
+class WorkerStart:
+    """Lets a worker of a data loader outlive the signal that a launcher or a terminal sends to all processes at once:
+    the update that is to be finished needs its rows. A second SIGTERM ends it, and so does its loader.
+
+    Args:
+        then: the user's own ``worker_init_fn``.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        if self.then is not None:
+            self.then(worker)

@@ -1,0 +1,54 @@
+"""What policy and reference write to the same prompts: evaluation for the eye."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import models
+from posttrain.core.collators import pad_rows
+from posttrain.core.evaluation import eval_mode
+from posttrain.rl.reference import Reference
+
+SAMPLES = "samples.jsonl"
+
+
+@torch.no_grad()
+def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
+    """What `model` writes to each prompt, most probable token by token.
+
+    Args:
+        prompts: token ids.
+    """
+    ids = pad_rows(prompts, tokenizer.pad_token_id, side="left").to(next(model.parameters()).device)
+    mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, side="left").to(ids.device)
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": tokenizer.pad_token_id}
+    written = models.unwrap(model).generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options
+    )
+    return tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def compare(
+    policy: nn.Module, reference: Reference | None, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int
+) -> list[dict[str, str]]:
+    """``{"prompt", "policy", "reference"}`` for each prompt; without "reference" where there is none any more."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    columns = {"prompt": tokenizer.batch_decode(prompts)}
+    with eval_mode(policy):
+        columns["policy"] = continuations(policy, tokenizer, prompts, max_new_tokens)
+    if reference is not None and not reference.is_gone:
+        with reference.use() as model:
+            columns["reference"] = continuations(model, tokenizer, prompts, max_new_tokens)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def append(samples: list[dict[str, str]], step: int, directory: str | Path) -> None:
+    """Add `samples` of update `step` to the file `SAMPLES` in `directory`, a JSON object a line."""
+    with (Path(directory) / SAMPLES).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"step": step} | sample, ensure_ascii=False) + "\n" for sample in samples)

@@ -1,0 +1,41 @@
+"""Run by torchrun: a training in which rank 1 does something bad in its second update."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from posttrain.core import TrainerCallback
+from tests.contract.trainers import TRAINERS
+
+
+def raises():
+    raise KeyError("the reward file has no row 7")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stuck():
+    time.sleep(600)
+
+
+class Bad(TrainerCallback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            print(f"at {time.time()}", file=sys.stderr, flush=True)
+            self.act()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, act, mode = sys.argv[1:]
+    changes = {"fsdp": "full_shard"} if mode == "fsdp" else {}
+    changes |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_timeout": 6}
+    TRAINERS["causal-lm"](out, callbacks=[Bad(globals()[act])], **changes).train()

@@ -1,0 +1,122 @@
+"""DeepSpeed's engine behind the same loop: the numbers of one process, at each stage of ZeRO."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from posttrain.core import TrainingArguments
+from posttrain.core.distributed import deepspeed
+from posttrain.core.errors import ConfigError
+from tests.distributed import jobs
+from tests.distributed.test_resume_elsewhere import USUAL
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+}  # fmt: skip
+
+
+def zero(stage):
+    return AUTO | {"zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"}}
+
+
+# ---- the configuration, which needs no DeepSpeed ----
+
+
+def arguments(**changes):
+    usual = {"use_cpu": True, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    return TrainingArguments("out", **(usual | changes))
+
+
+def test_auto_follows_the_arguments(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = torch.nn.Linear(1, 1)
+    model.config = types.SimpleNamespace(hidden_size=32)
+    filled = deepspeed.fill(deepspeed.read(zero(3)), arguments(), "bf16", model)
+    assert filled["train_micro_batch_size_per_gpu"] == 3 and filled["gradient_accumulation_steps"] == 4
+    assert filled["train_batch_size"] == 24 and filled["gradient_clipping"] == 0.5
+    assert filled["bf16"] == {"enabled": True} and filled["zero_optimization"]["reduce_bucket_size"] == 1024
+    assert "optimizer" not in filled and "scheduler" not in filled  # the arguments make them
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_micro_batch_size_per_gpu": 5}, "per_device_train_batch_size is 3"),
+        ({"gradient_clipping": 1.0}, "max_grad_norm is 0.5"),
+        ({"bf16": {"enabled": True}}, "bf16 is False"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}, "learning_rate says 5e-05"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "name an optimizer in optim"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}, "set lr_scheduler_type"),
+        ({"activation_checkpointing": {"number_checkpoints": "auto"}}, "activation_checkpointing.number_checkpoints is 'auto'"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_the_arguments_is_refused(changes, said):
+    with pytest.raises(ConfigError, match="deepspeed") as caught:
+        deepspeed.fill(deepspeed.read(AUTO | changes), arguments(), "no")
+    assert said in str(caught.value)
+
+
+def test_a_file_is_read_and_a_wrong_one_is_named_at_construction(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(zero(2)))
+    assert arguments(deepspeed=str(path)).deepspeed == str(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="zero.json"):
+        arguments(deepspeed=str(path))
+
+
+def test_what_accelerate_launch_says_is_understood(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    assert deepspeed.is_asked_for(None)
+    config = deepspeed.fill(deepspeed.read(None), arguments(), "no")
+    assert config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+# ---- the engine ----
+
+
+@pytest.fixture(scope="session")
+def runs(shared):
+    pytest.importorskip("deepspeed")
+
+    def make(folder):
+        usual = USUAL | {"logging_steps": 1}
+        jobs.do(1, [["straight", "train", usual | {"out": str(folder / "straight")}]], folder)
+        work = [
+            [f"zero{n}", "train", usual | {"out": str(folder / f"zero{n}"), "deepspeed": zero(n)}] for n in (1, 2, 3)
+        ]
+        for n in (2, 3):
+            cut = {"out": str(folder / f"cut{n}"), "cut": 3, "evaluate": False, "deepspeed": zero(n)}
+            on = {"out": str(folder / f"on{n}"), "resume": str(folder / f"cut{n}"), "deepspeed": zero(n)}
+            work += [[f"cut{n}", "train", usual | cut], [f"on{n}", "train", usual | on]]
+        jobs.do(2, work, folder, DS_ACCELERATOR="cpu")
+
+    return jobs.once(shared, "deepspeed", make)
+
+
+@pytest.mark.parametrize("label", ["zero1", "zero2", "zero3", "on2", "on3"])
+def test_two_processes_under_deepspeed_do_what_one_does(label, runs):
+    found, expected = jobs.result(runs, label), jobs.result(runs, "straight")
+    assert found["step"] == expected["step"]
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=2e-6, msg=key)
+    for key in ("loss", "grad_norm"):
+        values = [[record[key] for record in run["log"] if key in record] for run in (found, expected)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+    assert found["eval"]["eval_loss"] == pytest.approx(expected["eval"]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("label", ["zero2", "zero3"])
+def test_the_saved_model_is_whole(label, runs):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(runs / label / "final")
+    for key, value in jobs.result(runs, label)["weights"].items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=0, msg=key)

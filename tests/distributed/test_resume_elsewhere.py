@@ -1,0 +1,125 @@
+"""A checkpoint goes on with any number of processes, with whole weights or with pieces, to what one process leads to.
+
+Runs are broken off inside a logging interval and inside an epoch, so that the next process count must take over sums and rows.
+"""
+
+import pytest
+import torch
+
+from tests.distributed import jobs
+
+#: AdamW whose epsilon is not small: else a rounding in a tiny gradient becomes a whole step.
+USUAL = {"name": "causal-lm", "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2, "logging_steps": 3}
+FULL = {"fsdp": "full_shard"}
+PARTS = FULL | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+HYBRID = {"fsdp_config": PARTS["fsdp_config"], "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}
+
+
+def step(folder, label, goes_on_from=None, **changes):
+    changes = USUAL | {"out": str(folder / label), "evaluate": False} | changes
+    if goes_on_from:
+        changes["resume"] = str(folder / goes_on_from)
+    return [label, "train", changes]
+
+
+@pytest.fixture(scope="session")
+def runs(shared):
+    """Every way through which a run is carried; each is broken off after updates 2 and 4 of 6."""
+
+    def make(folder):
+        def go(processes, *work):
+            jobs.do(processes, [step(folder, *one[:-1], **one[-1]) for one in work], folder)
+
+        go(1, ("straight", {}), ("1", {"cut": 2}), ("lora", {"cut": 2, "name": "sft-lora"}),
+           ("straight-lora", {"name": "sft-lora"}))  # fmt: skip
+        go(
+            2,
+            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL), ("1-2p", "1", {"cut": 4} | PARTS),
+            ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS), ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
+            ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
+        )  # fmt: skip
+        go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}))
+        go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}))
+        go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID))
+
+    return jobs.once(shared, "elsewhere", make)
+
+
+PATHS = [
+    "1-2-1",
+    "1-2f-1",
+    "1-2p-1",
+    "1-2-2p",
+    "1-2f-2p",
+    "1-2p-2",
+    "1-2p-2f",
+    "1-2-4",
+    "1-2p-4p",
+    "1-2p-4h",
+    "lora-2p-1",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_run_goes_on_as_if_nothing_had_changed(path, runs):
+    expected = jobs.result(runs, "straight-lora" if path.startswith("lora") else "straight")
+    found = jobs.result(runs, path)
+    assert found["step"] == expected["step"] == 6
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-6, msg=key)
+    for key in ("loss", "train_loss"):
+        values = [
+            [(r["step"], pytest.approx(r[key], rel=1e-5)) for r in run["log"] if key in r] for run in (found, expected)
+        ]
+        assert values[0] == values[1] and values[0]
+
+
+def files(runs, label):
+    return {path.name for path in next((runs / label).glob("checkpoint-*")).iterdir()}
+
+
+def test_who_writes_what(runs):
+    alone, whole, parts = files(runs, "1"), files(runs, "1-2f"), files(runs, "1-2p")
+    assert {"model.safetensors", "optimizer.safetensors", "rank-0.json"} <= alone and "rank-1.json" not in alone
+    optimizer = {f"optimizer-{rank}-of-2.{end}" for rank in (0, 1) for end in ("json", "safetensors")}
+    assert {"model.safetensors", "rank-1.json"} | optimizer <= whole
+    assert {f"weights-{rank}-of-2.safetensors" for rank in (0, 1)} | optimizer | {"config.json"} <= parts
+    assert "model.safetensors" not in parts
+    sizes = [
+        (path.name, path.stat().st_size) for path in (runs / "1-2p" / "checkpoint-4").glob("weights-*.safetensors")
+    ]
+    assert max(size for _, size in sizes) < 0.7 * (runs / "1" / "checkpoint-2" / "model.safetensors").stat().st_size
+
+
+def test_a_checkpoint_of_adapters_holds_adapters_alone(runs):
+    saved = files(runs, "lora-2p")
+    assert "adapter_model.safetensors" in saved and not any(name.startswith(("model", "weights-")) for name in saved)
+
+
+def test_weights_in_parts_become_a_model_that_anyone_loads(runs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.core.cli import main
+
+    assert main(["consolidate", str(runs / "1-2p" / "checkpoint-4"), str(tmp_path)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(next((runs / "1-2f").glob("checkpoint-4")))
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+# ---- another global batch ----
+
+
+def test_a_larger_update_reads_on_where_the_data_stood(tmp_path, caplog):
+    """22 rows twice, 4 of an update; after 3 updates 8 of one: 32 rows are left, which is 10 of epoch 1 and 22 of epoch 2."""
+    small = USUAL | {"logging_steps": 1}
+    jobs.do(1, [step(tmp_path, "small", cut=3, per_device_train_batch_size=4, **small)], tmp_path)
+    with caplog.at_level("WARNING"):
+        jobs.do(1, [step(tmp_path, "large", "small", per_device_train_batch_size=8, **small)], tmp_path)
+    found = jobs.result(tmp_path, "large")
+    assert found["step"] == 3 + 2 + 3
+    epochs = [record["epoch"] for record in found["log"] if "loss" in record]
+    assert epochs[:3] == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=1e-6)
+    assert epochs[3:] == pytest.approx([3 / 3, 3 / 3, 4 / 3, 5 / 3, 6 / 3], abs=0.34)
+    assert "An update holds 8 rows" in caplog.text and "held 4" in caplog.text

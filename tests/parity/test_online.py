@@ -1,0 +1,116 @@
+"""On the same fixed rollouts, losses, gradient norms and metrics are those of trl's GRPOTrainer and RLOOTrainer."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+trl = pytest.importorskip("trl")
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import posttrain.rl  # noqa: E402
+from tests import tiny  # noqa: E402
+
+WORDS = " ".join(tiny.CORPUS).split()
+PROMPTS = [" ".join(WORDS[i : i + 3 + i % 3]) for i in range(8)]
+SHARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "rewards/digit_sum/mean",
+          "completions/mean_length", "completions/clipped_ratio", "completions/mean_terminated_length")  # fmt: skip
+
+
+def digit_sum(completion_ids, **kwargs):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def rollout(prompts, trainer):
+    """Completions that depend on the prompt and its place in its group alone; every third ends by itself."""
+    tokenizer, counts = trainer.processing_class, {}
+    ids = {"prompt_ids": [tokenizer(p)["input_ids"] for p in prompts], "completion_ids": [], "logprobs": None}
+    for prompt in prompts:
+        number = counts[prompt] = counts.get(prompt, -1) + 1
+        length = 1 + (7 * number + len(prompt)) % 5
+        words = [4 + (31 * number + 17 * place + 5 * len(prompt)) % 300 for place in range(length)]
+        ids["completion_ids"].append([*words, 1] if number % 3 == 0 else words)
+    return ids
+
+
+def run(package, name, path, **changes):
+    usual = dict(
+        output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
+        max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    args = getattr(package, f"{name}Config")(**(usual | changes))
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    options = {"processing_class": tiny.tokenizer()}
+    if name == "GRPO":
+        options["rollout_func"] = rollout
+    model = AutoModelForCausalLM.from_pretrained(path / "model")
+    trainer = getattr(package, f"{name}Trainer")(model, digit_sum, args, rows, **options)
+    if name == "RLOO":
+        engine_of(trainer, package)
+    trainer.train()
+    return [record for record in trainer.state.log_history if "loss" in record]
+
+
+def engine_of(trainer, package):
+    """RLOO of trl takes no rollout function: what generates is replaced."""
+    if package is trl:
+
+        def generate(prompts):
+            made = rollout(prompts, trainer)
+            texts = trainer.processing_class.batch_decode(made["completion_ids"], skip_special_tokens=True)
+            return made["prompt_ids"], made["completion_ids"], texts
+
+        trainer._generate = generate
+    else:
+        trainer.rollout_func = rollout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("parity")
+    tiny.causal_lm(initializer_range=0.1).save_pretrained(path / "model")
+    return path
+
+
+def compare(folder, name, keys, **changes):
+    theirs, ours = run(trl, name, folder, **changes), run(posttrain.rl, name, folder, **changes)
+    assert len(theirs) == len(ours) == 4
+    for key in keys:
+        expected = [record[key] for record in theirs if record.get(key) is not None]
+        assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+@pytest.mark.parametrize("changes", [
+    {}, {"num_iterations": 2, "beta": 0.1, "epsilon_high": 0.3}, {"importance_sampling_level": "sequence", "num_iterations": 2},
+], ids=str)  # fmt: skip
+def test_grpo(loss_type, changes, folder):
+    keys = [*SHARED, "kl"] if "beta" in changes else SHARED
+    if loss_type not in ("cispo", "sapo", "vespo"):
+        keys = [*keys, "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+    compare(folder, "GRPO", keys, loss_type=loss_type, **changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"},
+    {"delta": 1.5, "num_iterations": 2}, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True},
+    {"entropy_coef": 0.1}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
+    {"use_bias_correction_kl": False, "beta": 0.1, "num_iterations": 2}, {"steps_per_generation": 2, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4}, {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0},
+], ids=str)  # fmt: skip
+def test_options_of_grpo(changes, folder):
+    compare(folder, "GRPO", SHARED, **changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
+], ids=str)  # fmt: skip
+def test_rloo(changes, folder):
+    keys = ["loss", "grad_norm", "reward", "reward_std", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"]
+    compare(folder, "RLOO", keys, **changes)

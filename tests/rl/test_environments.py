@@ -1,0 +1,214 @@
+"""Tools and environments: who wrote which token, and what a tool is asked."""
+
+import asyncio
+import json
+
+import pytest
+
+from posttrain.core.errors import DataError
+from posttrain.rl.environments import Environments, take_rollout, tool_calls
+from posttrain.rl.prompts import PromptCodec
+from posttrain.rl.samples import Sample
+from tests import tiny
+
+TOKENIZER = tiny.tokenizer()
+CODEC = PromptCodec(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def ids(text):
+    return TOKENIZER(text)["input_ids"]
+
+
+def add(a: int, b: int):
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+async def slow(a: int):
+    """Change the sign.
+
+    Args:
+        a: A number.
+    """
+    await asyncio.sleep(0)
+    return -a
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def sample(text, prompt=None):
+    prompt = prompt or [{"role": "user", "content": "?"}]
+    written = [*ids(text), END]
+    return Sample({}, prompt, CODEC.encode(prompt), written, [-1.0] * len(written), finished=True,
+                  completion=[{"role": "assistant", "content": text}], seed=3)  # fmt: skip
+
+
+def writer(*texts):
+    """Stands in for the policy: writes one text a turn, and records what it was shown."""
+    shown = []
+
+    def go_on(samples, turn, tokens):
+        for one in samples:
+            shown.append(TOKENIZER.decode(one.prompt_ids))
+            one.ids = [*ids(texts[turn - 1]), END][:tokens]
+            one.logps, one.finished = [-2.0] * len(one.ids), one.ids[-1] == END
+            one.completion = CODEC.decode(one.prompt, one.ids)
+
+    return go_on, shown
+
+
+def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
+    one, (go_on, shown) = sample(call("add", a=2, b=3)), writer("so it is five")
+    Environments([add]).converse([one], CODEC, go_on, max_tokens=500)
+    first = len(ids(call("add", a=2, b=3))) + 1
+    told = ids("\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    last = [*ids("so it is five"), END]
+    assert one.ids == [*one.ids[:first], *told, *last]
+    assert one.learn == [True] * first + [False] * len(told) + [True] * len(last)
+    assert one.logps == [-1.0] * first + [0.0] * len(told) + [-2.0] * len(last)
+    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.completion[1][
+        "content"
+    ] == "5"
+    assert shown[0].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n") and one.finished
+
+
+def test_several_turns_until_nothing_is_asked_for():
+    one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2) + call("slow", a=9), "done", "never")
+    environments = Environments([add, slow])
+    environments.converse([one], CODEC, go_on, 500)
+    assert [m["content"] for m in one.completion if m["role"] == "tool"] == ["2", "4", "-9"]
+    assert environments.counts == {"calls": 3, "failures": 0}
+
+
+def test_turns_are_bounded():
+    one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2), "unreachable")
+    Environments([add], max_turns=1).converse([one], CODEC, go_on, 500)
+    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"]
+
+
+def test_an_answer_that_does_not_fit_is_left_out():
+    one, (go_on, shown) = sample(call("add", a=1, b=1)), writer("x")
+    before = list(one.ids)
+    Environments([add]).converse([one], CODEC, go_on, max_tokens=len(before) + 5)
+    assert one.ids == before and len(one.completion) == 1 and not shown
+
+
+def test_a_completion_is_cut_at_its_limit_after_a_tool():
+    one, (go_on, _) = sample(call("add", a=1, b=1)), writer("a long answer that goes on and on and on and on and on")
+    limit = len(one.ids) + len(ids("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")) + 3
+    Environments([add]).converse([one], CODEC, go_on, limit)
+    assert len(one.ids) == len(one.learn) == len(one.logps) == limit and not one.finished
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    (call("ad", a=1, b=1), "no tool 'ad', did you mean 'add'"), (call("add", a=1), "TypeError"),
+    ("<tool_call>add(1, 2)</tool_call>", "in JSON"), (call("add", a="x", b=1), "TypeError"),
+])  # fmt: skip
+def test_a_call_that_cannot_be_made_is_answered(text, says):
+    one, (go_on, _) = sample(text), writer("oh")
+    environments = Environments([add])
+    environments.converse([one], CODEC, go_on, 500)
+    assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
+
+
+def test_calls_are_read_from_messages_too():
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert tool_calls(message) == [("f", {"a": 1})]
+    assert tool_calls({"role": "assistant", "content": "no call"}) == []
+
+
+class Counter:
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, start=0, **row):
+        self.count = start
+        return f" from {start}"
+
+    def step(self, by: int):
+        """Go on counting.
+
+        Args:
+            by: How far.
+        """
+        self.count += by
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
+def test_each_completion_has_an_environment_of_its_own():
+    environments = Environments(factory=Counter)
+    samples = [Sample({"start": start}, [{"role": "user", "content": "count"}], []) for start in (0, 0, 5)]
+    environments.begin(samples)
+    assert [s.prompt[-1]["content"] for s in samples] == ["count from 0", "count from 0", "count from 5"]
+    assert set(environments.tools_of(samples[0])) == {"step"}
+    for number, one in enumerate(samples):
+        one.completion = [{"role": "assistant", "content": call("step", by=number)}]
+        environments.answer(one)
+    rewards = environments.reward_functions[0]
+    assert rewards.__name__ == "Counter" and rewards([s.environment for s in samples]) == [0, 1, 7]
+    made = Counter.made
+    environments.begin(samples)
+    assert Counter.made == made, "environments are reset, not made again"
+
+
+def test_environments_can_be_chosen_by_the_row():
+    class Other:
+        def reset(self, **row):
+            assert "environment" not in row
+
+        def look(self):
+            """Look."""
+            return "nothing"
+
+    environments = Environments(factory={"count": Counter, "other": Other})
+    samples = [Sample({"environment": name}, None, []) for name in ("count", "other")]
+    samples[1].prompt = [{"role": "user", "content": "?"}]
+    environments.begin(samples)
+    assert [set(environments.tools_of(s)) for s in samples] == [{"step"}, {"look"}]
+    assert samples[0].prompt == [{"role": "user", "content": " from 0"}]
+    assert environments.reward_functions[0]([s.environment for s in samples]) == [0, None]
+    with pytest.raises(DataError, match="'cuont', did you mean 'count'"):
+        environments.begin([Sample({"environment": "cuont"}, None, [])])
+
+
+def test_a_tool_without_a_description_is_refused():
+    def bare(a):
+        return a
+
+    with pytest.raises(TypeError, match="'bare' cannot be described to the model.*type hint"):
+        Environments([bare])
+
+
+def test_an_environment_must_have_reset():
+    with pytest.raises(TypeError, match=r"no reset\(\)"):
+        Environments(factory=object)
+
+
+def test_a_rollout_function_gives_tokens_masks_and_columns():
+    samples = [Sample({}, "a", []), Sample({}, "b", [])]
+    output = {"prompt_ids": [[5], [6]], "completion_ids": [[7, 1], [8, 9]], "logprobs": [[-1, None], [[-2], [-3]]],
+              "env_mask": [[1, 0], [1, 1]], "won": [True, False]}  # fmt: skip
+    take_rollout(samples, output, CODEC)
+    assert [s.ids for s in samples] == [[7, 1], [8, 9]] and samples[0].learn == [True, False]
+    assert samples[0].logps[0] == -1 and samples[0].logps[1] != samples[0].logps[1] and samples[1].logps == [-2, -3]
+    assert samples[0].finished and not samples[1].finished and samples[1].extra == {"won": False}
+    with pytest.raises(ValueError, match="logprobs is missing"):
+        take_rollout(samples, {"prompt_ids": [], "completion_ids": []}, CODEC)
+    with pytest.raises(ValueError, match="1 of completion_ids for 2 prompts"):
+        take_rollout(samples, output | {"completion_ids": [[7]]}, CODEC)

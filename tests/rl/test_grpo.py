@@ -1,0 +1,521 @@
+"""Online training from outside: what is sampled, what is learned from, and what is told."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.rl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ReinforcePlusPlusConfig,
+    ReinforcePlusPlusTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from posttrain.rl.completions import learning_problem, pass_at_k, table
+from posttrain.rl.generation import Completions
+from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout
+from posttrain.rl.rewards import RewardError
+from tests import tiny
+
+WORDS = " ".join(tiny.CORPUS).split()
+ROWS = [{"prompt": " ".join(WORDS[i : i + 3]), "answer": WORDS[i]} for i in range(8)]
+
+
+def config(kind=GRPOConfig, **changes):
+    usual = dict(
+        output_dir="unused", per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=2,
+        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return kind(**(usual | changes))
+
+
+def spread(completion_ids):
+    return [sum(ids) % 11 / 11 for ids in completion_ids]
+
+
+def trainer(tmp_path, kind=GRPOTrainer, reward=spread, rows=ROWS, model=None, eval_rows=None, options=None, **changes):
+    args = config(kind.config_class, output_dir=str(tmp_path), **changes)
+    model = model or tiny.causal_lm(initializer_range=0.2)
+    return kind(model, reward, args, rows, eval_rows, tiny.tokenizer(), **(options or {}))
+
+
+def logged(run, name):
+    return [record[name] for record in run.state.log_history if name in record]
+
+
+class Scripted:
+    """An engine that writes what it is told, and counts."""
+
+    def __init__(self, *texts, finished=True):
+        self.texts, self.finished, self.calls, self.synced = texts, finished, [], 0
+
+    def sync_weights(self, model):
+        self.synced += 1
+
+    def generate(self, prompts, n, sampling, seeds):
+        self.calls.append((len(prompts), n))
+        ids = [tiny.tokenizer()(text)["input_ids"] for _ in prompts for text in self.texts[:n]]
+        return Completions(ids, None, [self.finished] * len(ids))
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_the_loader_gives_the_prompts_of_several_steps_at_once(tmp_path):
+    run = trainer(
+        tmp_path, rows=ROWS * 2, per_device_train_batch_size=4, steps_per_generation=8, gradient_accumulation_steps=1
+    )
+    batch = next(iter(run.get_train_dataloader()))
+    assert len(batch) == 32
+    prompts = [row["prompt"] for row in batch]
+    assert all(prompts[i] == prompts[i - i % 4] for i in range(32)) and len(set(prompts)) > 4
+
+
+def test_one_generation_serves_all_steps_made_of_it(tmp_path):
+    engine = Scripted("a", "b", "c", "d")
+    run = trainer(tmp_path, rows=ROWS * 2, steps_per_generation=8, max_steps=16, options={"generator": engine})
+    run.train()
+    assert engine.calls == [(8, 4)] * 2 and engine.synced == 2
+
+
+def test_a_rollout_is_gone_through_several_times(tmp_path):
+    engine = Scripted("a", "b", "c", "d")
+    run = trainer(tmp_path, steps_per_generation=2, num_iterations=3, max_steps=12, options={"generator": engine})
+    run.train()
+    assert len(engine.calls) == 2
+
+
+def test_an_epoch_has_all_its_rollouts(tmp_path):
+    run = trainer(tmp_path, max_steps=-1, num_train_epochs=2, steps_per_generation=2, num_iterations=2)
+    run.train()
+    assert run.state.global_step == 2 * (8 // 2) * 2 * 2 and run.state.epoch == 2
+
+
+def test_prompts_are_dealt_so_that_an_update_is_the_same_on_any_number_of_processes():
+    alone = Layout(group_size=2, per_process=8, chunk=4)
+    pair = Layout(group_size=2, per_process=4, chunk=2, world_size=2)
+    assert alone.numbers(0).tolist() == list(range(8)) and alone.prompts == pair.prompts == 4
+    assert [pair.numbers(rank).tolist() for rank in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert GroupSampler(5, pair, seed=0, shuffle=False).order().tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert list(GroupedStream(range(5), pair)) == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
+def test_a_stream_of_prompts_is_trained_on(tmp_path):
+    from datasets import Dataset
+
+    run = trainer(tmp_path, rows=Dataset.from_list(ROWS).to_iterable_dataset(), max_steps=3)
+    run.train()
+    assert run.state.global_step == 3 and len(logged(run, "reward")) == 3
+
+
+@pytest.mark.parametrize(("rows", "says"), [
+    ([{"question": "a"}] * 2, "no column 'prompt'.*question"), (ROWS[:1], "has 1 prompts and one rollout needs 2"),
+    ([], "no rows"), ([{"prompt": "a", "image": 1}] * 4, "images"),
+])  # fmt: skip
+def test_rows_that_cannot_be_trained_on_are_refused_at_once(tmp_path, rows, says):
+    with pytest.raises(DataError, match=f"(?s){says}"):
+        trainer(tmp_path, rows=rows, gradient_accumulation_steps=2)
+
+
+def test_an_empty_prompt_is_named(tmp_path):
+    with pytest.raises(DataError, match="prompt is empty"):
+        trainer(tmp_path, rows=[{"prompt": ""}] * 4).train()
+
+
+def test_conversations_are_continued_by_the_assistant(tmp_path):
+    seen = {}
+
+    def judge(prompts, completions):
+        seen.update(prompts=prompts, completions=completions)
+        return [float(i) for i in range(len(completions))]
+
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}] * 4
+    run = trainer(tmp_path, reward=judge, rows=rows, max_steps=1, options={"generator": Scripted("a", "b", "c", "d")})
+    run.train()
+    assert seen["prompts"] == [rows[0]["prompt"]] * 4
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in "abcd"]
+
+
+# ------------------------------------------------------------------------------------------------------ learning
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer])
+def test_what_is_rewarded_becomes_likelier(kind, tmp_path):
+    engine = Scripted(" clips", " Weng", " money", " April")
+
+    def wants_clips(completions):
+        return [float("clips" in text) for text in completions]
+
+    run = trainer(tmp_path, kind, wants_clips, max_steps=20, options={"generator": engine}, beta=0.0)
+    tokenizer, prompt = tiny.tokenizer(), tiny.tokenizer()(ROWS[0]["prompt"])["input_ids"]
+
+    def likelihood():
+        word = tokenizer(" clips")["input_ids"]
+        logps = run.model(torch.tensor([prompt + word])).logits.log_softmax(-1)[0]
+        return sum(logps[len(prompt) - 1 + i, token].item() for i, token in enumerate(word))
+
+    before = likelihood()
+    run.train()
+    assert likelihood() > before + 1
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_every_loss_trains(loss_type, level, tmp_path):
+    changes = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, epsilon_high=0.3, num_iterations=2)
+    run = trainer(tmp_path, **changes, off_policy_mask_threshold=0.5, top_entropy_quantile=0.5, max_steps=4)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    assert all(math.isfinite(norm) and norm > 0 for norm in logged(run, "grad_norm"))
+    assert any(not torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+
+
+def test_equal_rewards_teach_nothing_and_that_is_said(tmp_path, caplog):
+    run = trainer(tmp_path, reward=lambda completions: [1.0] * len(completions))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        run.train()
+    assert logged(run, "frac_reward_zero_std") == [1, 1] and logged(run, "grad_norm") == [0, 0]
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert any("all rewards were equal (mean reward 1)" in record.message for record in caplog.records)
+
+
+def test_truncated_completions_can_be_left_out_and_then_nothing_moves(tmp_path):
+    engine = Scripted("a b", "b", "c", "d", finished=False)
+    run = trainer(tmp_path, options={"generator": engine}, mask_truncated_completions=True)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    result = run.train()
+    assert result.training_loss == 0 and logged(run, "completions/clipped_ratio") == [1, 1]
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+
+
+def test_dynamic_sampling_fills_a_rollout_with_groups_that_teach(tmp_path):
+    # of every two prompts one group has equal rewards
+    def judge(prompts, completion_ids):
+        good = {row["prompt"] for row in ROWS[::2]}
+        return [float(i % 2) if prompt in good else 0.0 for i, prompt in enumerate(prompts)]
+
+    changes = dict(gradient_accumulation_steps=2, max_steps=2, shuffle_dataset=False)
+    plain = trainer(tmp_path / "plain", reward=judge, **changes)
+    plain.train()
+    assert logged(plain, "frac_reward_zero_std") == [0.5, 0.5]
+    dynamic = trainer(tmp_path / "dynamic", reward=judge, dynamic_sampling=True, **changes)
+    dynamic.train()
+    assert logged(dynamic, "frac_reward_zero_std") == [0, 0]
+
+
+def test_the_reference_is_the_weights_that_were_passed(tmp_path):
+    model = tiny.causal_lm(initializer_range=0.2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)  # what no loading by name would give
+    run = trainer(tmp_path, model=model, beta=0.1, max_steps=3)
+    run.train()
+    kl = logged(run, "kl")
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 0
+
+
+def test_log_probabilities_of_the_engine_are_those_that_a_pass_would_give(tmp_path):
+    kept = trainer(tmp_path / "kept", num_iterations=2, max_steps=4)
+
+    class Silent(type(kept.generator)):
+        def generate(self, *args, **kwargs):
+            done = super().generate(*args, **kwargs)
+            return Completions(done.ids, None, done.finished)
+
+    computed = trainer(
+        tmp_path / "computed", num_iterations=2, max_steps=4, options={"generator": Silent(tiny.tokenizer())}
+    )
+    for run in (kept, computed):
+        run.train()
+    assert logged(kept, "loss") == pytest.approx(logged(computed, "loss"), abs=1e-5)
+    assert logged(kept, "grad_norm") == pytest.approx(logged(computed, "grad_norm"), rel=1e-4)
+
+
+def test_an_engine_of_other_weights_is_corrected_and_its_gap_is_told(tmp_path, caplog):
+    class Stale(Scripted):
+        def generate(self, *args):
+            done = super().generate(*args)
+            return Completions(done.ids, [[-1.0] * len(ids) for ids in done.ids], done.finished)
+
+    engine = Stale("a", "b", "c", "d")
+    changes = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.0}
+    run = trainer(tmp_path, options={"generator": engine}, max_steps=1, **changes)
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        run.train()
+    assert logged(run, "sampling/sampling_logp_difference/mean")[0] > 1
+    assert 0 < logged(run, "sampling/importance_sampling_ratio/mean")[0] < 1
+    assert any("its weights may be stale" in record.message for record in caplog.records)
+
+
+def test_sharing_prompts_changes_no_number(tmp_path):
+    runs = [trainer(tmp_path / str(share), share_prompts=share, max_steps=4, beta=0.1) for share in (True, False)]
+    for run in runs:
+        run.train()
+    assert logged(runs[0], "grad_norm") == pytest.approx(logged(runs[1], "grad_norm"), rel=1e-4)
+    assert [
+        b["input_ids"].shape[0]
+        for run in runs
+        for b in run._parts_of(run.make_rollout(iter(run.get_train_dataloader())))
+    ] == [1, 4]
+
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path):
+    def final(**changes):
+        run = trainer(
+            tmp_path / str(len(changes)), reward=lambda completions: [0.0] * len(completions), max_steps=15, **changes
+        )
+        run.train()
+        return run
+
+    plain, with_bonus = final(), final(entropy_coef=1.0)
+    assert logged(with_bonus, "entropy")[-1] > logged(plain, "entropy")[-1] + 0.01
+    assert logged(with_bonus, "loss")[0] == pytest.approx(-logged(with_bonus, "entropy")[0], rel=1e-4)
+
+
+def test_the_entropy_coefficient_follows_the_entropy(tmp_path):
+    changes = dict(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.01, max_steps=3)
+    falls = trainer(tmp_path / "falls", entropy_target=0.0, **changes)
+    grows = trainer(tmp_path / "grows", entropy_target=100.0, **changes)
+    for run in (falls, grows):
+        run.train()
+    assert logged(falls, "entropy_coef") == pytest.approx([0.09, 0.08, 0.07])
+    assert logged(grows, "entropy_coef") == pytest.approx([0.11, 0.12, 0.13])
+
+
+def test_the_same_seed_gives_the_same_completions(tmp_path):
+    seen = []
+
+    def judge(completion_ids):
+        seen.append(completion_ids)
+        return spread(completion_ids)
+
+    for number, seed in enumerate((1, 1, 2)):
+        trainer(tmp_path / str(number), reward=judge, seed=seed, max_steps=2).train()
+    assert seen[0:2] == seen[2:4] != seen[4:6] and seen[0] != seen[1]
+
+
+# ------------------------------------------------------------------------------------------------- rewards and tools
+
+
+def test_a_failing_reward_function_is_named(tmp_path):
+    def judge(completions):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match="'judge' failed"):
+        trainer(tmp_path, reward=judge).train()
+
+
+def test_weights_and_several_functions(tmp_path):
+    def ones(completions):
+        return [1.0] * len(completions)
+
+    def answers(answer, completions):
+        return [None if word == "Natalia" else 3.0 for word in answer]
+
+    run = trainer(tmp_path, reward=[ones, answers], reward_weights=[1.0, 2.0], shuffle_dataset=False, max_steps=2)
+    run.train()
+    assert logged(run, "rewards/ones/mean") == [1, 1]
+    assert logged(run, "reward") == [1, 7] and logged(run, "rewards/answers/mean") == [3]
+
+
+def test_no_source_of_rewards_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No reward source"):
+        trainer(tmp_path, reward=None)
+
+
+def test_tools_are_called_in_training(tmp_path):
+    def double(x: int):
+        """Double a number.
+
+        Args:
+            x: The number.
+        """
+        return 2 * x
+
+    class Calls(Scripted):
+        def generate(self, prompts, n, sampling, seeds):
+            self.calls.append((len(prompts), n))
+            texts = (
+                ['<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call><|im_end|>']
+                if len(self.calls) == 1
+                else ["8<|im_end|>"]
+            )
+            ids = [tiny.tokenizer()(texts[0])["input_ids"]] * len(prompts) * n
+            return Completions(ids, None, [True] * len(ids))
+
+    engine, seen = Calls(), {}
+
+    def judge(completions):
+        seen["last"] = [completion[-1]["content"] for completion in completions]
+        return [float(i) for i in range(len(completions))]
+
+    rows = [{"prompt": [{"role": "user", "content": "double 4"}]}] * 4
+    options = {"generator": engine, "tools": [double]}
+    run = trainer(tmp_path, reward=judge, rows=rows, max_steps=1, max_completion_length=200, options=options)
+    run.train()
+    assert seen["last"] == ["8"] * 4 and engine.calls == [(1, 4), (1, 4)]
+    assert logged(run, "tools/call_frequency") == [1] and math.isfinite(logged(run, "grad_norm")[0])
+
+
+def test_a_rollout_function_takes_the_place_of_generation(tmp_path):
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        words = [[50 + i] for i in range(len(prompts))]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": words,
+            "logprobs": None,
+            "score": [float(i) for i in range(len(prompts))],
+        }
+
+    def judge(score):
+        return score
+
+    run = trainer(tmp_path, reward=judge, max_steps=2, options={"rollout_func": rollout})
+    run.train()
+    assert logged(run, "reward") == [1.5, 1.5] and logged(run, "completions/mean_length") == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------ telling and judging
+
+
+def test_completions_are_shown_and_written(tmp_path, capsys):
+    from datasets import Dataset
+
+    run = trainer(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=2)
+    run.train()
+    written = [Dataset.from_parquet(str(path)) for path in sorted((tmp_path / "completions").glob("*.parquet"))]
+    assert len(written) == 2 and set(written[0].column_names) == {"step", "prompt", "completion", "spread", "advantage"}
+    assert len(written[0]) == 4 and sum(written[0]["advantage"]) == pytest.approx(0, abs=1e-5)
+    assert "advantage" in capsys.readouterr().out
+
+
+def test_written_completions_go_to_the_hub_and_its_failures_stop_nothing(tmp_path, monkeypatch, caplog):
+    import huggingface_hub
+
+    class Hub:
+        uploaded = []
+
+        def __init__(self, token=None):
+            pass
+
+        def create_repo(self, repo, **options):
+            assert options["repo_type"] == "dataset" and options["private"]
+
+        def upload_file(self, path_in_repo, **options):
+            if self.uploaded:
+                raise ConnectionError("the Hub is down")
+            self.uploaded.append(path_in_repo)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        trainer(
+            tmp_path, log_completions=True, num_completions_to_print=0, log_completions_hub_repo="me/rollouts"
+        ).train()
+    assert Hub.uploaded == ["completions_00000.parquet"]
+    assert any("completions_00001.parquet was not uploaded" in record.message for record in caplog.records)
+
+
+def test_evaluation_gives_pass_at_k_on_held_out_prompts(tmp_path):
+    def judge(completions, answer):
+        return [float(text == word) for text, word in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": "a b", "answer": "x"}, {"prompt": "c d", "answer": "none"}, {"prompt": "e f", "answer": "x"}]
+    engine = Scripted("x", "y", "z", "w")
+    run = trainer(tmp_path, reward=judge, eval_rows=rows, options={"generator": engine}, num_generations_eval=4)
+    metrics = run.evaluate()
+    assert metrics["eval_pass@1"] == pytest.approx(2 / 3 / 4) and metrics["eval_pass@4"] == pytest.approx(2 / 3)
+    assert metrics["eval_reward"] == pytest.approx(1 / 6)
+    greedy = trainer(tmp_path, reward=judge, eval_rows=rows, num_generations_eval=1, eval_temperature=0.0)
+    assert "eval_pass@1" in greedy.evaluate()
+
+
+def test_evaluation_sees_every_prompt_once(tmp_path):
+    run = trainer(tmp_path, eval_rows=ROWS[:5], per_device_eval_batch_size=8)
+    output = run.evaluation_loop(run.get_eval_dataloader(), "Evaluation")
+    assert output.num_samples == 5
+
+
+@pytest.mark.parametrize(
+    ("num", "passed", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (4, 2, 2, 5 / 6)]
+)
+def test_pass_at_k(num, passed, k, expected):
+    assert pass_at_k(num, passed, k) == pytest.approx(expected)
+
+
+def test_a_table_is_cut_to_what_fits():
+    text = table([{"prompt": "p" * 200, "reward": 0.5, "other": float("nan")}], "Step 3", width=20)
+    assert (
+        text.splitlines()[0] == "Step 3" and "0.50" in text and "none" in text and max(map(len, text.splitlines())) < 60
+    )
+    assert table([], "nothing") == ""
+
+
+@pytest.mark.parametrize(("logs", "says"), [
+    ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "nothing to learn"), ({"completions/clipped_ratio": 1.0}, "max_completion_length"),
+    ({"sampling/sampling_logp_difference/mean": 0.5}, "factor of 1.65"), ({"entropy": 1e-5}, "entropy"),
+])  # fmt: skip
+def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
+    assert says in learning_problem(logs) and learning_problem({"reward": 0.5, "entropy": 2.0}) is None
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"num_generations": 3}, "a group would be cut in two.*multiple of 3"), ({"num_generations": 1}, "nothing to compare"),
+    ({"generation_batch_size": 8, "steps_per_generation": 3}, "generation_batch_size=8 must be"), ({"loss_type": "gpro"}, "did you mean 'grpo'"),
+    ({"delta": 1.1}, "undoes the clip"), ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"),
+    ({"temperature": 0.0}, "temperature"), ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
+    ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
+    ({"max_prompt_length": 5}, "prompts are never cut"), ({"use_vllm": True}, "generator="),
+])  # fmt: skip
+def test_arguments_that_cannot_work_are_refused_when_they_are_given(changes, says):
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        config(**changes)
+
+
+def test_sizes_follow_from_each_other():
+    args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert (args.steps_per_generation, args.generation_batch_size) == (2, 8)
+    args = config(per_device_train_batch_size=4, generation_batch_size=32)
+    assert args.steps_per_generation == 8
+    args.validate()
+    assert config(scale_rewards=False).scale_rewards == "none" and config(scale_rewards=True).scale_rewards == "group"
+
+
+def test_the_methods_have_their_own_defaults():
+    assert (GRPOConfig("x").beta, GRPOConfig("x").loss_type, GRPOConfig("x").num_generations) == (0.0, "dapo", 8)
+    assert (RLOOConfig("x").beta, RLOOConfig("x").num_generations) == (0.05, 2)
+    assert ReinforcePlusPlusConfig("x").group_baseline
+
+
+def test_the_wrong_config_is_named(tmp_path):
+    with pytest.raises(TypeError, match="pass GRPOConfig"):
+        GRPOTrainer(tiny.causal_lm(), spread, RLOOConfig(str(tmp_path)), ROWS, processing_class=tiny.tokenizer())
+
+
+def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
+    from posttrain.core import registry
+    from posttrain.core.cli import main
+    from posttrain.rl import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "methods", lambda: {"grpo": cli.GRPO, "rloo": cli.RLOO})
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": row["prompt"], "solution": "7"} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "--model_name_or_path model --dataset_name rows.jsonl --reward_funcs accuracy_reward --output_dir out --max_steps 1"
+    words += (
+        " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --use_cpu true --report_to none"
+    )
+    for method in ("grpo", "rloo"):
+        assert main([method, *words.split()]) == 0
+        assert (tmp_path / "out" / "model.safetensors").is_file()

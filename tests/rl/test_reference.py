@@ -1,0 +1,144 @@
+"""The reference is what the policy was when it was passed, whatever form it takes."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from posttrain.core.errors import CheckpointError
+from posttrain.rl.reference import (
+    AdapterReference,
+    FrozenReference,
+    PolicyAsReference,
+    fingerprint,
+    make_reference,
+    sync_problem,
+)  # fmt: skip
+from tests import tiny
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def adapted(init=True):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init, task_type="CAUSAL_LM")
+    return get_peft_model(tiny.causal_lm(), config)
+
+
+def shake(model):
+    """Change everything that is trained, as an optimizer would."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits(reference):
+    with reference.use() as model:
+        return model(input_ids=IDS).logits
+
+
+CASES = {
+    "copy": (tiny.causal_lm, False, False),
+    "adapter off": (adapted, True, False),
+    "second adapter": (lambda: adapted(init=False), False, False),
+    "second adapter that moves": (adapted, True, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_stays_what_the_policy_was(case):
+    make, fresh_adapter, moves = CASES[case]
+    policy = make()
+    before = policy(input_ids=IDS).logits.detach()
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    reference = make_reference(policy, None, fresh_adapter, moves)
+    torch.testing.assert_close(logits(reference), before, rtol=0, atol=0)
+    shake(policy)
+    torch.testing.assert_close(logits(reference), before, rtol=0, atol=0)
+    torch.testing.assert_close(reference.model(input_ids=IDS).logits, before, rtol=0, atol=0)
+    assert not torch.allclose(policy(input_ids=IDS).logits, before)
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trained
+    assert not logits(reference).requires_grad
+
+
+def test_it_costs_no_second_model_with_an_adapter():
+    policy = adapted()
+    count = sum(p.numel() for p in policy.parameters())
+    make_reference(policy, None, fresh_adapter=True)
+    assert sum(p.numel() for p in policy.parameters()) == count
+
+
+def test_dropout_of_the_policy_is_off_in_its_reference():
+    policy = get_peft_model(tiny.causal_lm("gpt2", resid_pdrop=0.5), LoraConfig(target_modules=["c_attn"]))
+    reference = make_reference(policy.train(), None, fresh_adapter=True)
+    assert torch.equal(logits(reference), logits(reference)) and policy.training
+    assert make_reference(tiny.causal_lm().train(), None, False).model.training is False
+
+
+def test_moving_it_takes_the_mean_of_the_weights():
+    policy = tiny.causal_lm()
+    reference = make_reference(policy, None, False, moves=True)
+    old = copy.deepcopy(reference.weights())
+    shake(policy)
+    reference.sync(policy, 0.6)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(reference.weights()[name], 0.6 * parameter.detach() + 0.4 * old[name])
+
+
+def test_moving_the_second_adapter_makes_it_the_first():
+    policy = adapted()
+    reference = make_reference(policy, None, True, moves=True)
+    shake(policy)
+    reference.sync(policy, 1.0)
+    torch.testing.assert_close(logits(reference), policy(input_ids=IDS).logits.detach())
+
+
+def test_what_cannot_be_moved_is_said():
+    assert "ref_model_mixup_alpha=1" in sync_problem(adapted(), None, 0.6)
+    assert sync_problem(adapted(), None, 1.0) is None and sync_problem(tiny.causal_lm(), None, 0.6) is None
+    assert "architecture and sizes" in sync_problem(tiny.causal_lm(), tiny.causal_lm(hidden_size=16), 0.6)
+    assert "adapter" in sync_problem(adapted(), tiny.causal_lm(), 1.0)
+
+
+@pytest.mark.parametrize("make", [tiny.causal_lm, adapted], ids=["model", "adapter"])
+def test_a_checkpoint_keeps_what_tells_another_reference_from_it(make):
+    reference = make_reference(make(), None, fresh_adapter=True)
+    make_reference(make(), None, fresh_adapter=True).load_state_dict(reference.state_dict(), "run")
+    other = make()
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.001)
+    with pytest.raises(CheckpointError, match="another reference than this one"):
+        make_reference(other, None, fresh_adapter=True).load_state_dict(reference.state_dict(), "run")
+
+
+def test_a_reference_that_moves_is_kept_whole():
+    policy = tiny.causal_lm()
+    reference = make_reference(policy, None, False, moves=True)
+    shake(policy)
+    reference.sync(policy, 0.5)
+    again = make_reference(tiny.causal_lm(), None, False, moves=True)
+    again.load_state_dict(reference.state_dict(), "run")
+    assert fingerprint(again.weights()) == fingerprint(reference.weights())
+
+
+def test_precomputed_numbers_need_the_policy_before_it_is_trained_only():
+    policy = tiny.causal_lm()
+    reference = make_reference(policy, None, False, precomputed=True)
+    assert isinstance(reference, PolicyAsReference)
+    state = reference.state_dict()
+    shake(policy)
+    reference.let_go()
+    assert reference.is_gone and reference.model is None and reference.state_dict() == state
+    with pytest.raises(CheckpointError, match="another reference"):
+        PolicyAsReference(policy).load_state_dict(state, "run")
+
+
+def test_a_model_that_is_passed_is_used():
+    given = tiny.causal_lm(seed=1)
+    reference = make_reference(adapted(), given, fresh_adapter=True)
+    assert isinstance(reference, FrozenReference) and reference.model is given
+    assert not any(p.requires_grad for p in given.parameters())
+    assert not isinstance(reference, AdapterReference)
