@@ -836,10 +836,7 @@ def test_the_arguments_decide_whether_the_model_is_moved(script, monkeypatch):
     assert len(moved) == 1 and trainer.place_model_on_device is False
 
 
-LATER = {
-    "fsdp": "full_shard", "deepspeed": "zero.json",
-    "push_to_hub": True, "parallelism_config": {},
-}  # fmt: skip
+LATER = {"push_to_hub": True}
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import changes, data, ema, evaluation, health, hub, interrupts, models, objective, trackers
+from posttrain.core import (
+    allocator,
+    changes,
+    data,
+    ema,
+    evaluation,
+    health,
+    hub,
+    interrupts,
+    models,
+    objective,
+    trackers,
+)
 from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
@@ -128,6 +140,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
+        if args.keep_freed_memory and self.dist.device.type == "cpu":
+            allocator.keep_freed_memory()
         if self.model_init is not None:
             data.set_seed(args.seed)
             self._forget_model()
@@ -224,6 +238,10 @@ class Lifecycle(Incidents, Resuming, Leaving):
             )  # fmt: skip
         return None
 
+    def _batches_given(self) -> int:
+        """Micro-batches of the epoch before the place where the loader stands."""
+        return self._loader.batches_given
+
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
         ema.load(self._ema, checkpoint)
@@ -246,7 +264,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
         if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
-            self.progress.batches = self._loader.batches_given
+            self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
                 self.args.seed, self.state.global_step, self.dist.rank, data.set_seed

@@ -31,7 +31,7 @@ class Questions:
     _train_batch_size: int
     #: Scripts ask for these. A search fills in the first two.
     hp_name, hp_search_backend = None, None
-    deepspeed, is_fsdp_xla_enabled = None, False
+    is_fsdp_xla_enabled = False
 
     @property
     def current_flos(self) -> float:
@@ -82,6 +82,11 @@ class Questions:
     def is_fsdp_enabled(self) -> bool:
         """Whether the weights are kept in pieces, by FSDP."""
         return self.dist.shards
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine while it trains, else None."""
+        return self.model_wrapped if self.is_deepspeed_enabled and self.is_in_train else None
 
     @property
     def is_deepspeed_enabled(self) -> bool:

@@ -223,11 +223,14 @@ class Distributed:
             return
         modules = [m for m in model.modules() if hasattr(m, "unshard")] if sharding.is_sharded(model) else []
         for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)  # else the first forward would cut it up again
             module.unshard()
         try:
             yield
         finally:
             for module in modules:
+                is_unit = module is not modules[0]  # the outermost is never cut up by its own forward
+                module.set_reshard_after_forward(is_unit and self.sharding.reshard_after_forward, recurse=False)
                 module.reshard()
 
     def whole_state_dict(

@@ -114,15 +114,19 @@ def read(
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding | None, list[str]]:
-    """The settings that ``accelerate launch`` left in the environment (ACCELERATE_USE_FSDP, FSDP_...), as `read`."""
+    """The settings that ``accelerate launch`` left in the environment (FSDP_..., PARALLELISM_CONFIG_...), as `read`."""
+    sizes = None
+    if is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
+        before = "PARALLELISM_CONFIG_"
+        sizes = {name.removeprefix(before).lower(): environ[name] for name in environ if name.startswith(before)}
     if not is_true(environ.get("ACCELERATE_USE_FSDP", "false")):
-        return None, []
+        return read(None, None, sizes)
     found = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
     found = {name: value for name, value in found.items() if value.lower() not in ("", "none")}
     # The first FSDP had strategies and the second has a switch; accelerate writes both whichever is meant.
     found.pop("sharding_strategy" if found.get("version") == "2" else "reshard_after_forward", None)
-    found.setdefault("state_dict_type", "FULL_STATE_DICT")
-    return read("full_shard", {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)})
+    options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
+    return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
 
 
 def _listed(value: Any) -> list[str]:
