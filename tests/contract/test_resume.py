@@ -326,7 +326,7 @@ blocks.SMALL = 1
 trainer = TRAINERS["causal-lm"](sys.argv[1], **ARGS | dict(save_async=sys.argv[2] == "True", save_steps=2, max_steps=100_000))
 class Tell(__import__("posttrain.core").core.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        print(state.global_step, flush=True)
+        print("step", state.global_step, flush=True)
 trainer.add_callback(Tell())
 trainer.train(resume_from_checkpoint=True if trainer.store.checkpoints() else None)
 """
@@ -342,14 +342,14 @@ def kills(count, later, out):
         child = subprocess.Popen(
             command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        first = child.stdout.readline()
+        first = next((line for line in child.stdout if line.startswith("step ")), "")
         assert first, child.stderr.read()
-        assert int(first) > reached - 2 - 2 * later, "more than save_steps updates were lost"
+        assert int(first.split()[1]) > reached - 2 - 2 * later, "more than save_steps updates were lost"
         time.sleep(draw.uniform(0, 0.3))
         child.kill()
-        rest = child.stdout.read().split()
+        lines = [line.split() for line in [first, *child.stdout.read().splitlines()]]
         child.wait()
-        reached = int([first, *rest][-1])
+        reached = max(int(words[1]) for words in lines if len(words) == 2 and words[0] == "step" and words[1].isdigit())
         named = Store(out).checkpoints()
         assert [path for path in named if Store(out).verify(path)] == []
     return reached
