@@ -100,7 +100,7 @@ def test_sft_works_without_its_siblings(wheels, python_without_posttrain):
     code = (
         "import importlib.util, posttrain.core, posttrain.sft, sys\n"
         "from posttrain.sft import SFTConfig, SFTTrainer\n"
-        "assert SFTTrainer.__mro__[1].__name__ == 'Trainer' and SFTConfig(output_dir='x', use_cpu=True)\n"
+        "assert issubclass(SFTTrainer, posttrain.core.Trainer) and SFTConfig(output_dir='x', use_cpu=True)\n"
         "assert 'site-packages' in posttrain.core.__file__, posttrain.core.__file__\n"
         "for absent in ('rl', 'seq2seq'):\n"
         "    assert importlib.util.find_spec(f'posttrain.{absent}') is None, absent\n"

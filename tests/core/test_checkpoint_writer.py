@@ -248,7 +248,7 @@ def test_a_process_that_fails_in_the_background_is_told_to_the_first(tmp_path, m
 
 
 def test_a_process_that_never_answers_costs_the_checkpoint(tmp_path, caplog):
-    saver = Saver(Store(tmp_path), rank=0, world_size=2, gather=lambda value: [value, None], patience=0.1)
+    saver = Saver(Store(tmp_path), rank=0, world_size=2, gather=lambda value: [value, value], patience=0.1)
     saver._gather = lambda value: [value] if not isinstance(value, tuple) else [value, (None, None)]
     saver.save(4, lambda temp: save_tree(tree(), temp / "state"), later=True)
     assert saver.settle().path is None and "its files did not come" in caplog.text and list(tmp_path.iterdir()) == []

@@ -1,5 +1,8 @@
 """Memory that runs out: the same update in smaller parts; and how much of it a stage took."""
 
+import mmap
+import time
+
 import pytest
 import torch
 
@@ -151,12 +154,9 @@ def test_a_peak_between_start_and_end_is_seen(tmp_path):
     stock = trainer.compute_loss
 
     def hungry(*args, **kwargs):
-        import time
-
-        torch.ones(2**24)  # is used, so that it is there
-        block = torch.ones(2**25)  # 128 MiB
-        time.sleep(0.1)
-        del block
+        with mmap.mmap(-1, 2**27) as block:  # 128 MiB of fresh pages: freed memory may be kept for tensors
+            block.write(b"1" * 2**27)
+            time.sleep(0.1)
         return stock(*args, **kwargs)
 
     trainer.compute_loss = hungry
