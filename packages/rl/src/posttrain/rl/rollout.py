@@ -417,7 +417,7 @@ class RolloutTrainer(Trainer):
         for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
             sample.seed = mix(self.args.seed, self._num_rollouts, number)
         self._num_rollouts += 1
-        with self.dist.gathered(self.model):
+        with self.dist.gathered(self.model):  # processes write completions of different lengths
             self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
 
@@ -426,8 +426,7 @@ class RolloutTrainer(Trainer):
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
-        whole = self.dist.gathered(self.model)  # processes write completions of different lengths
-        with self.clock("generate"), whole, self.compute_loss_context_manager():
+        with self.clock("generate"), self.compute_loss_context_manager():
             self.generate(samples, self.sampling(temperature))
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
