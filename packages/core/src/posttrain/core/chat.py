@@ -315,11 +315,15 @@ class Template:
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
         # A template that leaves the end-of-turn token out of its marks would teach the model never to stop.
-        text, ending = texts[0], self.turn_ending().strip()
+        text, ending = texts[0], self._turn_ending.strip()
         return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks[0]]
 
     def turn_ending(self) -> str:
         """What the template writes after the assistant's last words, e.g. ``"<|im_end|>\\n"``; empty if it refuses."""
+        return self._turn_ending
+
+    @cached_property
+    def _turn_ending(self) -> str:
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
         try:
             return self.render(turn).partition(PLACEHOLDER)[2]

@@ -288,6 +288,10 @@ class _Tiles:
         for start in range(0, self.num_rows, self.tile_rows):
             yield start, min(start + self.tile_rows, self.num_rows)
 
+    def scores(self, columns: int) -> torch.Tensor:
+        """(columns, M) to be filled block by block: small tensors that are kept between large ones would break memory up."""
+        return self.hidden.new_empty(columns, self.num_rows, dtype=self.statistics_dtype)
+
     def hidden_at(self, start: int, stop: int) -> torch.Tensor:
         if self.rows is None:
             return self.hidden[start:stop].to(self.dtype)
@@ -326,9 +330,12 @@ class _Tiles:
 
 
 def _score(
-    logits: torch.Tensor, tiles: _Tiles, labels: torch.Tensor, stats: tuple[str, ...]
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The losses, (n,), and each of `stats`, (n,), of a block. Its probabilities are then in the buffer of `tiles`."""
+    logits: torch.Tensor, tiles: _Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
+) -> None:
+    """Write the losses of a block of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
+
+    Its probabilities are then in the buffer of `tiles`. Logits are overwritten.
+    """
     smoothing, found = tiles.options.label_smoothing, {}
     expected = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     if smoothing:
@@ -345,10 +352,11 @@ def _score(
     if "entropy" in stats:
         # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is NaN.
         distance = logits.sub_(highest.unsqueeze(1)).clamp_(min=-1e30)
-        found["entropy"] = log_sums - torch.linalg.vecdot(probabilities, distance)
+        found["entropy"] = log_sums - distance.mul_(probabilities).sum(1)
     if "log_collision" in stats:
         found["log_collision"] = 2 * torch.linalg.vector_norm(probabilities, dim=1).log()
-    return highest + log_sums - expected, tuple(found[name] for name in stats)
+    for row, values in zip(scores, (highest + log_sums - expected, *(found[name] for name in stats)), strict=True):
+        row.copy_(values)
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -448,20 +456,19 @@ class _SummedLoss(torch.autograd.Function):
             tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
             gradients = _Gradients(tiles, weight, needs)
             factor = options.scale / options.temperature
-            scored = []
+            scores = tiles.scores(1 + len(stats))
             for start, stop in tiles:
                 states = tiles.hidden_at(start, stop)
                 tile = tiles.multiply(states)
                 for a, b in tiles.blocks(tile):
-                    targets = labels[start + a : start + b]
+                    rows_here = slice(start + a, start + b)
                     logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
-                    losses, found = _score(logits, tiles, targets, stats)
-                    scored.append((losses, *found))
+                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
                     if any(needs):
-                        gradients.of_block(tiles, tile[a:b], targets, slope, None)
+                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, None)
                 if any(needs):
                     gradients.of_tile(tiles, start, stop, states, tile, None)
-            losses, *found = _join(scored, tiles, 1 + len(stats))
+            losses, *found = scores
         ctx.gradients, ctx.factor = gradients, factor
         ctx.mark_non_differentiable(*found)
         return losses.sum(), *found
@@ -485,14 +492,14 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
-            scored = []
+            scores = tiles.scores(1 + len(stats))
             for start, stop in tiles:
                 tile = tiles.multiply(tiles.hidden_at(start, stop))
                 for a, b in tiles.blocks(tile):
+                    rows_here = slice(start + a, start + b)
                     logits, _ = tiles.logits(tile[a:b], with_slope=False)
-                    losses, found = _score(logits, tiles, labels[start + a : start + b], stats)
-                    scored.append((losses, *found))
-            losses, *found = _join(scored, tiles, 1 + len(stats))
+                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
+            losses, *found = (column.clone() for column in scores)
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.options, ctx.needs = options, needs
         ctx.mark_non_differentiable(*found)
@@ -516,10 +523,3 @@ class _TokenLosses(torch.autograd.Function):
                     gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
                 gradients.of_tile(tiles, start, stop, states, tile, factor)
         return *gradients.scaled(), None, None, None, None, None
-
-
-def _join(scored: list[tuple[torch.Tensor, ...]], tiles: _Tiles, columns: int) -> list[torch.Tensor]:
-    """The columns of `scored`, each concatenated; empty tensors where there was no tile."""
-    if not scored:
-        return [tiles.probabilities.new_zeros(0) for _ in range(columns)]
-    return [torch.cat(column) for column in zip(*scored, strict=True)]
