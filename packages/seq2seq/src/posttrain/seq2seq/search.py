@@ -109,7 +109,7 @@ def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
         given = torch.log_softmax(logits, -1, out=logps)
         if search.processors:
             given = search.processors(running[:, :, :size].flatten(0, 1), given)
-        totals = given.view(len(live), beams, -1) + running_scores[:, :, None]
+        totals = given.view(len(live), beams, -1).add_(running_scores[:, :, None])
         top, index = top_of_each_row(totals.flatten(1), candidates)
         parent, token = index // totals.shape[-1], index % totals.shape[-1]
         extended = _pick(running, parent)
