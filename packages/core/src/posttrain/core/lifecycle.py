@@ -263,7 +263,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._saved_step = self.state.global_step
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
+        # A micro-batch may hold another number of rows now.
+        if not self.progress.epoch_ended and self._loader.epoch == self.progress.epoch:
             self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
