@@ -2,6 +2,7 @@
 
 python examples/dpo.py                                   # Qwen3-0.6B with LoRA, a few minutes on one GPU
 python examples/dpo.py --model my/model --steps 200      # a Hub name or a folder
+python examples/dpo.py --method kto                      # the same solutions one by one, called good or bad
 
 The pairs are right and wrong solutions that four models wrote for GSM8K problems. A slice of them ships in examples/data;
 POSTTRAIN_DATA names a folder with all of them (gsm8k_preferences/train.jsonl and test.jsonl).
@@ -16,7 +17,7 @@ from pathlib import Path
 from datasets import load_dataset
 from peft import LoraConfig
 
-from posttrain.rl import DPOConfig, DPOTrainer
+from posttrain.rl import DPOTrainer, KTOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 
 DATA = Path(__file__).parent / "data"
@@ -30,6 +31,7 @@ def read(folder: Path, split: str):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="name on the Hub, or a folder")
+    parser.add_argument("--method", choices=("dpo", "kto"), default="dpo")
     parser.add_argument("--output", default="out/dpo", help="where the adapter and samples.jsonl go")
     parser.add_argument("--sft-steps", type=int, default=60, help="updates on solved problems first; 0 for none")
     parser.add_argument("--steps", type=int, default=100, help="updates on pairs")
@@ -50,19 +52,21 @@ def main() -> None:
         read(PAIRS, split).map(lambda row: {side: "\n" + row[side] for side in ("chosen", "rejected")})
         for split in ("train", "test")
     )
-    args = DPOConfig(
+    trainer_class = {"dpo": DPOTrainer, "kto": KTOTrainer}[given.method]
+    args = trainer_class.config_class(
         given.output, max_steps=given.steps, learning_rate=given.learning_rate, max_length=768, beta=0.1, eval_strategy="steps",
         eval_steps=max(given.steps // 4, 1), eval_on_start=True, num_eval_samples=2, max_sample_tokens=160, **usual,
     )  # fmt: skip
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         policy, args=args, train_dataset=train, eval_dataset=held_out, processing_class=stage.processing_class, peft_config=lora
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
     metrics = trainer.evaluate()
-    print(
-        f"Held-out pairs: accuracy {metrics['eval_rewards/accuracies']:.1%}, margin {metrics['eval_rewards/margins']:.3f}"
-    )
+    told = {
+        name: value for name, value in metrics.items() if name in ("eval_rewards/accuracies", "eval_rewards/margins")
+    }
+    print("Held-out solutions:", ", ".join(f"{name} {value:.3f}" for name, value in told.items()))
     print(f"Policy and reference, side by side: {given.output}/samples.jsonl")
 
 

@@ -49,7 +49,6 @@ LONG = {
     "core/models.py": "all that is done to a model between loading and training",
     "core/lifecycle.py": "a run from set-up to end in the order in which it happens; its parts with state of their own are apart",
     "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
-    "core/losses.py": "one tiled pass over the vocabulary: its buffers, its statistics and its gradients are read together",
     "core/loader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
     "core/trainer.py": "the loop and every door are read together",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",

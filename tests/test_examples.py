@@ -104,17 +104,41 @@ def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
         module.calculator("__import__('os')")
 
 
-def test_dpo_after_sft(model_folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_preferences_after_sft(method, model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
-    argv = ["dpo.py", "--model", model_folder, "--output", str(tmp_path / "out"), "--sft-steps", "1", "--steps", "1"]
+    argv = [
+        "dpo.py",
+        "--model",
+        model_folder,
+        "--output",
+        str(tmp_path / "out"),
+        "--sft-steps",
+        "1",
+        "--steps",
+        "1",
+        "--method",
+        method,
+    ]
     monkeypatch.setattr(sys, "argv", argv)
     module = load("dpo")
     whole = module.read
     monkeypatch.setattr(module, "read", lambda folder, split: whole(folder, split).select(range(8)))
     module.main()
-    assert "Held-out pairs: accuracy" in capsys.readouterr().out
+    assert "eval_rewards/margins" in capsys.readouterr().out
     samples = (tmp_path / "out" / "samples.jsonl").read_text("utf-8").splitlines()
     assert len(samples) == 6 and set(json.loads(samples[0])) == {"step", "prompt", "policy", "reference"}
+
+
+def test_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    module = load("reward")
+    whole = module.load_dataset
+    monkeypatch.setattr(module, "load_dataset", lambda *names, **more: whole(*names, **more).select(range(16)))
+    monkeypatch.setattr(sys, "argv", ["reward.py", "--output", str(tmp_path / "out"), "--epochs", "1"])
+    module.main()
+    assert "the right solution gets the higher reward in" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_the_slice_of_gsm8k_preferences_is_what_its_readme_says():

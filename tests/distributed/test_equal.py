@@ -62,14 +62,16 @@ def assert_equal_runs(found, expected):
         torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-6, msg=key)
     for key in ("loss", "grad_norm"):
         values = [[record[key] for record in run["log"] if key in record] for run in (found, expected)]
-        assert values[0] == pytest.approx(values[1], rel=1e-5)
+        assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-6)  # a policy's loss is often 0
     names = [n for n in expected["eval"] if not n.endswith(("_runtime", "_per_second"))]
     assert "eval_loss" in names
     for name in names:
-        assert found["eval"][name] == pytest.approx(expected["eval"][name], rel=1e-5), name
+        assert found["eval"][name] == pytest.approx(expected["eval"][name], rel=1e-5, abs=1e-6), name
     for key in ("predictions", "label_ids"):
-        np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5)
-    assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5)
+        assert (found[key] is None) == (expected[key] is None)  # who samples predicts nothing
+        if expected[key] is not None:
+            np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5)
+    assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,7 +96,7 @@ def test_what_is_saved_of_pieces_is_the_whole_model(name, pair):
     assert saved["fsdp"].keys() == saved["ddp"].keys() and len(files["fsdp"]) == 1
     for key, value in saved["ddp"].items():
         torch.testing.assert_close(saved["fsdp"][key], value, rtol=0, atol=1e-6, msg=key)
-    assert (name == "sft-lora") == all("lora" in key for key in saved["fsdp"])
+    assert ("lora" in name) == all("lora" in key for key in saved["fsdp"])
 
 
 def test_tied_weights_stay_one_and_a_whole_model_comes_back(pair):

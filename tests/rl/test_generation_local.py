@@ -6,6 +6,7 @@ import transformers
 
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator, problem
+from posttrain.rl.generation.transformers import TransformersGenerator
 from tests import tiny
 
 SIZE = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -67,3 +68,63 @@ def test_log_probabilities_are_those_of_the_whole_text(arch):
     assert done.is_exact and len({len(ids) for ids in done.ids}) > 3
     for i, (ids, logps) in enumerate(zip(done.ids, done.logps, strict=True)):
         assert logps == pytest.approx(teacher_forced(model, PROMPTS[i // 3], ids, 0.7), abs=1e-5)
+
+
+def test_a_completion_is_that_of_its_seed_whatever_is_written_beside_it():
+    sampling = Sampling(12, eos_token_ids=tuple(range(60)))
+    together = make()[0].generate(PROMPTS, 2, sampling, seeds=range(10))
+    in_turns = make(max_rows=3)[0].generate(PROMPTS, 2, sampling, seeds=range(10))
+    alone = make()[0].generate([PROMPTS[1]], 1, sampling, seeds=[3])
+    assert together.ids == in_turns.ids and together.finished == in_turns.finished and alone.ids[0] == together.ids[3]
+    assert together.ids[0] != together.ids[1]
+
+
+@pytest.mark.parametrize("settings", [
+    {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.7}, {"stop": ("e", "a", "o")},
+    {"temperature": 0.5, "eos_token_ids": tuple(range(30))}, {"temperature": 0, "repetition_penalty": 1.7},
+], ids=str)  # fmt: skip
+def test_both_engines_write_the_same(settings):
+    made, model = make()
+    other = TransformersGenerator(tiny.tokenizer())
+    other.sync_weights(model)
+    mine, theirs = (engine.generate(PROMPTS, 2, Sampling(12, **settings), seeds=range(10)) for engine in (made, other))
+    assert mine.ids == theirs.ids and mine.finished == theirs.finished
+    for a, b in zip(mine.logps, theirs.logps, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_a_prompt_is_read_once_and_finished_rows_are_not_computed():
+    made, model = make()
+    problem(model)
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    done = made.generate([PROMPTS[1]], 6, Sampling(20, eos_token_ids=tuple(range(60))), seeds=range(6))
+    assert shapes[0] == (1, len(PROMPTS[1]))
+    going = [sum(len(ids) > step for ids in done.ids) for step in range(1, 20)]
+    assert [rows for rows, _ in shapes[1:]] == [count for count in going if count] and going[0] > going[3]
+
+
+def test_bfloat16_and_autocast_tell_that_they_are_not_exact():
+    made, model = make()
+    model.bfloat16()
+    done = made.generate(PROMPTS, 2, Sampling(6), seeds=range(10))
+    assert problem(model) is None and not done.is_exact and all(len(ids) == 6 for ids in done.ids)
+
+
+def test_what_cannot_be_done_here_is_done_by_generate_and_said_once(caplog):
+    made, model = make()
+    model.generate = lambda input_ids, **kwargs: torch.cat([input_ids, torch.tensor([[8, 1, 0]] * len(input_ids))], 1)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert made.generate(PROMPTS, 1, Sampling(3, eos_token_ids=(1,))).ids == [[8, 1]] * 5
+    assert caplog.text.count("has a generate of its own") == 1
+
+
+def test_generation_leaves_the_model_as_it_was():
+    made, model = make("gpt2")
+    model.train()
+    before = model.config._attn_implementation
+    made.generate(PROMPTS, 1, Sampling(3))
+    assert model.training and model.config._attn_implementation == before

@@ -397,3 +397,9 @@ def test_a_causal_row_without_a_prompt_is_refused(tmp_path):
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
     with pytest.raises(DataError, match="no prompt"):
         trainer(tmp_path, tiny.causal_lm(), rows=rows).evaluate()
+
+
+def test_a_label_that_the_model_does_not_know_is_named(tmp_path):
+    rows = [row | {"labels": [*row["labels"][:-1], 400, 1]} for row in ROWS]
+    with pytest.raises(DataError, match="labels holds 400.*0 to 383"):
+        trainer(tmp_path, rows=rows, predict_with_generate=False).train()

@@ -77,7 +77,9 @@ class FrozenReference:
         """
         own = self.weights()
         for name, parameter in models.unwrap(policy).named_parameters():
-            own[name].lerp_(parameter.detach().to(own[name].dtype), alpha)
+            whole = parameter.detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # FSDP's is in pieces
+            own[name].lerp_(whole.to(own[name].dtype), alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())

@@ -290,14 +290,9 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
-        if not data.is_filler(inputs):
-            size = self.num_generations_eval
-            samples = self.new_samples([row for row in inputs for _ in range(size)])
-            for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
-                sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
-            temperature = self.args.eval_temperature
-            self._sample(samples, self.temperature if temperature is None else temperature)
-            self._log_evaluation(samples, self._timed_score(samples))
+        with self.dist.gathered(self.model):  # processes with fewer prompts, or shorter completions, wait for nobody
+            if not data.is_filler(inputs):
+                self._evaluate_prompts(inputs)
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -422,7 +417,8 @@ class RolloutTrainer(Trainer):
         for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
             sample.seed = mix(self.args.seed, self._num_rollouts, number)
         self._num_rollouts += 1
-        self._sample(samples, self.temperature)
+        with self.dist.gathered(self.model):
+            self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
@@ -500,6 +496,14 @@ class RolloutTrainer(Trainer):
         multiple = None if multiple == "auto" else multiple
         share, pad = self._share_prompts, self.processing_class.pad_token_id
         return rollout.micro_batches(self._train_batch_size, share, pad, multiple)
+
+    def _evaluate_prompts(self, rows: list[dict[str, Any]]) -> None:
+        size, temperature = self.num_generations_eval, self.args.eval_temperature
+        samples = self.new_samples([row for row in rows for _ in range(size)])
+        for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
+            sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
+        self._sample(samples, self.temperature if temperature is None else temperature)
+        self._log_evaluation(samples, self._timed_score(samples))
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights

@@ -142,6 +142,11 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
             collator = MasksPadding(collator, pad, is_eos=pad == self._tokenizer.eos_token_id)
         return super()._without_unused_columns(dataset, collator, description)
 
+    def _limits(self) -> dict[str, int]:
+        stock = getattr(self.compute_loss, "__qualname__", "") == "Seq2SeqTrainer.compute_loss"
+        known = models.id_limits(self.model)
+        return known if stock and self.compute_loss_func is None else super()._limits()
+
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
         if generation.is_encoder_decoder(self.model):
             return DataCollatorForSeq2Seq(self._tokenizer, model=models.base_model(self.model))
