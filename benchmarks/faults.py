@@ -141,8 +141,10 @@ def callback(base: type, fault: dict[str, Any]) -> Any:
 
 
 def plain_log(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records without what the clock says, and without the summary at the end, which each library defines its own way."""
     timing = re.compile(r"runtime|per_second|^perf/|seconds|flos|step_time")
-    return [{k: repr(v) for k, v in sorted(record.items()) if not timing.search(k)} for record in records]
+    steps = [record for record in records if "train_loss" not in record]
+    return [{k: repr(v) for k, v in sorted(record.items()) if not timing.search(k)} for record in steps]
 
 
 def hashed(tree: Any) -> str:

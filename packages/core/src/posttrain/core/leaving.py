@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ class Leaving:
     state: TrainerState
     control: TrainerControl
     progress: Progress
+    windows: Callable[..., Iterator[tuple[list[Any], torch.Tensor | None]]]
     _watch: interrupts.Watch
     _boundary: dict[str, Any] | None  # the position after the last whole update, where errors are to save it
     _saved_step: int | None  # of the newest checkpoint of this run
@@ -74,6 +76,14 @@ class Leaving:
         if self.progress.epoch_ended:
             self.progress.epoch += 1
             self._loader.set_epoch(self.progress.epoch)
+
+    def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """The windows of an epoch. There is none left where the checkpoint was saved after the last, for which the loader
+        had come to its end and begun the next epoch."""
+        if loader.epoch == epoch:
+            return self.windows(plan, loader)
+        self._restore_rng()
+        return iter(())
 
     def _do_what_was_left(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Log, evaluate and save what the run that this one goes on from had no time for."""

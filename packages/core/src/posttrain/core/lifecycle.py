@@ -263,7 +263,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._saved_step = self.state.global_step
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
-        if not (self.progress.epoch_ended or self._is_read()):  # a micro-batch may hold another number of rows now
+        # A micro-batch may hold another number of rows now.
+        if not self.progress.epoch_ended and self._loader.epoch == self.progress.epoch:
             self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
@@ -368,14 +369,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.progress.epoch, self.progress.epoch_ended = epoch, False
         self.control.should_epoch_stop = False
         self._fire("on_epoch_begin")
-
-    def _is_read(self) -> bool:
-        """Whether the loader has been asked for a row behind the last of this epoch, and stands at the next one already."""
-        return getattr(self._loader, "epoch", self.progress.epoch) > self.progress.epoch
-
-    def _unread(self, loader: Any) -> Any:
-        """What is left of this epoch: `loader`, or nothing where a resumed run had read it all and not ended it yet."""
-        return () if self._is_read() else loader
 
     def _end_epoch(self, plan: Plan) -> None:
         progress = self.progress

@@ -45,9 +45,10 @@ class Resuming:
         if saved.get("rows_per_update", rows) == rows:
             return plan
         step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
-        progress, given = saved["trainer"]["progress"], sum(saved["trainer"]["loader"]["given"])
-        batches = 0 if progress["epoch_ended"] else given // loader.rows_per_batch
-        changed = resumed(plan, step, progress["epoch"] + progress["epoch_ended"], batches, self.args.max_steps > 0)
+        progress, position = saved["trainer"]["progress"], saved["trainer"]["loader"]
+        ended = progress["epoch_ended"] or position["epoch"] > progress["epoch"]
+        batches = 0 if ended else sum(position["given"]) // loader.rows_per_batch
+        changed = resumed(plan, step, progress["epoch"] + ended, batches, self.args.max_steps > 0)
         logger.warning(
             "An update holds %d rows (batch x accumulation x processes) and held %d in %s: the data goes on with the row at "
             "which that stands, %d updates are left, and the schedule ends at update %d.",

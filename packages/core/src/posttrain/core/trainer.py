@@ -160,7 +160,7 @@ class Trainer(Lifecycle, Questions):
             self._do_what_was_left(model, trial, ignore_keys_for_eval)
             for epoch in range(self.progress.epoch, plan.num_epochs):
                 self._begin_epoch(epoch)
-                for window, num_items in self.windows(plan, self._unread(loader)):  # micro-batches of one optimizer step
+                for window, num_items in self._windows_left(plan, loader, epoch):  # the micro-batches of one update
                     self._fire("on_step_begin")
                     self.train_on_window(model, window, num_items)
                     self._advance(plan, len(window))
