@@ -290,15 +290,19 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
-        if not data.is_filler(inputs):
-            size = self.num_generations_eval
-            samples = self.new_samples([row for row in inputs for _ in range(size)])
-            for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
-                sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
-            temperature = self.args.eval_temperature
-            self._sample(samples, self.temperature if temperature is None else temperature)
-            self._log_evaluation(samples, self._timed_score(samples))
+        with self.dist.gathered(self.model):  # by all processes, also by one that has no rows left
+            if not data.is_filler(inputs):
+                self._evaluate_rows(inputs)
         return None, None, None
+
+    def _evaluate_rows(self, rows: list[dict[str, Any]]) -> None:
+        size = self.num_generations_eval
+        samples = self.new_samples([row for row in rows for _ in range(size)])
+        for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
+            sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
+        temperature = self.args.eval_temperature
+        self._sample(samples, self.temperature if temperature is None else temperature)
+        self._log_evaluation(samples, self._timed_score(samples))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the core's; says so in a sentence where a record shows that nothing can be learned."""
@@ -414,7 +418,8 @@ class RolloutTrainer(Trainer):
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
-        with self.clock("generate"), self.compute_loss_context_manager():
+        # Weights in pieces are gathered first: processes write completions of different lengths.
+        with self.clock("generate"), self.dist.gathered(self.model), self.compute_loss_context_manager():
             self.generate(samples, self.sampling(temperature))
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
