@@ -301,6 +301,8 @@ def shard(model: nn.Module, settings: Sharding, mesh: Any, device: torch.device,
     _load_from_main(model, device, moved)
     # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
     fully_shard(model, reshard_after_forward=None if settings.reshard_after_forward else False, **options)
+    # At its first forward each unit asks whether it is the outermost, and a generation does not begin at that.
+    model._get_fsdp_state()._lazy_init()
     return model
 
 
@@ -458,11 +460,15 @@ def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] =
 
     Every process must call it; where not `keep`, nothing is kept and an empty dict is returned.
     """
-    kept = {}
+    kept: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}  # tied weights, which stay one
     for name, tensor in model.state_dict().items():
         if not only(name):
             continue
         full = whole(tensor)
         if keep:
-            kept[name] = full.detach().to("cpu", copy=not is_piece(tensor))
+            place = (tensor.to_local() if is_piece(tensor) else tensor).data_ptr()
+            if place not in seen or not place:
+                seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
+            kept[name] = seen[place]
     return kept
