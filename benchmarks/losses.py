@@ -23,8 +23,11 @@ import time
 from pathlib import Path
 
 BASELINE = "transformers loss on whole logits"
+TRL = "trl chunked, stats"
 METHODS = [
     BASELINE,
+    TRL,
+    "trl chunked",
     "torch checkpoint per 256 rows",
     "torch linear_cross_entropy",
     "torch linear_cross_entropy, chunked",
@@ -32,6 +35,7 @@ METHODS = [
     "posttrain linear_cross_entropy, stats",
     "posttrain token_logps",
     "transformers, 20 % labelled",
+    "trl chunked, stats, 20 % labelled",
     "posttrain, 20 % labelled",
 ]
 
@@ -48,6 +52,18 @@ def loss_of(method: str, hidden, weight, labels):
 
         logits = F.linear(hidden, weight)
         return ForCausalLMLoss(logits, None, len(weight), num_items_in_batch=1, shift_labels=labels)
+    if method.startswith("trl chunked"):
+        try:
+            from trl.kernels import ChunkedLogProbFunction
+            from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+        except ImportError:
+            raise LookupError("trl is not installed") from None
+        # As its SFTTrainer does on a CPU: all positions are scored, and those without a label count for nothing.
+        outputs = ("log_probs", "entropy", "is_top1") if "stats" in method else ("log_probs",)
+        scores = ChunkedLogProbFunction.apply(
+            hidden, weight, None, labels.clamp(min=0), 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
+        )
+        return -scores[0].masked_fill(labels == -100, 0).sum()
     if method == "torch checkpoint per 256 rows":
         from torch.utils.checkpoint import checkpoint
 
@@ -122,6 +138,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="8,192 x 1024 x 64, one round.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--output", type=Path, help="Write the results to this JSON file.")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -136,7 +153,7 @@ def main() -> None:
     runs: dict[tuple[str, str], list[dict]] = {}
     for done in range(1, rounds + 1):
         for dtype in args.dtypes:
-            for method in METHODS:
+            for method in args.methods:
                 command = [sys.executable, __file__, "--one", method, dtype, str(vocab), str(tokens), str(width)]
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 finished = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -150,11 +167,17 @@ def main() -> None:
             results = {"machine": machine(), "size": size, "results": summarize(runs)}
             args.output.write_text(json.dumps(results, indent=1) + "\n")
     for row in summarize(runs):
+        if "skipped" in row:
+            print(f"{row['dtype']:9} {row['method']:38} {row['skipped']}")
+            continue
+        compared = "".join(
+            f"  {peer} {row['times_faster' + suffix]:5.2f}x, {row['times_less_memory' + suffix]:5.1f}x less"
+            for peer, suffix in (("transformers", ""), ("trl", "_than_trl"))
+            if row["times_faster" + suffix] is not None
+        )
         print(
-            f"{row['dtype']:9} {row['method']:40} {row['seconds']:7.2f} s ({row['times_faster']:5.2f}x)"
-            f"  {row['extra_mib']:7.0f} MiB ({row['times_less_memory']:5.1f}x less)  loss {row['loss']:.5f}"
-            if "skipped" not in row
-            else f"{row['dtype']:9} {row['method']:40} {row['skipped']}"
+            f"{row['dtype']:9} {row['method']:38} {row['seconds']:7.2f} s {row['extra_mib']:6.0f} MiB{compared}"
+            f"  loss {row['loss']:.5f}"
         )
 
 
@@ -169,9 +192,14 @@ def summarize(runs: dict[tuple[str, str], list[dict]]) -> list[dict]:
             continue
         row |= {key: round(statistics.median(run[key] for run in measured), 4) for key in measured[0]}
         row["all_seconds"] = [round(run["seconds"], 3) for run in measured]
-        plain = rows[dtype, "transformers, 20 % labelled" if "20 %" in method else BASELINE]
-        row["times_faster"] = round(plain["seconds"] / row["seconds"], 2)
-        row["times_less_memory"] = round(plain["extra_mib"] / row["extra_mib"], 2)
+        peers = {"": "transformers, 20 % labelled" if "20 %" in method else BASELINE}
+        peers["_than_trl"] = f"{TRL}, 20 % labelled" if "20 %" in method else TRL
+        for suffix, peer in peers.items():
+            other = rows.get((dtype, peer), {})
+            row["times_faster" + suffix] = round(other["seconds"] / row["seconds"], 2) if "seconds" in other else None
+            row["times_less_memory" + suffix] = (
+                round(other["extra_mib"] / row["extra_mib"], 2) if "seconds" in other else None
+            )
     return list(rows.values())
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        accelerator_config collators errors fields health losses memory metrics objective plan schedules
+        accelerator_config allocator collators errors fields health losses memory metrics objective plan schedules
         predictions segments state
     """.split(),
     1: """
@@ -28,7 +28,7 @@ FLOORS = {
         heads hub interrupts loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """
-        cli incidents leaving lifecycle questions resuming search trainer
+        cli generating incidents leaving lifecycle questions resuming search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
@@ -45,6 +45,9 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
+    "core/losses.py": "the tiles of the vocabulary, and everything that is computed on them in one pass",
+    "core/models.py": "all that is done to a model between loading and training",
+    "core/lifecycle.py": "a run from set-up to end in the order in which it happens; its parts with state of their own are apart",
     "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/loader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
     "core/trainer.py": "the loop and every door are read together",

@@ -104,6 +104,57 @@ def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
         module.calculator("__import__('os')")
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_preferences_after_sft(method, model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    argv = [
+        "dpo.py",
+        "--model",
+        model_folder,
+        "--output",
+        str(tmp_path / "out"),
+        "--sft-steps",
+        "1",
+        "--steps",
+        "1",
+        "--method",
+        method,
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("dpo")
+    whole = module.read
+    monkeypatch.setattr(module, "read", lambda folder, split: whole(folder, split).select(range(8)))
+    module.main()
+    assert "eval_rewards/margins" in capsys.readouterr().out
+    samples = (tmp_path / "out" / "samples.jsonl").read_text("utf-8").splitlines()
+    assert len(samples) == 6 and set(json.loads(samples[0])) == {"step", "prompt", "policy", "reference"}
+
+
+def test_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    module = load("reward")
+    whole = module.load_dataset
+    monkeypatch.setattr(module, "load_dataset", lambda *names, **more: whole(*names, **more).select(range(16)))
+    monkeypatch.setattr(sys, "argv", ["reward.py", "--output", str(tmp_path / "out"), "--epochs", "1"])
+    module.main()
+    assert "the right solution gets the higher reward in" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_slice_of_gsm8k_preferences_is_what_its_readme_says():
+    rows = {
+        split: [
+            json.loads(line) for line in (EXAMPLES / f"data/gsm8k_preferences/{split}.jsonl").open(encoding="utf-8")
+        ]
+        for split in ("train", "test")
+    }
+    assert (len(rows["train"]), len(rows["test"])) == (600, 100)
+    for row in rows["train"] + rows["test"]:
+        assert set(row) == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
+        assert len(row["prompt"]) + max(len(row["chosen"]), len(row["rejected"])) <= 600
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+
+
 def test_the_slice_of_gsm8k_is_what_its_readme_says():
     rows = {
         split: [json.loads(line) for line in (EXAMPLES / f"data/gsm8k/{split}.jsonl").read_text("utf-8").splitlines()]
@@ -114,3 +165,49 @@ def test_the_slice_of_gsm8k_is_what_its_readme_says():
         assert set(row) == {"question", "answer"} and len(row["question"]) + len(row["answer"]) <= 400
         assert row["answer"].splitlines()[-1].startswith("#### ")
     assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
+
+
+def test_seq2seq_translation(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sacrebleu")
+    data = str(EXAMPLES / "data" / "multi30k")
+    argv = [
+        "seq2seq_translation.py",
+        "--data",
+        data,
+        "--output",
+        str(tmp_path / "out"),
+        "--epochs",
+        "0.5",
+        "--width",
+        "32",
+    ]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("seq2seq_translation")
+    whole = module.read
+    monkeypatch.setattr(module, "read", lambda *where: whole(*where).select(range(16)))
+    module.main()
+    assert "'eval_bleu'" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_seq2seq_summarization(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rouge_score")
+    rows = [{"document": f"{text} {text}", "summary": text[:20]} for text in tiny.CORPUS * 8]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    tiny.seq2seq_lm().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    argv = ["seq2seq_summarization.py", "--data", str(data), "--source", "document", "--target", "summary"]
+    argv += ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--epochs", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("seq2seq_summarization")
+    module.main()
+    assert "'eval_rougeL'" in capsys.readouterr().out
+    assert [len(module.questions(split)) for split in ("train", "test")] == [2000, 100]
+    assert module.questions("train")[0]["target"].endswith("?")
+
+
+def test_the_slice_of_multi30k_is_what_its_readme_says():
+    for split, number in (("train", 300), ("test", 50)):
+        lines = (EXAMPLES / f"data/multi30k/{split}.jsonl").read_text("utf-8").splitlines()
+        assert len(lines) == number and all(set(json.loads(line)) == {"en", "de"} for line in lines)

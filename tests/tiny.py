@@ -73,6 +73,16 @@ def classifier(num_labels: int = 3, seed: int = 0, **overrides):
     return BertForSequenceClassification(BertConfig(num_labels=num_labels, **(size | overrides)))
 
 
+def reward_model(seed: int = 0, **overrides):
+    """A Qwen3 sequence classifier of 2 layers and width 32 with one output."""
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    size |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, num_labels=1)
+    torch.manual_seed(seed)
+    return Qwen3ForSequenceClassification(Qwen3Config(**(size | overrides)))
+
+
 def seq2seq_lm(seed: int = 0, **overrides):
     """A T5 of 2+2 layers and width 32, without dropout."""
     from transformers import T5Config, T5ForConditionalGeneration

@@ -1,13 +1,18 @@
 """A damaged checkpoint is never gone on from: True falls back to the newest whole one, a name is refused."""
 
+import errno
 import json
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from posttrain.core import TrainerCallback
+from posttrain.core.checkpoint import Store, blocks, disk
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.errors import CheckpointError
 from tests import tiny
@@ -198,3 +203,86 @@ def test_the_best_checkpoint_is_checked_when_it_is_loaded_at_the_end(tmp_path):
     trainer._save_checkpoint = write_and_break
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         trainer.train()
+
+
+# ---- saving in the background ----
+
+
+class Saves(TrainerCallback):
+    """The step of each `on_save`, and whether that checkpoint was there and whole."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_save(self, args, state, control, **kwargs):
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.heard.append((state.global_step, Store(args.output_dir).verify(path)))
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ["causal-lm", "sft-lora"])
+def test_callbacks_hear_of_each_checkpoint_under_its_step_once_it_is_there(name, later, tmp_path):
+    saves = Saves()
+    trainer = TRAINERS[name](
+        tmp_path, callbacks=[saves], **ARGS | dict(save_steps=1, save_async=later, save_total_limit=2)
+    )
+    trainer.train()
+    assert saves.heard == [(step, []) for step in (1, 2, 3, 4)]
+    assert [path.name for path in trainer.store.checkpoints()] == ["checkpoint-3", "checkpoint-4"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_again(
+    later, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(blocks, "SMALL", 1)  # the files of these models are small
+    real, left = blocks._write_at, {"bytes": 10**9}
+
+    def limited(file, block, offset):
+        count = min(len(block), left["bytes"])
+        left["bytes"] -= count
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, block[:count], offset)
+
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            while trainer._saver._writer.busy:
+                time.sleep(0.01)
+            left["bytes"] = {1: 100_000, 2: 0}.get(state.global_step, 10**9)  # of the second, of the third
+
+    monkeypatch.setattr(blocks, "_write_at", limited)
+    trainer = TRAINERS["causal-lm"](tmp_path, callbacks=[Fill()], **ARGS | dict(save_steps=1, save_async=later))
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        trainer.train()
+    failed = [text for text in warnings_of(caplog) if "was not saved" in text]
+    assert [text.split(" ")[0] for text in failed] == ["checkpoint-2", "checkpoint-3"]
+    assert all("The disk is full" in text and str(tmp_path) in text and "needed" in text for text in failed)
+    assert trainer.state.global_step == 4
+    assert [path.name for path in trainer.store.checkpoints()] == ["checkpoint-1", "checkpoint-4"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert all(trainer.store.verify(path) == [] for path in trainer.store.checkpoints())
+
+
+def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch, caplog):
+    size = sum(p.nbytes for p in tiny.causal_lm().parameters())
+    arguments = ARGS | dict(save_steps=1, save_total_limit=2, optim="adamw_torch")
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size - 1)  # 3 checkpoints of weights and two moments
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.extend(text for text in warnings_of(caplog) if "free and about" in text)
+
+    TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
+    (warning,) = seen
+    assert str(tmp_path) in warning and "3 checkpoints" in warning and "save_total_limit" in warning
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size)
+    seen.clear(), caplog.clear()
+    TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
+    assert seen == []
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: size - 1)
+    with pytest.raises(CheckpointError, match="weights of one checkpoint alone"):
+        TRAINERS["causal-lm"](tmp_path, **arguments).train()
+    TRAINERS["causal-lm"](tmp_path, **arguments | dict(save_strategy="no", max_steps=1)).train()

@@ -1,19 +1,23 @@
 """A run that was stopped anywhere goes on to the same bits: weights, optimizer, schedule, log."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
 
-from posttrain.core import TrainerCallback
-from posttrain.core.checkpoint import codec
+from posttrain.core import EarlyStoppingCallback, TrainerCallback
+from posttrain.core.checkpoint import Store, blocks, codec
 from posttrain.core.metrics import is_timing
-from tests.contract.trainers import TRAINERS, weights
+from tests import tiny
+from tests.contract.trainers import ROWS, TRAINERS, pad, weights
 
 ARGS = dict(
     optim="adamw_torch", learning_rate=1e-2, per_device_train_batch_size=3, gradient_accumulation_steps=2, save_steps=1,
@@ -82,6 +86,180 @@ def test_resuming_at_any_step_is_bit_exact(name, tmp_path):
         assert_same_run(resumed, straight)
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "SMALL", 1)  # else files as small as these are written at once
+    straight = TRAINERS[name](tmp_path / "straight", **ARGS)
+    straight.train()
+    step = straight.state.global_step // 2
+    with pytest.raises(PowerCut):
+        TRAINERS[name](tmp_path / "cut", callbacks=[Stop(step, cut)], save_async=True, **ARGS).train()
+    resumed = TRAINERS[name](tmp_path / "cut", save_async=True, **ARGS)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, straight)
+    assert all(resumed.store.verify(path) == [] for path in resumed.store.checkpoints())
+
+
+# ---- kinds of data, of schedules, of precision ----
+
+
+def random_pad(rows):
+    """A collator that draws random numbers of every kind."""
+    batch = pad(rows)
+    drawn = torch.rand(batch["input_ids"].shape), np.random.rand(*batch["input_ids"].shape), random.random()
+    batch["input_ids"] = torch.where(
+        drawn[0] + torch.from_numpy(drawn[1]) < 0.3 + 0.1 * drawn[2], 4, batch["input_ids"]
+    )
+    return batch
+
+
+class RandomRows(torch.utils.data.Dataset):
+    """Rows that are drawn as they are read, and counts of how often each was read."""
+
+    def __init__(self):
+        self.rows, self.read = tiny.token_rows(ROWS), []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        row = self.rows[index]
+        noise = torch.randint(4, 9, (len(row["input_ids"]),)).tolist()
+        return row | {"input_ids": [a if b != 5 else b for a, b in zip(row["input_ids"], noise, strict=True)]}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that knows where it is, and how many rows were read of it."""
+
+    def __init__(self):
+        self.rows, self.at, self.read = tiny.token_rows(ROWS), 0, 0
+
+    def __iter__(self):
+        start, self.at = self.at, 0
+        for number in range(start, len(self.rows)):
+            self.at, self.read = number + 1, self.read + 1
+            yield self.rows[number]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def hf(num_workers=0, shuffled=False):
+    def make():
+        dataset = datasets.Dataset.from_list(tiny.token_rows(ROWS)).to_iterable_dataset(num_shards=2)
+        return dataset.shuffle(seed=3, buffer_size=5) if shuffled else dataset
+
+    return make
+
+
+EARLY = dict(
+    metric_for_best_model="loss",
+    load_best_model_at_end=True,
+    eval_steps=1,
+    save_steps=1,
+    learning_rate=0.5,
+    num_train_epochs=4,
+)
+#: What differs from `ARGS`: arguments, and parts of the trainer that are replaced.
+KINDS = {
+    "random rows": (dict(), dict(train_dataset=RandomRows)),
+    "random rows, 2 workers": (dict(dataloader_num_workers=2), dict(train_dataset=RandomRows)),
+    "random collator": (dict(), dict(data_collator=lambda: random_pad)),
+    "random collator, 2 workers": (dict(dataloader_num_workers=2), dict(data_collator=lambda: random_pad)),
+    "stream": (dict(max_steps=9), dict(train_dataset=Stream)),
+    "stream of datasets": (dict(max_steps=9), dict(train_dataset=hf())),
+    "stream of datasets, shuffled": (dict(max_steps=9), dict(train_dataset=hf(shuffled=True))),
+    "stream of datasets, 2 workers": (dict(max_steps=9, dataloader_num_workers=2), dict(train_dataset=hf())),
+    "sequential": (dict(train_sampling_strategy="sequential"), dict()),
+    "group_by_length": (dict(train_sampling_strategy="group_by_length"), dict()),
+    "drop_last": (dict(dataloader_drop_last=True), dict()),
+    "bf16": (dict(bf16=True), dict()),
+    "cosine with warm-up": (dict(lr_scheduler_type="cosine", warmup_steps=3), dict()),
+    "restarts": (dict(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}), dict()),
+    "plateau": (dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, eval_steps=1), dict()),
+    "inside a logging interval": (dict(logging_steps=5), dict()),
+    "adafactor": (dict(optim="adafactor"), dict()),
+    "early stopping, best model": (EARLY, dict()),
+    "averaged weights": (dict(ema_decay=0.9), dict()),
+}  # fmt: skip
+
+
+def of_kind(kind, out, callbacks=()):
+    changes, parts = KINDS[kind]
+    callbacks = [*callbacks, *([EarlyStoppingCallback(2)] if changes is EARLY else [])]
+    trainer = TRAINERS["dropout"](out, callbacks=callbacks, **ARGS | changes)
+    for name, make in parts.items():
+        setattr(trainer, name, make())
+    return trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_goes_on_to_the_same_bits(kind, tmp_path):
+    straight = of_kind(kind, tmp_path / "straight")
+    straight.train()
+    total = straight.state.global_step
+    assert total < straight.state.max_steps if KINDS[kind][0] is EARLY else total == straight.state.max_steps
+    for step in sorted({total // 2, total - 1}):
+        out = tmp_path / f"cut-at-{step}"
+        with pytest.raises(PowerCut):
+            of_kind(kind, out, [Stop(step, cut)]).train()
+        resumed = of_kind(kind, out)
+        torch.rand(3), np.random.rand(5), random.random()
+        resumed.train(resume_from_checkpoint=True)
+        assert_same_run(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", ["random rows", "stream"])
+def test_going_on_reads_no_row_again(kind, tmp_path):
+    straight = of_kind(kind, tmp_path / "straight")
+    straight.train()
+    with pytest.raises(PowerCut):
+        of_kind(kind, tmp_path / "cut", [Stop(3, cut)]).train()
+    resumed = of_kind(kind, tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    before, after = straight.train_dataset.read, resumed.train_dataset.read
+    if kind == "stream":
+        assert after == before - 18  # three updates of two micro-batches of three rows
+    else:
+        assert after == before[18:]
+
+
+def test_a_stream_that_can_be_read_once_is_said_to_be(tmp_path, caplog):
+    def once():
+        rows = iter(tiny.token_rows(ROWS) * 3)
+
+        class Once(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return rows
+
+        return Once()
+
+    KINDS["once"] = (dict(max_steps=5), dict(train_dataset=once))
+    try:
+        with pytest.raises(PowerCut):
+            of_kind("once", tmp_path, [Stop(2, cut)]).train()
+        of_kind("once", tmp_path).train(resume_from_checkpoint=True)
+    finally:
+        del KINDS["once"]
+    assert "exact resuming cannot be promised" in caplog.text
+
+
+def test_ignoring_the_position_of_the_data_starts_the_epoch_afresh(tmp_path):
+    with pytest.raises(PowerCut):
+        of_kind("random rows", tmp_path, [Stop(2, cut)]).train()
+    resumed = TRAINERS["dropout"](tmp_path, **ARGS | dict(ignore_data_skip=True, max_steps=3))
+    resumed.train_dataset = RandomRows()
+    first = TRAINERS["dropout"](tmp_path / "first", **ARGS | dict(max_steps=1))
+    first.train_dataset = RandomRows()
+    resumed.train(resume_from_checkpoint=True), first.train()
+    assert resumed.train_dataset.read == first.train_dataset.read and resumed.state.global_step == 3
+
+
 @pytest.mark.parametrize("save", ["steps", "epoch"])
 def test_resuming_at_the_edge_of_an_epoch_repeats_nothing_and_skips_nothing(save, tmp_path):
     changes = ARGS | dict(save_strategy=save, eval_strategy="epoch", logging_strategy="epoch", num_train_epochs=3)
@@ -137,3 +315,52 @@ def test_a_killed_process_is_continued_by_a_new_one(name, step, tmp_path):
     assert tree_equal(codec.load_tree(theirs / "rank-0"), codec.load_tree(ours / "rank-0"))
     for file in ours.glob("*.safetensors"):
         assert file.read_bytes() == (theirs / file.name).read_bytes()
+
+
+BUSY = """
+import sys, torch
+from posttrain.core.checkpoint import blocks
+from tests.contract.test_resume import ARGS
+from tests.contract.trainers import TRAINERS
+blocks.SMALL = 1
+trainer = TRAINERS["causal-lm"](sys.argv[1], **ARGS | dict(save_async=sys.argv[2] == "True", save_steps=2, max_steps=100_000))
+class Tell(__import__("posttrain.core").core.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print("step", state.global_step, flush=True)
+trainer.add_callback(Tell())
+trainer.train(resume_from_checkpoint=True if trainer.store.checkpoints() else None)
+"""
+
+
+def kills(count, later, out):
+    """Kill a run that saves every other update at random moments, and go on each time: what it had done when it died."""
+    root, draw = Path(__file__).parents[2], random.Random(0)
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    reached = 0
+    for _ in range(count):
+        command = [sys.executable, "-c", BUSY, str(out), str(later)]
+        child = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        first = next((line for line in child.stdout if line.startswith("step ")), "")
+        assert first, child.stderr.read()
+        assert int(first.split()[1]) > reached - 2 - 2 * later, "more than save_steps updates were lost"
+        time.sleep(draw.uniform(0, 0.3))
+        child.kill()
+        lines = [line.split() for line in [first, *child.stdout.read().splitlines()]]
+        child.wait()
+        reached = max(int(words[1]) for words in lines if len(words) == 2 and words[0] == "step" and words[1].isdigit())
+        named = Store(out).checkpoints()
+        assert [path for path in named if Store(out).verify(path)] == []
+    return reached
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_killed_at_random_moments_goes_on_from_a_whole_checkpoint(later, tmp_path):
+    assert kills(3, later, tmp_path) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_killed_at_fifty_random_moments_goes_on_from_a_whole_checkpoint(later, tmp_path):
+    assert kills(50, later, tmp_path) > 50

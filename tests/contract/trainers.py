@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.rl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer
+from posttrain.rl import CPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, RLOOTrainer
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
@@ -152,7 +152,7 @@ def preference_rows(num_rows: int) -> list[dict[str, str]]:
     ]
 
 
-def dpo(**options: Any) -> Callable[..., Trainer]:
+def preference(trainer_class: type[Trainer], **options: Any) -> Callable[..., Trainer]:
     options, lora = dict(options), options.get("lora", False)
     options.pop("lora", None)
 
@@ -162,9 +162,11 @@ def dpo(**options: Any) -> Callable[..., Trainer]:
             from peft import LoraConfig
 
             peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-        return DPOTrainer(
-            model=tiny.causal_lm(),
-            args=arguments(DPOConfig, output_dir, **({"gradient_checkpointing": False} | options | changes)),
+        return trainer_class(
+            model=tiny.reward_model() if trainer_class is RewardTrainer else tiny.causal_lm(),
+            args=arguments(
+                trainer_class.config_class, output_dir, **({"gradient_checkpointing": False} | options | changes)
+            ),
             processing_class=tiny.tokenizer(),
             train_dataset=preference_rows(ROWS),
             eval_dataset=preference_rows(7),
@@ -221,10 +223,16 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "sft-packed": sft(packing=True, max_length=48),
     "sft-lora": sft(lora=True),
     "seq2seq": seq2seq,
-    "dpo": dpo(),
-    "dpo-padded": dpo(shared_prefix=False),
-    "dpo-lora": dpo(lora=True),
-    "dpo-sync": dpo(sync_ref_model=True, ref_model_sync_steps=2, loss_type=["sigmoid", "ipo"]),
+    "dpo": preference(DPOTrainer),
+    "dpo-padded": preference(DPOTrainer, shared_prefix=False),
+    "dpo-lora": preference(DPOTrainer, lora=True),
+    "dpo-sync": preference(DPOTrainer, sync_ref_model=True, ref_model_sync_steps=2, loss_type=["sigmoid", "ipo"]),
+    "kto": preference(KTOTrainer, desirable_weight=1.5),
+    "kto-lora": preference(KTOTrainer, lora=True, precompute_ref_log_probs=True),
+    "orpo": preference(ORPOTrainer),
+    "cpo": preference(CPOTrainer),
+    "simpo": preference(CPOTrainer, loss_type="simpo", cpo_alpha=0.0, beta=2.0),
+    "reward": preference(RewardTrainer, center_rewards_coefficient=0.01),
     "grpo": online(GRPOTrainer),
     "grpo-reused": online(GRPOTrainer, windows_per_rollout=2, num_iterations=2, loss_type="dr_grpo", beta=0.05),
     "grpo-sync": online(GRPOTrainer, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, entropy_coef=0.01),

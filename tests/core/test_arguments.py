@@ -33,8 +33,8 @@ TO_COME = {
 }  # fmt: skip
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
-OURS |= {"ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
-OURS |= {"save_async", "save_on_signal", "save_on_exception", "max_time"}
+OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
+OURS |= {"save_async", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:
@@ -362,8 +362,8 @@ def test_hf_argument_parser_keeps_every_default():
 
 # What a field needs beside a value of its kind, or instead of one.
 SAMPLES = {
-    "optim_args": {"amsgrad": True}, "trackio_static_space_id": "me/board", "fp16": False, "fp16_full_eval": False,
-    "tf32": False, "include_for_metrics": ["inputs"], "liger_kernel_config": {"rope": True}, "dtype": "float32",
+    "optim_args": {"amsgrad": True}, "lr_scheduler_kwargs": {"min_lr": 1e-6}, "include_for_metrics": ["inputs"],
+    "trackio_static_space_id": "me/board", "include_num_input_tokens_seen": "all", "remote_dir": "memory://run",
 }  # fmt: skip
 COMPANIONS = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
@@ -376,7 +376,6 @@ COMPANIONS |= dict.fromkeys(
     ("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
     {"dataloader_num_workers": 1},
 )
-SAMPLES["lr_scheduler_kwargs"] = {"min_lr": 1e-6}
 
 
 def sample(config: type, known: dataclasses.Field) -> object:
@@ -386,16 +385,8 @@ def sample(config: type, known: dataclasses.Field) -> object:
         return SAMPLES[known.name]
     if bounds.get("choices"):
         return next(choice for choice in bounds["choices"] if choice != known.default)
-    for kind, value in (
-        (bool, known.default is not True),
-        (int, 3),
-        (float, 0.5),
-        (dict, {"a": 1}),
-        (list, ["x", "y"]),
-    ):
-        if kind in kinds:
-            return value
-    return "x"
+    simple = ((bool, known.default is not True), (int, 4), (float, 0.5), (dict, {"a": 1}), (list, ["x", "y"]))
+    return next((value for kind, value in simple if kind in kinds), "x")
 
 
 def parser_configs() -> list[type]:
@@ -404,22 +395,23 @@ def parser_configs() -> list[type]:
 
 @pytest.mark.parametrize("config", parser_configs())
 @pytest.mark.parametrize("way", ["flags", "dict", "json", "yaml"])
-def test_hf_argument_parser_sets_every_field(config, way, tmp_path):
-    parser, wrong = HfArgumentParser(config), []
+def test_hf_argument_parser_sets_a_field_as_the_config_does(config, way, tmp_path):
+    types = {known.name: known.type for known in dataclasses.fields(config)}
+    parser, wrong, refused = HfArgumentParser(config), [], []
     for known in dataclasses.fields(config):
-        name = known.name
-        if (name, way) == ("include_num_input_tokens_seen", "flags"):
-            continue  # a flag without a value, as it ever was; the values of today come from code or a file
-        value, others = (
-            "all" if name == "include_num_input_tokens_seen" else sample(config, known),
-            COMPANIONS.get(name, {}),
-        )
-        given = {name: value} | others
-        path = tmp_path / f"run.{way}"
+        name, path = known.name, tmp_path / f"run.{way}"
+        if not known.init or (name, way) == ("include_num_input_tokens_seen", "flags"):
+            continue  # the latter is a flag without a value, as it ever was; values come from code or a file
+        given = {name: sample(config, known)} | COMPANIONS.get(name, {})
+        try:
+            expected = getattr(config(**given), name)
+        except (ConfigError, ImportError):  # not alone, or not on this machine
+            refused.append(name)
+            continue
         try:
             if way == "flags":
-                words = [[f"--{key}", *as_words(inner)] for key, inner in given.items()]
-                (args,) = parser.parse_args_into_dataclasses(sum(words, []))
+                words = [[f"--{key}", *as_words(value)] for key, value in given.items()]
+                (args,) = parser.parse_args_into_dataclasses(sum(words, []), look_for_args_file=False)
             elif way == "dict":
                 (args,) = parser.parse_dict(given)
             elif way == "json":
@@ -428,11 +420,11 @@ def test_hf_argument_parser_sets_every_field(config, way, tmp_path):
             else:
                 path.write_text(yaml.safe_dump(given))
                 (args,) = parser.parse_yaml_file(str(path))
-            if getattr(args, name) != value:
-                wrong.append((name, getattr(args, name), value))
+            if getattr(args, name) != expected:
+                wrong.append((name, getattr(args, name), expected))
         except (ConfigError, SystemExit, ValueError) as error:
             wrong.append((name, error))
-    assert wrong == []
+    assert wrong == [] and len(refused) < 0.2 * len(types), refused
 
 
 def as_words(value: object) -> list[str]:

@@ -616,4 +616,8 @@ def test_room_is_measured_before_it_is_needed(tmp_path):
     assert directory_bytes(tmp_path) == 1234
     assert check_space(tmp_path / "not" / "there" / "yet", 1000) is None
     sentence = check_space(tmp_path, 10**18)
-    assert str(tmp_path) in sentence and "1000000000.000 GB are needed" in sentence
+    assert str(tmp_path) in sentence and "1000000000.000 GB are needed for a checkpoint" in sentence
+    with pytest.raises(
+        DiskFullError, match="about 2000000000.000 GB are needed for 3 checkpoints.*weights of one.*5000"
+    ):
+        check_space(tmp_path, 2 * 10**18, 3, 5 * 10**12 * 1000)

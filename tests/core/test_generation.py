@@ -218,3 +218,37 @@ def test_without_an_encoder_the_input_shown_is_the_prompt():
     rows = [{"input_ids": prompt + target, "labels": [-100] * len(prompt) + target}]
     [shown] = generation.samples(rows, np.array([target]), np.array([target]), tokenizer, 3, encodes=False)
     assert shown == {"input": "user question", "target": " answer", "output": " answer"}
+
+
+# ---------------------------------------------------------------------------------------------------- one batch
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_processes_that_share_the_weights_step_together_and_run_no_encoder_apart(synced, t5, monkeypatch):
+    asked, stock = [], t5.generate
+    monkeypatch.setattr(t5, "generate", lambda **kwargs: asked.append(set(kwargs)) or stock(**kwargs))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[8, 1]])}
+    loss, tokens, labels = generation.predict_batch(
+        t5, inputs, lambda model, batch: model(**batch).loss, {"max_length": 5}, label_names=["labels"], pad_token_id=0,
+        synced=synced,
+    )  # fmt: skip
+    assert asked == [{"input_ids", "max_length", "synced_gpus" if synced else "encoder_outputs"}]
+    assert loss.item() == pytest.approx(t5(**inputs).loss.item()) and labels.tolist() == [[8, 1]]
+    assert tokens.tolist() == stock(input_ids=inputs["input_ids"], max_length=5).tolist()
+
+
+def test_the_answer_is_not_given_to_the_decoder(t5):
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[8, 9, 1]])}
+    shifted = inputs | {"decoder_input_ids": t5.prepare_decoder_input_ids_from_labels(inputs["labels"])}
+    found = [
+        generation.predict_batch(
+            t5,
+            batch,
+            lambda model, batch: model(**batch).loss,
+            {"max_length": 6},
+            label_names=["labels"],
+            pad_token_id=0,
+        )[1].tolist()
+        for batch in (inputs, shifted)
+    ]
+    assert found[0] == found[1] == t5.generate(input_ids=inputs["input_ids"], max_length=6).tolist()

@@ -123,6 +123,16 @@ def test_stats_come_from_the_same_distribution_as_the_loss():
     assert_close(loss, plain_loss(hidden, weight, offset, labels, softcap=3.0))
 
 
+@pytest.mark.parametrize("vocab", [50, 128, 300, 512])
+def test_the_first_of_several_highest_logits_is_the_prediction(vocab):
+    torch.manual_seed(0)
+    logits = torch.randint(4, (64, vocab)).float()  # many are the highest
+    logits[:8] = -math.inf
+    logits[:8, vocab - 1] = 0.0
+    highest, place = losses._highest(logits)
+    assert torch.equal(highest, logits.amax(1)) and torch.equal(place, logits.argmax(1))
+
+
 def test_uniform_logits_cost_log_vocab_and_have_entropy_log_vocab():
     loss, stats = linear_cross_entropy(
         torch.zeros(5, WIDTH), torch.randn(VOCAB, WIDTH), torch.arange(5), return_stats=True

@@ -178,6 +178,36 @@ def order(out):
     return found
 
 
+def generate(out, **changes):
+    """What each process writes before an update and after it, of the prompts of all; those of rank 0 are returned."""
+    from posttrain.rl.generation.local import problem
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    trainer = TRAINERS["grpo"](out, max_completion_length=24, max_steps=1, **split(ranks), **changes)
+    trainer.train()
+    rank, forwards = trainer.dist.rank, []
+    trainer.model.register_forward_pre_hook(lambda module, inputs: forwards.append(1))
+    found = {"ids": [], "logps": []}
+    with trainer.dist.gathered(trainer.model):
+        sampling, told = trainer.sampling(), problem(trainer.model)
+        forwards.clear()
+        for number in range(4) if ranks == 1 else [rank, rank + 2]:
+            done = trainer.generator.generate([[9 + number, 30, 31]], 2, sampling, [2 * number, 2 * number + 1])
+            found["ids"].append((number, done.ids))
+            found["logps"].append((number, [torch.tensor(logps) for logps in done.logps]))
+    parts = trainer.dist.gather_object(found)
+    joined = {
+        name: [value for _, value in sorted((x for p in parts for x in p[name]), key=lambda x: x[0])] for name in found
+    }
+    return {
+        "ids": joined["ids"],
+        "logps": [logps for pair in joined["logps"] for logps in pair],
+        "engine": type(trainer.generator).__name__,
+        "problems": told,
+        "forwards": trainer.dist.gather_object(len(forwards)),
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])

@@ -4,9 +4,11 @@ Run with a Python that has trl: ``python -m pytest tests/parity/test_dpo.py``.
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+import transformers
 
 from posttrain.rl import DPOConfig, DPOTrainer
 from tests import tiny
@@ -101,3 +103,13 @@ def test_with_an_adapter_too(tmp_path):
     torch.manual_seed(0)
     theirs = run(trl.DPOTrainer, trl.DPOConfig, tmp_path / "theirs", lora=True, learning_rate=1.0)
     assert_equal_logs(run(DPOTrainer, DPOConfig, tmp_path / "ours", lora=True, learning_rate=1.0), theirs, 1e-4)
+
+
+def test_every_argument_of_trl_is_known_with_its_default():
+    theirs, ours = trl.DPOConfig("out", use_cpu=True), DPOConfig("out", use_cpu=True)
+    common = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(trl.DPOConfig)} - common
+    assert len(own) >= 24
+    assert {name: getattr(ours, name) for name in own} == {name: getattr(theirs, name) for name in own}
+    for name in ("learning_rate", "logging_steps", "gradient_checkpointing"):
+        assert getattr(ours, name) == getattr(theirs, name)

@@ -396,6 +396,32 @@ def test_completions_are_shown_and_written(tmp_path, capsys):
     assert "advantage" in capsys.readouterr().out
 
 
+def test_written_completions_go_to_the_hub_and_its_failures_stop_nothing(tmp_path, monkeypatch, caplog):
+    import huggingface_hub
+
+    class Hub:
+        uploaded = []
+
+        def __init__(self, token=None):
+            pass
+
+        def create_repo(self, repo, **options):
+            assert options["repo_type"] == "dataset" and options["private"]
+
+        def upload_file(self, path_in_repo, **options):
+            if self.uploaded:
+                raise ConnectionError("the Hub is down")
+            self.uploaded.append(path_in_repo)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        trainer(
+            tmp_path, log_completions=True, num_completions_to_print=0, log_completions_hub_repo="me/rollouts"
+        ).train()
+    assert Hub.uploaded == ["completions_00000.parquet"]
+    assert any("completions_00001.parquet was not uploaded" in record.message for record in caplog.records)
+
+
 def test_evaluation_gives_pass_at_k_on_held_out_prompts(tmp_path):
     def judge(completions, answer):
         return [float(text == word) for text, word in zip(completions, answer, strict=True)]
@@ -448,7 +474,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     ({"delta": 1.1}, "undoes the clip"), ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"),
     ({"temperature": 0.0}, "temperature"), ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
     ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
-    ({"max_prompt_length": 5}, "prompts are never cut"),
+    ({"max_prompt_length": 5}, "prompts are never cut"), ({"use_vllm": True}, "generator="),
 ])  # fmt: skip
 def test_arguments_that_cannot_work_are_refused_when_they_are_given(changes, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):

@@ -69,3 +69,19 @@ def test_a_smoke_run_passes_and_keeps_nothing(run_file, tmp_path, capsys):
     assert main(["sft", "run.yaml", "--smoke"]) == 0
     assert "smoke run passed" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd):
+    assert main(["verify-resume", "sft", "run.yaml", "--steps", "2", "--save_steps", "1"]) == 0
+    out = capfd.readouterr().out
+    for part in ("weights", "optimizer", "scheduler", "random numbers", "data, metrics, own state", "log"):
+        assert f"  {part:<24}  equal" in out, out
+    assert "DIFFERENT" not in out and "bit by bit" in out
+
+
+def test_what_cannot_be_proved_says_why(run_file, capsys):
+    assert main(["verify-resume", "run.yaml"]) == 2
+    assert "name the method first" in capsys.readouterr().err
+    assert main(["verify-resume", "sft", "run.yaml", "--steps", "1"]) == 2
+    assert main(["verify-resume", "sft", "run.yaml", "--model_name_or_path", "/nowhere"]) == 1
+    assert "/nowhere" in capsys.readouterr().err

@@ -19,6 +19,7 @@ import torch
 
 from posttrain.core import distributed, registry, schedules
 from posttrain.core.accelerator_config import AcceleratorArguments
+from posttrain.core.allocator import AllocatorArguments
 from posttrain.core.checkpoint import CheckpointArguments
 from posttrain.core.data import DataArguments
 from posttrain.core.distributed import DistributedArguments
@@ -150,6 +151,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     HealthArguments,
     EMAArguments,
     ModelSideArguments,
+    AllocatorArguments,
     DataArguments,
     InterruptArguments,
     CheckpointArguments,

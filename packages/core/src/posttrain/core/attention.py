@@ -180,7 +180,7 @@ def _attention_function(
         value,
         segments,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=_window(module, kwargs.get("sliding_window")),
+        window=layer_window(module, kwargs.get("sliding_window")),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=kwargs.get("dropout", 0.0),
@@ -203,7 +203,7 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward beside it; load the model with sdpa.")
 
 
-def _window(module: nn.Module, told: int | None) -> int | None:
+def layer_window(module: nn.Module, told: int | None) -> int | None:
     """The sliding window of a layer. Some models tell it to their masks alone, and then it would go unnoticed here."""
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -194,12 +195,21 @@ def tidy(config: Any) -> Iterator[str]:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 yield f"{field.name}={value!r} looks like JSON but is not: {error}"
-        elif type(value) is str and {str, int} <= set(allowed) and value.isdecimal():
-            value = int(value)  # from a command line
+        elif type(value) is str and str in allowed:
+            value = _number(value, allowed)
         if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
             value = Choice(value)
         if value is not getattr(config, field.name):
             setattr(config, field.name, value)
+
+
+def _number(text: str, allowed: tuple[type, ...]) -> str | int | float:
+    """`text`, as a command line gives it, or the number that it is where one is allowed."""
+    for kind in (int, float):
+        if kind in allowed:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    return text
 
 
 def validate(config: Any) -> None:

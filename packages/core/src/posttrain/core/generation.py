@@ -43,7 +43,7 @@ class GenerationArguments:
     generation_num_beams: int | None = opt(
         None, "Beams of the search: more look further ahead, and take as much longer; None: as the model says.", min=1
     )
-    generation_config: str | Any | None = opt(
+    generation_config: str | None | Any = opt(  # in this order, HfArgumentParser reads it as text
         None,
         "How to generate: a GenerationConfig, a dict, its file or folder, or the name of a model; None: the model's.",
     )

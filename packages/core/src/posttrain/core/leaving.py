@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
 
-from posttrain.core import interrupts
-from posttrain.core.checkpoint import rng
+from posttrain.core import interrupts, models, optim
+from posttrain.core.checkpoint import check_space, rng, weights
 from posttrain.core.loader import Loader
+from posttrain.core.plan import as_steps
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.checkpoint import Store
     from posttrain.core.distributed import Distributed
-    from posttrain.core.plan import Progress
+    from posttrain.core.plan import Plan, Progress
     from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ class Leaving:
 
     args: TrainingArguments
     dist: Distributed
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     store: Store
     state: TrainerState
     control: TrainerControl
@@ -40,6 +44,25 @@ class Leaving:
         if self.args.save_on_signal is None:
             return self.args.save_strategy != "no" or self.args.enable_jit_checkpoint
         return self.args.save_on_signal
+
+    def _check_space(self, plan: Plan) -> None:
+        """Say now that the disk is too small for the checkpoints of this run, not after hours."""
+        args = self.args
+        if args.save_strategy == "no" or not self.dist.is_main:
+            return
+        every = {"steps": as_steps(args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
+        saves = -(-plan.max_steps // (every.get(str(args.save_strategy)) or plan.max_steps))
+        limit = args.save_total_limit or (1 if args.save_strategy == "best" else None)
+        count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
+        is_saved = weights.is_saved(models.unwrap(self.model))
+        least = sum(p.nbytes for name, p in models.unwrap(self.model).named_parameters() if is_saved(name))
+        each = least if args.save_only_model else least + optim.state_bytes(self.optimizer)
+        if (problem := check_space(self.store.output_dir, each * count, count, least)) is not None:
+            logger.warning("%s", problem)
+
+    def _copy_files(self) -> None:
+        if self.dist.is_main:
+            self.store.push_files()
 
     def _seek(self, position: dict[str, Any]) -> None:
         """Let the data go on from `position`, or start the epoch's data afresh if that was asked for."""
@@ -130,6 +153,7 @@ class Leaving:
         try:
             self._upload(outcome.path)
             self._rotate(now.best_model_checkpoint)
+            self._copy_files()
             self._fire("on_save")
         finally:
             self.state = now

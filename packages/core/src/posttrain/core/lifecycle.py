@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import changes, data, ema, evaluation, health, hub, interrupts, models, objective, trackers
+from posttrain.core import (
+    allocator,
+    changes,
+    data,
+    ema,
+    evaluation,
+    health,
+    hub,
+    interrupts,
+    models,
+    objective,
+    trackers,
+)
 from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
@@ -128,6 +140,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
+        if args.keep_freed_memory and self.dist.device.type == "cpu":
+            allocator.keep_freed_memory()
         if self.model_init is not None:
             data.set_seed(args.seed)
             self._forget_model()
@@ -140,6 +154,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
         self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
+        self._check_space(plan)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
@@ -175,6 +190,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             memory = self._memory.stage("train")
             with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
                 yield self.model_wrapped
+            self._settle_save()
             self._leave_after_the_last(trial)
         except interrupts.Left as left:
             if (end := left.exit()) is not None:
@@ -222,6 +238,10 @@ class Lifecycle(Incidents, Resuming, Leaving):
             )  # fmt: skip
         return None
 
+    def _batches_given(self) -> int:
+        """Micro-batches of the epoch before the place where the loader stands."""
+        return self._loader.batches_given
+
     def _resume(self, checkpoint: Path) -> None:
         fresh = self.state
         ema.load(self._ema, checkpoint)
@@ -244,7 +264,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         saved = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
         self.load_state_dict(saved["trainer"])
         if not self.progress.epoch_ended:  # a micro-batch may hold another number of rows now
-            self.progress.batches = self._loader.batches_given
+            self.progress.batches = self._batches_given()
         if saved["rng"] is None:
             self._rng = elastic.fresh_random_numbers(
                 self.args.seed, self.state.global_step, self.dist.rank, data.set_seed
@@ -443,7 +463,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
         self._guard.settle()
-        self._settle_save()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
@@ -464,6 +483,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if self._ema is not None and self.args.ema_use != "eval":
             self._ema.copy_to_model()
         self._push_at_end()
+        self._copy_files()
         self._fire("on_train_end")
         return TrainOutput(self.state.global_step, train_loss, metrics)
 

@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-ENTROPY_ROWS = 16  # rows of a tile whose entropy is taken at a time
-VOCAB_ROWS = 8192  # rows of a bfloat16 weight gradient that are added to the float32 sum at a time
+BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
+BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
+ARGMAX_WIDTH = 128
+VOCAB_ROWS = 8192  # rows of a 16 bit weight gradient that are added to the float32 sum at a time
 
 
 class LossStats(NamedTuple):
@@ -131,11 +133,12 @@ def linear_cross_entropy(
         hidden: (B, T, H) or (N, H), aligned with the labels: see `shift_labels`.
         weight: (V, H). bias: (V,).
         labels: (B, T) or (N,) integers in [0, V), or `ignore_index`.
-        chunk_size: rows of a tile; the memory used is about ``chunk_size * V * 4`` bytes plus the gradients.
+        chunk_size: rows of a tile, of which 16 bit types take twice as many; the memory used is about
+            ``chunk_size * V * 4`` bytes plus the gradients.
         softcap: logits are bounded to (-softcap, softcap) by a tanh (Gemma 2). scale: multiplies them before that.
         reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" makes the tiles again
             in the backward, as `token_logps` does.
-        return_stats: also return `LossStats`, at the price of two more passes over each tile.
+        return_stats: also return `LossStats`, at the price of two more passes over the logits.
 
     Returns:
         The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``.
@@ -250,7 +253,12 @@ def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 class _Tiles:
-    """Logits of up to `chunk_size` rows at a time, in buffers that every tile of one call reuses."""
+    """Products ``hidden @ weight.T + bias`` of many rows at a time, and what becomes of them, of few.
+
+    A tile is as many rows as matrix products like to have: `chunk_size` in float32, twice as many in 16 bits. It is read,
+    scored and overwritten in blocks that stay in the cache, in the type of the statistics. All tiles and blocks of one call
+    share their buffers.
+    """
 
     def __init__(
         self,
@@ -265,30 +273,42 @@ class _Tiles:
         self.hidden, self.rows, self.num_rows, self.options = hidden, rows, num_rows, options
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
-        shape, new = (min(options.chunk_size, num_rows), weight.shape[0]), hidden.new_empty
-        self.tile = new(shape, dtype=_statistics_dtype(self.dtype))
-        self.product = self.tile if self.dtype == self.tile.dtype else new(shape, dtype=self.dtype)
+        vocabulary, new = weight.shape[0], hidden.new_empty
+        self.tile_rows = min(options.chunk_size * (2 if self.dtype.itemsize == 2 else 1), max(num_rows, 1))
+        self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
+        elements = BLOCK_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS_ON_DEVICES
+        self.block_rows = min(max(elements // vocabulary, 1), self.tile_rows)
+        block = self.block_rows, vocabulary
+        self.statistics_dtype = _statistics_dtype(self.dtype)
+        self.probabilities = new(block, dtype=self.statistics_dtype)
+        self.converted = None if self.dtype == self.statistics_dtype else new(block, dtype=self.statistics_dtype)
 
     def __iter__(self):
         """(start, stop) of each tile, counted in labelled rows."""
-        for start in range(0, self.num_rows, self.options.chunk_size):
-            yield start, min(start + self.options.chunk_size, self.num_rows)
+        for start in range(0, self.num_rows, self.tile_rows):
+            yield start, min(start + self.tile_rows, self.num_rows)
 
     def hidden_at(self, start: int, stop: int) -> torch.Tensor:
         if self.rows is None:
             return self.hidden[start:stop].to(self.dtype)
         return self.hidden.index_select(0, self.rows[start:stop]).to(self.dtype)
 
-    def logits(self, hidden: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n, V) logits in the shared buffer, and d(logits)/d(what the softcap was given) if there is a softcap."""
-        softcap, scale, temperature = self.options.softcap, self.options.scale, self.options.temperature
-        product, logits = self.product[: len(hidden)], self.tile[: len(hidden)]
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, V) products of n rows, in the shared buffer."""
+        tile = self.tile[: len(hidden)]
         if self.bias is None:
-            torch.mm(hidden, self.weight.t(), out=product)
-        else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=product)
-        if product is not logits:
-            logits.copy_(product)
+            return torch.mm(hidden, self.weight.t(), out=tile)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=tile)
+
+    def blocks(self, tile: torch.Tensor):
+        """(start, stop) of each block of `tile`."""
+        for start in range(0, len(tile), self.block_rows):
+            yield start, min(start + self.block_rows, len(tile))
+
+    def logits(self, products: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(n, V) logits of a block, and d(logits)/d(what the softcap was given) if there is a softcap."""
+        softcap, scale, temperature = self.options.softcap, self.options.scale, self.options.temperature
+        logits = products if self.converted is None else self.converted[: len(products)].copy_(products)
         slope = None
         if scale != 1.0:
             logits.mul_(scale)
@@ -300,52 +320,52 @@ class _Tiles:
             logits.div_(temperature)
         return logits, slope
 
-    def operand(self, tile: torch.Tensor) -> torch.Tensor:
-        """A tile of the statistics' type, in the type of the matrix products."""
-        return tile if self.product is self.tile else self.product[: len(tile)].copy_(tile)
+    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n, V) probabilities of a block, in the shared buffer."""
+        return torch.softmax(logits, 1, out=self.probabilities[: len(logits)])
 
 
-class _Scores(NamedTuple):
-    """Of n rows: each (n,). After `_score`, the tile holds exp(logits - highest)."""
-
-    losses: torch.Tensor
-    highest: torch.Tensor
-    sums: torch.Tensor
-    stats: tuple[torch.Tensor, ...]
-
-
-def _score(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, stats: tuple[str, ...]) -> _Scores:
-    target = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-    expected, found = target, {}
-    if label_smoothing:
-        expected = (1 - label_smoothing) * target + label_smoothing * logits.mean(1)
+def _score(
+    logits: torch.Tensor, tiles: _Tiles, labels: torch.Tensor, stats: tuple[str, ...]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The losses, (n,), and each of `stats`, (n,), of a block. Its probabilities are then in the buffer of `tiles`."""
+    smoothing, found = tiles.options.label_smoothing, {}
+    expected = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    if smoothing:
+        expected = (1 - smoothing) * expected + smoothing * logits.mean(1)
     if "correct" in stats:
-        found["correct"] = (logits.argmax(1) == labels).to(logits.dtype)
+        highest, best = _highest(logits)
+        found["correct"] = (best == labels).to(logits.dtype)
+    else:
+        highest = logits.amax(1)
     if "mean_logit" in stats:
         found["mean_logit"] = logits.mean(1)
-    highest = logits.amax(1)
-    logits.sub_(highest.unsqueeze(1))
-    weighted_sums = _exp_and_weighted_sum_(logits) if "entropy" in stats else None
-    if weighted_sums is None:
-        logits.exp_()
-    sums = logits.sum(1)
-    log_sums = sums.log()
-    if weighted_sums is not None:
-        # With d = logits - highest and p = e^d / sum e^d:  -sum p log p = log(sum e^d) - sum(d e^d) / sum e^d.
-        found["entropy"] = log_sums - weighted_sums / sums
+    probabilities = tiles.softmax(logits)
+    log_sums = -probabilities.amax(1).log()  # of exp(logits - highest), whose largest is 1
+    if "entropy" in stats:
+        # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is NaN.
+        distance = logits.sub_(highest.unsqueeze(1)).clamp_(min=-1e30)
+        found["entropy"] = log_sums - torch.linalg.vecdot(probabilities, distance)
     if "log_collision" in stats:
-        found["log_collision"] = 2 * (torch.linalg.vector_norm(logits, dim=1).log() - log_sums)
-    return _Scores(highest + log_sums - expected, highest, sums, tuple(found[name] for name in stats))
+        found["log_collision"] = 2 * torch.linalg.vector_norm(probabilities, dim=1).log()
+    return highest + log_sums - expected, tuple(found[name] for name in stats)
 
 
-def _exp_and_weighted_sum_(d: torch.Tensor) -> torch.Tensor:
-    """Put exp(d) in the place of `d`, (n, V), and return sum(d exp(d)), (n,)."""
-    sums, buffer = d.new_empty(len(d)), torch.empty_like(d[:ENTROPY_ROWS])
-    for rows, total in zip(d.split(ENTROPY_ROWS), sums.split(ENTROPY_ROWS), strict=True):
-        exp = torch.exp(rows, out=buffer[: len(rows)])
-        torch.sum(rows.clamp_(min=-1e30).mul_(exp), 1, out=total)  # a masked logit is -inf, and 0 * -inf is NaN
-        rows.copy_(exp)
-    return sums
+def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest of each row of (n, V), and the first place where it stands.
+
+    On the CPU torch 2.13 looks for a place seven times as long as for a value: so it is only looked for in a stretch.
+    """
+    whole = logits.shape[1] // ARGMAX_WIDTH * ARGMAX_WIDTH
+    if logits.device.type != "cpu" or not whole:
+        return logits.max(1)
+    stretches = logits[:, :whole].view(len(logits), -1, ARGMAX_WIDTH)
+    highest, stretch = stretches.amax(2).max(1)
+    place = stretch * ARGMAX_WIDTH + stretches[torch.arange(len(logits)), stretch].argmax(1)
+    if whole == logits.shape[1]:
+        return highest, place
+    last, place_in_last = logits[:, whole:].max(1)
+    return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
 
 
 class _Gradients:
@@ -353,42 +373,61 @@ class _Gradients:
 
     def __init__(self, tiles: _Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
         needs_hidden, needs_weight, needs_bias = needs
-        statistics = tiles.tile.dtype
+        statistics = tiles.statistics_dtype
         self.weight_dtype = weight.dtype
         self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
         self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
         self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
 
-    def add(
+    def of_block(
+        self,
+        tiles: _Tiles,
+        products: torch.Tensor,
+        labels: torch.Tensor,
+        slope: torch.Tensor | None,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Overwrite a block of a tile with its gradient, times the upstream gradient that `factor`, (n,), stands for."""
+        gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
+        gradient[torch.arange(len(labels), device=labels.device), labels] -= 1 - smoothing
+        if smoothing:
+            gradient.sub_(smoothing / gradient.shape[1])
+        if slope is not None:
+            gradient.mul_(slope)
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0) if factor is None else factor @ gradient)
+        if tiles.dtype == torch.float16:  # small probabilities underflow unless the loss scale is in the tile
+            gradient.mul_(factor.unsqueeze(1))
+        products.copy_(gradient)
+
+    def of_tile(
         self,
         tiles: _Tiles,
         start: int,
         stop: int,
         hidden: torch.Tensor,
         tile: torch.Tensor,
-        factor: torch.Tensor,
+        factor: torch.Tensor | None,
     ) -> None:
-        """Add the tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
+        """Add a tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
 
         The factor is multiplied into what is H wide, not into the tile, which is V wide.
         """
-        factor = factor.unsqueeze(1)
-        if self.bias is not None:
-            self.bias.add_((factor.t() @ tile).squeeze(0))
-        operand = tiles.operand(tile)
+        factor = None if factor is None or tiles.dtype == torch.float16 else factor.unsqueeze(1)
         if self.hidden is not None:
-            gradient = ((operand @ tiles.weight) * factor).to(self.hidden.dtype)
+            gradient = tile @ tiles.weight
+            gradient = (gradient if factor is None else gradient * factor).to(self.hidden.dtype)
             if tiles.rows is None:
                 self.hidden[start:stop] = gradient
             else:
                 self.hidden.index_copy_(0, tiles.rows[start:stop], gradient)
         if self.weight is not None:
-            weighted = (hidden * factor).to(operand.dtype)
-            if operand.dtype == self.weight.dtype:
-                self.weight.addmm_(operand.t(), weighted)
-            else:  # each tile's product is rounded to bfloat16, their sum is not
+            weighted = hidden if factor is None else (hidden * factor).to(tile.dtype)
+            if tile.dtype == self.weight.dtype:
+                self.weight.addmm_(tile.t(), weighted)
+            else:  # each tile's product is rounded to 16 bits, their sum is not
                 for a in range(0, len(self.weight), VOCAB_ROWS):
-                    self.weight[a : a + VOCAB_ROWS] += operand[:, a : a + VOCAB_ROWS].t() @ weighted
+                    self.weight[a : a + VOCAB_ROWS] += tile[:, a : a + VOCAB_ROWS].t() @ weighted
 
     def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of what they belong to."""
@@ -400,15 +439,6 @@ class _Gradients:
         return hidden, *(None if g is None else g.to(self.weight_dtype) for g in (weight, bias))
 
 
-def _subtract_labels(tile: torch.Tensor, labels: torch.Tensor, mass: torch.Tensor | float, smoothing: float) -> None:
-    """Subtract from rows of total `mass` the smoothed labels of the same mass, in place."""
-    rows = torch.arange(len(tile), device=tile.device)
-    tile[rows, labels] -= (1 - smoothing) * mass
-    if smoothing:
-        each = mass * (smoothing / tile.shape[1])
-        tile.sub_(each.unsqueeze(1) if isinstance(each, torch.Tensor) else each)
-
-
 class _SummedLoss(torch.autograd.Function):
     """Sum of the losses, with the gradients made on the way. Returns (loss, and each of `stats` (M,))."""
 
@@ -417,19 +447,22 @@ class _SummedLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
             gradients = _Gradients(tiles, weight, needs)
+            factor = options.scale / options.temperature
             scored = []
             for start, stop in tiles:
-                states, targets = tiles.hidden_at(start, stop), labels[start:stop]
-                tile, slope = tiles.logits(states, with_slope=any(needs))
-                scores = _score(tile, targets, options.label_smoothing, stats)
-                scored.append((scores.losses, *scores.stats))
-                if any(needs):  # the tile is sums * softmax: subtract sums * labels, and divide by sums later
-                    _subtract_labels(tile, targets, scores.sums, options.label_smoothing)
-                    if slope is not None:
-                        tile.mul_(slope)
-                    gradients.add(tiles, start, stop, states, tile, options.scale / options.temperature / scores.sums)
+                states = tiles.hidden_at(start, stop)
+                tile = tiles.multiply(states)
+                for a, b in tiles.blocks(tile):
+                    targets = labels[start + a : start + b]
+                    logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
+                    losses, found = _score(logits, tiles, targets, stats)
+                    scored.append((losses, *found))
+                    if any(needs):
+                        gradients.of_block(tiles, tile[a:b], targets, slope, None)
+                if any(needs):
+                    gradients.of_tile(tiles, start, stop, states, tile, None)
             losses, *found = _join(scored, tiles, 1 + len(stats))
-        ctx.gradients = gradients
+        ctx.gradients, ctx.factor = gradients, factor
         ctx.mark_non_differentiable(*found)
         return losses.sum(), *found
 
@@ -442,7 +475,7 @@ class _SummedLoss(torch.autograd.Function):
                 "one backward only. Sum the losses before one backward(), or set reduction='none' and sum yourself."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(grad_loss), None, None, None, None, None
+        return *gradients.scaled(grad_loss * ctx.factor), None, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -452,14 +485,15 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
-            scored, log_sums = [], [tiles.tile.new_zeros(0)]
+            scored = []
             for start, stop in tiles:
-                tile, _ = tiles.logits(tiles.hidden_at(start, stop), with_slope=False)
-                scores = _score(tile, labels[start:stop], options.label_smoothing, stats)
-                scored.append((scores.losses, *scores.stats))
-                log_sums.append(scores.highest + scores.sums.log())
+                tile = tiles.multiply(tiles.hidden_at(start, stop))
+                for a, b in tiles.blocks(tile):
+                    logits, _ = tiles.logits(tile[a:b], with_slope=False)
+                    losses, found = _score(logits, tiles, labels[start + a : start + b], stats)
+                    scored.append((losses, *found))
             losses, *found = _join(scored, tiles, 1 + len(stats))
-        ctx.save_for_backward(hidden, weight, bias, labels, rows, torch.cat(log_sums))
+        ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.options, ctx.needs = options, needs
         ctx.mark_non_differentiable(*found)
         return losses, *found
@@ -467,28 +501,25 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_losses, *_):
-        hidden, weight, bias, labels, rows, log_sums = ctx.saved_tensors
+        hidden, weight, bias, labels, rows = ctx.saved_tensors
         options = ctx.options
+        factors = grad_losses * (options.scale / options.temperature)
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
             gradients = _Gradients(tiles, weight, ctx.needs)
             for start, stop in tiles:
-                states = tiles.hidden_at(start, stop)
-                tile, slope = tiles.logits(states, with_slope=True)
-                tile.sub_(log_sums[start:stop].unsqueeze(1)).exp_()
-                _subtract_labels(tile, labels[start:stop], 1.0, options.label_smoothing)
-                if slope is not None:
-                    tile.mul_(slope)
-                factor = grad_losses[start:stop] * (options.scale / options.temperature)
-                if options.dtype == torch.float16:  # small probabilities underflow unless the loss scale is in the tile
-                    tile.mul_(factor.unsqueeze(1))
-                    factor = torch.ones_like(factor)
-                gradients.add(tiles, start, stop, states, tile, factor)
+                states, factor = tiles.hidden_at(start, stop), factors[start:stop]
+                tile = tiles.multiply(states)
+                for a, b in tiles.blocks(tile):
+                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
+                    tiles.softmax(logits)
+                    gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
+                gradients.of_tile(tiles, start, stop, states, tile, factor)
         return *gradients.scaled(), None, None, None, None, None
 
 
 def _join(scored: list[tuple[torch.Tensor, ...]], tiles: _Tiles, columns: int) -> list[torch.Tensor]:
     """The columns of `scored`, each concatenated; empty tensors where there was no tile."""
     if not scored:
-        return [tiles.tile.new_zeros(0) for _ in range(columns)]
+        return [tiles.probabilities.new_zeros(0) for _ in range(columns)]
     return [torch.cat(column) for column in zip(*scored, strict=True)]

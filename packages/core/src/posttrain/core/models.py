@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.checkpoint.weights import check_indices
 from posttrain.core.errors import did_you_mean, require
 from posttrain.core.fields import ConfigMeta, opt, validate
 from posttrain.core.heads import (
@@ -219,6 +220,7 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
+        CheckpointError: an index in the folder names files outside of it.
     """
     import transformers
 
@@ -231,6 +233,7 @@ def load_causal_lm(
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
+    check_indices(path)
     with _explain_missing(path, "model"):
         return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
 

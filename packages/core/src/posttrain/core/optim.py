@@ -300,3 +300,12 @@ def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
             "optim=%r replaces a schedule, but lr_scheduler_type=%r changes its learning rate too; set 'constant'.",
             name, schedule,
         )  # fmt: skip
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it keeps."""
+    total = 0
+    for group in optimizer.param_groups:
+        moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        total += moments * sum(parameter.nbytes for parameter in group["params"])
+    return total

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.core.errors import CheckpointError
 from posttrain.core.plan import as_steps
 
 
@@ -109,8 +110,12 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
+        """The state in a file of `save_to_json`; a `CheckpointError` where it is damaged."""
         known = {f.name for f in dataclasses.fields(cls)}
-        saved = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        try:
+            saved = dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{json_path} is damaged: it is not a JSON object ({error}).") from error
         return cls(**{name: value for name, value in saved.items() if name in known})
 
 

@@ -259,9 +259,8 @@ def _run_of(name: str, callback: Any, args: Any) -> str | None:
     if name == "trackio":
         run = callback._trackio.context_vars.current_run.get()
         return getattr(run, "name", None)
-    if name == "tensorboard" and callback.logging_dir is not None:
-        return os.path.relpath(callback.logging_dir, args.output_dir)  # the folder of a run may be moved
-    return None
+    folder = getattr(callback, "logging_dir", None) if name == "tensorboard" else None
+    return None if folder is None else os.path.relpath(folder, args.output_dir)  # the folder of a run may be moved
 
 
 class _TrackerArguments:

@@ -119,7 +119,7 @@ class Trainer(Lifecycle, Questions):
         self._check_parts()
         self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self._set_model(model if model is not None else self.call_model_init())
-        self.store, self.uploader = Store(args.output_dir), hub.Uploader(args, args.output_dir)
+        self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -548,8 +548,10 @@ class Trainer(Lifecycle, Questions):
         whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+        if not _internal_call:
+            self._copy_files()
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save")
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` into the output directory."""

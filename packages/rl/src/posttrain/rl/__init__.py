@@ -6,15 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.rl.cpo import CPOConfig, CPOTrainer
     from posttrain.rl.dpo import DPOConfig, DPOTrainer
     from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.kto import KTOConfig, KTOTrainer
+    from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
 
 _HOMES = {
+    "cpo": ("CPOConfig", "CPOTrainer"),
     "dpo": ("DPOConfig", "DPOTrainer"),
     "grpo": ("GRPOConfig", "GRPOTrainer"),
+    "kto": ("KTOConfig", "KTOTrainer"),
+    "orpo": ("ORPOConfig", "ORPOTrainer"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "reward_model": ("RewardConfig", "RewardTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -63,3 +63,31 @@ RLOO = Method(
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
     needs=("model_name_or_path", "dataset_name", "reward_funcs"),
 )
+
+KTO = Method(
+    name="kto",
+    help="Learn from single completions called good or bad, held to the model it began as.",
+    config="posttrain.rl.kto:KTOConfig",
+    run=train_with("posttrain.rl.kto:KTOTrainer"),
+)
+
+ORPO = Method(
+    name="orpo",
+    help="Fine-tune on the better completion of each pair and away from the worse, without a reference.",
+    config="posttrain.rl.orpo:ORPOConfig",
+    run=train_with("posttrain.rl.orpo:ORPOTrainer"),
+)
+
+CPO = Method(
+    name="cpo",
+    help="Learn from pairs without a reference: CPO and SimPO.",
+    config="posttrain.rl.cpo:CPOConfig",
+    run=train_with("posttrain.rl.cpo:CPOTrainer"),
+)
+
+REWARD = Method(
+    name="reward",
+    help="Train a model that gives a completion a number, from pairs of a better and a worse one.",
+    config="posttrain.rl.reward_model:RewardConfig",
+    run=train_with("posttrain.rl.reward_model:RewardTrainer"),
+)

@@ -208,6 +208,18 @@ def write(rows: Sequence[Mapping[str, Any]], folder: Path, step: int, with_image
     return stem.with_suffix(".parquet")
 
 
+def upload(path: Path, repo: str, token: str | None = None) -> None:
+    """Put a written file into the dataset `repo` on the Hub, private where it is made here. A failure is told, and no more."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(token=token)
+        api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        api.upload_file(path_or_fileobj=str(path), path_in_repo=path.name, repo_id=repo, repo_type="dataset")
+    except Exception as error:  # the network's, the Hub's: none of them is worth a run
+        logger.warning("%s was not uploaded to %s: %s", path.name, repo, error)
+
+
 def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")

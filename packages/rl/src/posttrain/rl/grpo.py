@@ -34,7 +34,7 @@ class GRPOConfig(RolloutConfig):
     importance_sampling_level: str = opt(
         "token", "Ratio to the old policy of each token, or of each completion (GSPO).", choices=("token", "sequence")
     )
-    scale_rewards: str | bool = opt(
+    scale_rewards: str = opt(
         "group", "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
         choices=("group", "batch", "none"),
     )  # fmt: skip
@@ -81,8 +81,9 @@ class GRPOConfig(RolloutConfig):
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub that the written completions are uploaded to.")
 
     def _normalize(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        # True and False, as earlier versions had them, are words on a command line.
+        earlier = {"true": "group", "false": "none"}
+        self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

@@ -53,9 +53,3 @@ def cast_head(model: nn.Module) -> None:
         )
     head.float()
     head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
-
-
-def engine_settings(args: RolloutConfig) -> dict[str, Any]:
-    """What `generate` of transformers is told besides the sampling."""
-    settings = {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
-    return settings | ({"cache_implementation": args.cache_implementation} if args.cache_implementation else {})

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, data, evaluation, models, objective
+from posttrain.core import Trainer, TrainingArguments, attention, chat, data, evaluation, models, objective
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import check_dataset
 from posttrain.rl import reference as references
 from posttrain.rl import side_by_side
 from posttrain.rl.preference_config import PreferenceConfig, as_config
-from posttrain.rl.preference_data import PreferenceReport, prepare_preferences
+from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class PreferenceCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
         batch = reorder(batch, [*range(0, 2 * len(rows), 2), *range(1, 2 * len(rows), 2)])
-        for name in ("ref_chosen_logps", "ref_rejected_logps"):
+        for name in REFERENCE_COLUMNS:
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
         return batch
@@ -105,6 +105,8 @@ class PreferenceTrainer(Trainer):
     data_kind = "preference"
     #: What is computed of each completion token besides its log-probability.
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
+    #: What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed.
+    reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
 
@@ -194,14 +196,29 @@ class PreferenceTrainer(Trainer):
             )
         if tokenizer is None:
             tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
-        if args.pad_token is not None:
-            tokenizer.pad_token = args.pad_token
-        if done := models.ensure_pad_token(tokenizer):
-            logger.info(done)
+        tokenizer = self.set_tokens(tokenizer, args)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
         models.check_trainable(model)
         return model, tokenizer
+
+    def set_tokens(self, tokenizer: Any, args: Any) -> Any:
+        """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
+        if (template := getattr(args, "chat_template_path", None)) is not None:
+            tokenizer.chat_template = chat.load_template(template, args.trust_remote_code)
+        for name in ("eos_token", "pad_token"):
+            token = getattr(args, name, None)
+            if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+                raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
+            if token is not None:
+                setattr(tokenizer, name, token)
+        if done := models.ensure_pad_token(tokenizer):
+            logger.info(done)
+        return tokenizer
+
+    def arrange(self, dataset: Any) -> Any:
+        """Prepared rows, with whatever else the collator is to find in them. Called before anything is computed of them."""
+        return dataset
 
     # ------------------------------------------------------------------------------------------------ the doors
 
@@ -243,8 +260,8 @@ class PreferenceTrainer(Trainer):
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion under the reference."""
-        if "ref_chosen_logps" in inputs:
-            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        if self.reference_columns[0] in inputs:
+            return torch.cat([inputs[column] for column in self.reference_columns])
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs))
 
@@ -312,7 +329,8 @@ class PreferenceTrainer(Trainer):
         if coefficient is None and getattr(config, "output_router_logits", False):
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
         self._aux_loss_coef = coefficient or 0.0
-        own_loss = type(self).compute_loss is not PreferenceTrainer.compute_loss
+        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+        own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, who expects a row for each completion
         problem = attention.segments_problem(model)
         if problem is None and ref_model is not None:
             problem = attention.segments_problem(ref_model)
@@ -353,17 +371,17 @@ class PreferenceTrainer(Trainer):
             alpha, every = args.ref_model_mixup_alpha, args.ref_model_sync_steps
             self.add_callback(references.SyncReference(self.reference, alpha, every))
 
-    def _check_start(self, chosen: Completions, rejected: Completions) -> None:
+    def _check_start(self, *sides: Completions) -> None:
         """Once, before the first update: the policy is still what the reference was made of, so no margin may be there."""
         if not getattr(self, "_starts_at_reference", False):
             return
         self._starts_at_reference = False
         if self.state.global_step > 0:
             return
-        half = self.args.bf16 or self.args.fp16 or chosen.logp.dtype != torch.float32
-        largest = max(float(side.log_ratio.detach().abs().max()) for side in (chosen, rejected))
-        scale = max(float(side.logp.detach().abs().max()) for side in (chosen, rejected))
-        if not largest <= (5e-2 if half else 1e-3) * max(scale, 1.0):
+        half = self.args.bf16 or self.args.fp16 or sides[0].logp.dtype != torch.float32
+        largest = max(float(side.log_ratio.detach().abs().max()) for side in sides)
+        scale = max(float(side.logp.detach().abs().max()) for side in sides)
+        if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
             raise ValueError(
                 f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the log-probability "
                 "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
@@ -414,6 +432,7 @@ class PreferenceTrainer(Trainer):
         self.data_reports[name] = report
         if self.dist.is_main and report.rows_in:
             report.tell(logger)
+        dataset = self.arrange(dataset)
         if self.needs_reference and args.precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
         self._prepared.append(dataset)
@@ -427,7 +446,7 @@ class PreferenceTrainer(Trainer):
                 f"{name}: precompute_ref_log_probs=True needs to know all rows, and a stream ends nobody knows where. Set it to "
                 "False, or load the rows with streaming=False."
             )
-        if "ref_chosen_logps" in dataset.column_names:
+        if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
         if self.reference.is_gone:
             raise ValueError(
@@ -437,18 +456,18 @@ class PreferenceTrainer(Trainer):
             )
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         mine = range(self.dist.rank, len(dataset), self.dist.world_size)
-        logps: dict[int, tuple[float, float]] = {}
+        logps: dict[int, tuple[float, ...]] = {}
         with evaluation.eval_mode(self.model):
             for start in range(0, len(mine), batch_size):
                 rows = mine[start : start + batch_size]
                 inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
                 with self.compute_loss_context_manager():
-                    pairs = self.reference_logp(inputs).float().view(2, len(rows)).t().tolist()
-                logps |= dict(zip(rows, map(tuple, pairs), strict=True))
+                    found = self.reference_logp(inputs).float().view(-1, len(rows)).t().tolist()
+                logps |= dict(zip(rows, map(tuple, found), strict=True))
         for part in self.dist.gather_object(logps):
             logps |= part
         ordered = [logps[row] for row in range(len(dataset))]
-        for column, values in zip(("ref_chosen_logps", "ref_rejected_logps"), zip(*ordered, strict=True), strict=True):
+        for column, values in zip(self.reference_columns, zip(*ordered, strict=True), strict=True):
             dataset = dataset.add_column(column, list(values))
         return dataset
 
@@ -464,6 +483,15 @@ class PreferenceTrainer(Trainer):
         stem = Path(resume_from_checkpoint) / "reference"
         if self.reference is not None and stem.with_suffix(".json").is_file():
             self.reference.load_state_dict(codec.load_tree(stem), resume_from_checkpoint)
+
+
+class ReferenceFreeTrainer(PreferenceTrainer):
+    """A `PreferenceTrainer` whose loss needs no reference."""
+
+    needs_reference = False
+
+    def __init__(self, model: nn.Module | str, args: Any = None, *more: Any, **named: Any) -> None:
+        super().__init__(model, None, args, *more, **named)
 
 
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:

@@ -14,9 +14,18 @@ import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.fields import Removed
 from posttrain.rl.preference_rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)
+
+#: Names that the configs of trainers without a reference had in earlier versions of the field.
+WITHOUT_REFERENCE = {
+    "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
+    "max_completion_length": Removed("a row is cut as a whole, by max_length."),
+    "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
+    "is_encoder_decoder": Removed("the model says so itself.", harmless=(None, False)),
+}
 
 
 @dataclass
@@ -87,7 +96,7 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> A
     moved = {name: old_names.pop(name) for name in list(old_names) if name in fields}
     known = [*inspect.signature(trainer.__init__).parameters][1:-1]
     for name in old_names:
-        if name not in ("tokenizer", "callback"):
+        if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
             raise TypeError(
                 f"{trainer.__name__} got an unknown argument {name!r}{did_you_mean(name, [*known, *fields])}"
             )

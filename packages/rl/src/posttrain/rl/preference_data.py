@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Log-probabilities under the reference, summed over a completion, that were computed before.
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+#: Numbers that rows may bring along; `margin` is by how much a pair's rewards are to differ.
+KEPT_COLUMNS = (*REFERENCE_COLUMNS, "ref_logps", "ref_kl_logps", "margin")
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
 ROWS_SHOWN = 5
@@ -115,8 +117,8 @@ def prepare_preferences(
         name: the dataset's, in the report.
 
     Returns:
-        A `datasets.Dataset` (an `IterableDataset` for a stream) with the columns `TOKEN_COLUMNS` of its kind and what was in
-        ``ref_..._logps``, and the report, which for a stream grows as it is read.
+        A `datasets.Dataset` (an `IterableDataset` for a stream) with the columns `TOKEN_COLUMNS` of its kind and those of
+        `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
 
     Raises:
         DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model does
@@ -237,7 +239,7 @@ def _prepare_arrow(
     from datasets import is_caching_enabled
     from datasets.fingerprint import Hasher
 
-    kept = [column for column in dataset.column_names if column in REFERENCE_COLUMNS]
+    kept = [column for column in dataset.column_names if column in KEPT_COLUMNS]
 
     def batch_of(columns: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -266,6 +268,7 @@ def _prepare_stream(
     if not columns_in:
         raise DataError(f"{report.name}_dataset has no rows. If it was filtered, see what the filter kept.")
     convert = _detect(columns_in, report.name) != prepare.kind
+    brought = [] if convert else [column for column in columns_in if column in KEPT_COLUMNS]
     if convert and prepare.kind == "preference":
         raise DataError(f"{report.name}: unpaired rows cannot be paired in a stream. Load them with streaming=False.")
 
@@ -277,20 +280,21 @@ def _prepare_stream(
             report.__init__(report.name)
         known = len(report.dropped)
         columns = _columns(prepare(rows, indices), prepare.kind, limits, report.name)
+        columns |= {name: [row[name] for row in rows] for name in brought}
         report.add(columns)
         if len(report.dropped) > known:  # a reason that was not met before
             report.tell(logger)
         if report.rows_kept == 0 and report.rows_in >= ROWS_PER_BATCH:
             raise DataError("\n".join([f"{report.name}: no row can be trained on.", *report.lines()[1:]]))
         kept = [i for i, fault in enumerate(columns["fault"]) if not fault]
-        return {name: [columns[name][i] for i in kept] for name in TOKEN_COLUMNS[prepare.kind]}
+        return {name: [columns[name][i] for i in kept] for name in (*TOKEN_COLUMNS[prepare.kind], *brought)}
 
-    features = _features(prepare.kind)
+    features = _features(prepare.kind, brought)
     return dataset.map(
         batch_of,
         batched=True,
         batch_size=ROWS_PER_STREAMED_BATCH,
         with_indices=True,
         remove_columns=columns_in,
-        features=type(features)({name: features[name] for name in TOKEN_COLUMNS[prepare.kind]}),
+        features=type(features)({name: features[name] for name in (*TOKEN_COLUMNS[prepare.kind], *brought)}),
     )

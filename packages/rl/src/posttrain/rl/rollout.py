@@ -26,9 +26,9 @@ from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.policy import engine_settings, load_policy
+from posttrain.rl.policy import load_policy
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
@@ -121,7 +121,7 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-        self.generator = generator or TransformersGenerator(tokenizer, engine_settings(args))
+        self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if args.sync_ref_model:
@@ -290,19 +290,10 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
-        with self.dist.gathered(self.model):  # by all processes, also by one that has no rows left
+        with self.dist.gathered(self.model):  # processes with fewer prompts, or shorter completions, wait for nobody
             if not data.is_filler(inputs):
-                self._evaluate_rows(inputs)
+                self._evaluate_prompts(inputs)
         return None, None, None
-
-    def _evaluate_rows(self, rows: list[dict[str, Any]]) -> None:
-        size = self.num_generations_eval
-        samples = self.new_samples([row for row in rows for _ in range(size)])
-        for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
-            sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
-        temperature = self.args.eval_temperature
-        self._sample(samples, self.temperature if temperature is None else temperature)
-        self._log_evaluation(samples, self._timed_score(samples))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the core's; says so in a sentence where a record shows that nothing can be learned."""
@@ -313,7 +304,7 @@ class RolloutTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | {"rollouts": self._num_rollouts}
+        state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
         if self.reference is not None:
@@ -324,11 +315,27 @@ class RolloutTrainer(Trainer):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._forget_rollout()
-        self._num_rollouts = state["rollouts"]
-        if "rollout" in state:
+        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
+        if "rollout" in state and self._resumed_alike:
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
+        elif "rollout" in state:
+            logger.warning(
+                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s processes, %s in a "
+                "micro-batch): the rest of it is left out, and the next prompts are sampled.", *state["dealt"],
+            )  # fmt: skip
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
+
+    def _how_dealt(self) -> list[int]:
+        return [self.layout.per_process, self.dist.world_size, self._train_batch_size]
+
+    def _batches_given(self) -> int:
+        if self._resumed_alike:
+            return self.progress.batches
+        return self._loader.batches_given * self.args.steps_per_generation * self.num_iterations
+
+    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+        return plan
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
@@ -410,7 +417,8 @@ class RolloutTrainer(Trainer):
         for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
             sample.seed = mix(self.args.seed, self._num_rollouts, number)
         self._num_rollouts += 1
-        self._sample(samples, self.temperature)
+        with self.dist.gathered(self.model):
+            self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
@@ -418,8 +426,8 @@ class RolloutTrainer(Trainer):
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
-        # Weights in pieces are gathered first: processes write completions of different lengths.
-        with self.clock("generate"), self.dist.gathered(self.model), self.compute_loss_context_manager():
+        whole = self.dist.gathered(self.model)  # processes write completions of different lengths
+        with self.clock("generate"), whole, self.compute_loss_context_manager():
             self.generate(samples, self.sampling(temperature))
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
@@ -489,6 +497,14 @@ class RolloutTrainer(Trainer):
         share, pad = self._share_prompts, self.processing_class.pad_token_id
         return rollout.micro_batches(self._train_batch_size, share, pad, multiple)
 
+    def _evaluate_prompts(self, rows: list[dict[str, Any]]) -> None:
+        size, temperature = self.num_generations_eval, self.args.eval_temperature
+        samples = self.new_samples([row for row in rows for _ in range(size)])
+        for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
+            sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
+        self._sample(samples, self.temperature if temperature is None else temperature)
+        self._log_evaluation(samples, self._timed_score(samples))
+
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
         summary = told.Summary.of(samples, scores)
@@ -518,7 +534,9 @@ class RolloutTrainer(Trainer):
             shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
             print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
             folder = Path(self.args.output_dir) / "completions"
-            told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
+            if repo := getattr(self.args, "log_completions_hub_repo", None):
+                told.upload(path, repo, self.args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

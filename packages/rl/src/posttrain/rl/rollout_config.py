@@ -173,6 +173,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(self, name):
+                yield f"{name}=True is not in this version; leave it False, or pass an engine of your own as generator="
         if self.sync_ref_model and not self.beta:
             yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"
         if self.dynamic_sampling and self.num_generations < 2:

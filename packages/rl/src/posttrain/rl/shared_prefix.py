@@ -27,7 +27,15 @@ from posttrain.core.segments import Segments
 
 Ids = Sequence[int]
 #: Entries of a batch that say what is to be scored; everything else is for the model.
-NOT_FOR_THE_MODEL = ("completion_mask", "completion_places", "shift_labels", "ref_chosen_logps", "ref_rejected_logps")
+NOT_FOR_THE_MODEL = (
+    "completion_mask",
+    "completion_places",
+    "shift_labels",
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "ref_logps",
+    "label",
+)
 
 
 def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.fields import opt
+from posttrain.core.generation import GenerationArguments
 
 
 @dataclass
-class SFTConfig(TrainingArguments):
+class SFTConfig(GenerationArguments, TrainingArguments):
     """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
 
     learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
@@ -71,9 +72,12 @@ class SFTConfig(TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if self.eval_packing is None:
-            self.eval_packing = self.packing
+            self.eval_packing = self.packing and not self.predict_with_generate
 
     def _problems(self) -> Iterator[str]:
+        for name in ("eval_packing", "padding_free"):
+            if self.predict_with_generate and getattr(self, name):
+                yield f"predict_with_generate=True needs a row of its own for each prompt; set {name}=False"
         if (self.packing or self.eval_packing) and self.max_length is None:
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":

@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core import Trainer, TrainingArguments, attention, chat, models
 from posttrain.core.data import check_dataset
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
+from posttrain.core.generating import GeneratesText
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
@@ -41,7 +42,7 @@ MOVED_TO_CONFIG = {
 POSITIONS_AT_ONCE = 1024
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(GeneratesText, Trainer):
     """Fine-tunes a causal language model on text, on prompts and completions, or on conversations.
 
     Args:
@@ -120,6 +121,7 @@ class SFTTrainer(Trainer):
         if eval_dataset is not None:
             ready = {name: self._prepare(part, name, args.eval_packing) for name, part in _named(eval_dataset)}
             self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
+        self._check_generation()
 
     def compute_loss(
         self,

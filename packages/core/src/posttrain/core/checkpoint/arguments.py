@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
 from posttrain.core.fields import opt
 
 
@@ -28,6 +29,11 @@ class CheckpointArguments:
     )
     save_only_model: bool = opt(
         False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
+    )
+    remote_dir: str | None = opt(
+        None,
+        "Copy checkpoints, log and final model to this url (s3://, gs://, any that fsspec knows), and fetch from it what "
+        "this machine lacks. A url given as output_dir is taken for this, with a folder below trainer_output to work in.",
     )
     save_async: bool = opt(
         False,
@@ -54,6 +60,19 @@ class CheckpointArguments:
     )
     resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to go on from.")
 
+    @property
+    def remote(self) -> Remote | None:
+        """The place that `remote_dir` names."""
+        return None if self.remote_dir is None else Remote(self.remote_dir)
+
+    def _normalize(self) -> None:
+        if is_url(output_dir := getattr(self, "output_dir", None)) and self.remote_dir in (None, output_dir):
+            self.remote_dir, self.output_dir = output_dir, working_folder(output_dir)
+
     def _problems(self) -> Iterator[str]:
+        if self.remote_dir is not None and not is_url(self.remote_dir):
+            yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
+        if is_url(getattr(self, "output_dir", None)):
+            yield f"output_dir={self.output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
         if self.save_steps > 1 and not float(self.save_steps).is_integer():
             yield f"save_steps={self.save_steps!r} must be a whole number of updates, or a share below 1"

@@ -63,15 +63,27 @@ def free_bytes(directory: str | Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def check_space(directory: str | Path, needed_bytes: int) -> str | None:
-    """A sentence if the disk of `directory` has less than `needed_bytes` free, else None."""
+def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, least: int = 0) -> str | None:
+    """A sentence if the disk of `directory` has less than `needed_bytes` free, else None.
+
+    Args:
+        needed_bytes: of all `checkpoints` that will be there at a time, about.
+        least: what one of them surely needs.
+
+    Raises:
+        DiskFullError: there is not even room for that.
+    """
     free = free_bytes(directory)
     if free >= needed_bytes:
         return None
-    return (
-        f"The disk of {directory} has {_size(free)} free and {_size(needed_bytes)} are needed. Free some space, set "
-        "save_total_limit, or choose another output_dir."
+    what = "a checkpoint" if checkpoints == 1 else f"{checkpoints} checkpoints"
+    sentence = (
+        f"The disk of {directory} has {_size(free)} free and about {_size(needed_bytes)} are needed for {what}. Free some "
+        "space, set save_total_limit, or choose another output_dir."
     )
+    if free < least:
+        raise DiskFullError(f"{sentence} The weights of one checkpoint alone have {_size(least)}.")
+    return sentence
 
 
 @contextlib.contextmanager

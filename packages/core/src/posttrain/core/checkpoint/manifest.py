@@ -185,10 +185,14 @@ def _hash_block(path: Path, start: int, block: int, kinds: tuple[str, ...]) -> D
     return Digest(sha256.hexdigest() if "sha256" in kinds else "", f"{crc32:08x}" if "crc32" in kinds else "")
 
 
+def is_inside(name: str) -> bool:
+    """Whether the relative path `name` stays in its folder, on any system; links are not looked at."""
+    return bool(name) and not re.match(r"[/\\]|[A-Za-z]:", name) and ".." not in re.split(r"[/\\]", name)
+
+
 def _misplaced(directory: Path, name: str) -> str | None:
     """A manifest may come from anywhere: no name in it may lead out of the checkpoint."""
-    inside = name and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
-    if not inside or not (directory / name).resolve().is_relative_to(directory.resolve()):
+    if not is_inside(name) or not (directory / name).resolve().is_relative_to(directory.resolve()):
         return f"{directory / MANIFEST} names {name!r}, which lies outside of the checkpoint."
     return None
 

@@ -22,6 +22,7 @@ from typing import Any
 from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
+from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,13 @@ class Store:
 
     With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
     calls `commit`: it takes in whatever files are there.
+
+    Args:
+        remote: where checkpoints are copied to, and fetched from where this machine lacks them.
     """
 
-    def __init__(self, output_dir: str | Path) -> None:
-        self.output_dir = Path(output_dir)
+    def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
+        self.output_dir, self.remote = Path(output_dir), remote
 
     # ---- writing ----
 
@@ -149,13 +153,60 @@ class Store:
         """The whole checkpoint of the highest step, with a warning on each damaged one that is passed over."""
         self.clean()
         checkpoints = self.checkpoints()
-        for path in reversed(checkpoints):
-            problems = self.verify(path)
+        there = self.remote.whole() if self.remote is not None else []
+        names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: _step(Path(name)))
+        for name in reversed(names):
+            path = self.output_dir / name
+            problems = self.verify(path) if path.is_dir() else ["It is not here."]
+            if problems and name in there:
+                problems = self._fetch(self.remote, name)
             if not problems:
                 self._warn_of_another_run(path, checkpoints)
                 return path
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
+
+    def push(self) -> None:
+        """Copy to the remote place what is missing there. A failure is warned of, and mended by the next call."""
+        if self.remote is None:
+            return
+        for path in self.checkpoints():
+            try:
+                if not self.verify(path, deep=False):
+                    self.remote.push(path)
+            except Exception as error:  # of a client library, about a network: not worth a run
+                logger.warning(
+                    "%s was not copied to %s (%s: %s). Training goes on, the checkpoint is whole on this machine, and copying "
+                    "is tried again at the next save.", path, self.remote, type(error).__name__, error,
+                )  # fmt: skip
+
+    def push_files(self) -> None:
+        """Copy the log and the final model to the remote place; a failure is warned of."""
+        if self.remote is not None:
+            try:
+                self.remote.push_files(self.output_dir)
+            except Exception as error:
+                logger.warning(
+                    "The files in %s were not all copied to %s (%s: %s); they are on this machine.",
+                    self.output_dir, self.remote, type(error).__name__, error,
+                )  # fmt: skip
+
+    def _fetch(self, remote: Remote, name: str) -> list[str]:
+        """Download the checkpoint `name`; what is wrong with it."""
+        temp = self.begin(_step(Path(name)))
+        try:
+            with self.writing(temp):
+                remote.fetch(name, temp)
+            if not (problems := self.verify(temp, kind="sha256")):
+                sync_directory(temp)
+                self._rename_into_place(temp, self.output_dir / name, _step(Path(name)))
+            return problems
+        except CheckpointError as error:
+            return [str(error)]
+        except OSError as error:
+            return [f"It could not be downloaded from {remote} ({type(error).__name__}: {error})."]
+        finally:
+            self.abort(temp)
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "crc32") -> list[str]:
         """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
@@ -187,7 +238,12 @@ class Store:
             raise TypeError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} must be True or the path of a checkpoint."
             )
+        if is_url(resume_from_checkpoint):
+            folder, _, name = str(resume_from_checkpoint).rstrip("/").rpartition("/")
+            return self._resolve_remote(Remote(folder), name)
         path = Path(resume_from_checkpoint)
+        if not path.is_dir() and self.remote is not None and path.name in self.remote.whole():
+            return self._resolve_remote(self.remote, path.name)
         if not path.is_dir():
             beside = [str(other) for other in (Store(path.parent).checkpoints() or self.checkpoints())]
             hint = f"There are {', '.join(beside)}." if beside else "The path is not a directory."
@@ -200,6 +256,16 @@ class Store:
                 f"Can't find a valid checkpoint at {resume_from_checkpoint}: {' '.join(problems)} "
                 "Set resume_from_checkpoint=True to go on from the newest whole one."
             )
+        return path
+
+    def _resolve_remote(self, remote: Remote, name: str) -> Path:
+        path = self.output_dir / name
+        if name not in (there := remote.whole()):
+            hint = f"There are {', '.join(there)}." if there else "There is none."
+            raise MissingCheckpointError(f"Can't find a valid checkpoint at {remote}/{name}. {hint}")
+        problems = self.verify(path) if path.is_dir() else ["It is not here."]
+        if problems and (problems := self._fetch(remote, name)):
+            raise CheckpointError(f"Can't find a valid checkpoint at {remote}/{name}: {' '.join(problems)}")
         return path
 
     def _warn_of_another_run(self, newest: Path, checkpoints: list[Path]) -> None:
@@ -227,6 +293,12 @@ class Store:
         """
         if not limit or limit < 0:
             return []
+        keep = list(keep)
+        if self.remote is not None:
+            try:
+                self.remote.rotate(limit, [Path(path).name for path in keep])
+            except Exception as error:
+                logger.warning("Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, error)
         checkpoints = self.checkpoints()
         whole = [path for path in checkpoints if not self.verify(path, deep=False)]
         protected = {Path(path).resolve() for path in keep}

@@ -126,7 +126,7 @@ class Saver:
         if failures:
             logger.warning(
                 "checkpoint-%d was not saved: %s. Training goes on and saving is tried again at the next save; the "
-                "checkpoints before it are untouched.", step, "; ".join(failures),
+                "checkpoints before it are untouched.", step, "; ".join(failures).rstrip("."),
             )  # fmt: skip
         return Outcome(step, self._gather(path)[self._leader])
 
@@ -164,10 +164,12 @@ class Saver:
             return None, failures
         known = {name: digests for rank in self._team for name, digests in reports[rank][1].items()}
         try:
-            return self.store.commit(temp, extra, known), []
+            path = self.store.commit(temp, extra, known)
         except (OSError, CheckpointError) as error:
             self.store.abort(temp)
             return None, [str(error)]
+        self.store.push()
+        return path, []
 
     # ---- in the background: a thread of each process, which tell each other by files what they have written ----
 

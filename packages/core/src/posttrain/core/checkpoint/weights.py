@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,17 +155,37 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     if not index.is_file():
         raise CheckpointError(f"There are no weights in {directory}: neither {WEIGHTS} nor {index.name} is there.")
     tensors: dict[str, torch.Tensor] = {}
+    for name in files_of_index(index):
+        tensors |= codec.read_tensors(directory / name)
+    return tensors
+
+
+def files_of_index(index: Path) -> list[str]:
+    """The files that an index of shards names.
+
+    Raises:
+        CheckpointError: it is damaged, or names a file that does not lie beside it.
+    """
     document = codec.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{index} is damaged: it has no weight_map of tensors and files.")
     for name in sorted(set(names.values())):
-        if Path(name).name != name:
+        if name in ("", ".", "..") or re.search(r"[/\\:]", name):
             raise CheckpointError(
                 f"{index} names {name!r}, which is not a file in its own folder; refusing to read it."
             )
-        tensors |= codec.read_tensors(directory / name)
-    return tensors
+    return sorted(set(names.values()))
+
+
+def check_indices(folder: str | Path) -> None:
+    """Refuse a model folder with an index that leads out of it, before anything is loaded from there.
+
+    Raises:
+        CheckpointError: as `files_of_index`.
+    """
+    for index in sorted(Path(folder).glob("*.index.json")):
+        files_of_index(index)
 
 
 def _load_adapters(model: nn.Module, directory: Path) -> None:

@@ -16,6 +16,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "consolidate": "Make one model of weights that were saved in parts.",
+    "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
     "env": "Versions and hardware, for a bug report.",
 }
 
@@ -69,6 +70,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import launch
 
         return launch.run(words[1:])
+    elif words[0] == "verify-resume":
+        from posttrain.core.cli import verify
+
+        return verify.run(words[1:])
     elif words[0] == "consolidate":
         from posttrain.core.cli import consolidate
 

@@ -55,7 +55,7 @@ class DistributedArguments:
     deepspeed: dict[str, Any] | str | None = opt(
         None, "DeepSpeed's configuration, or a JSON file of it; what it calls 'auto' follows the other arguments."
     )
-    parallelism_config: Any = opt(
+    parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
         "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, dp_shard_size.",
     )

@@ -46,15 +46,46 @@ def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return logits
 
 
+BLOCK = 256
+
+
 def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,).
 
-    Inverts the distribution function: one pass over the vocabulary and one number a row, where `torch.multinomial` draws V.
+    Inverts the distribution function: one number a row, where `torch.multinomial` draws V.
     """
-    cumulated = logits.float().softmax(-1).cumsum(-1)
+    return _pick(*_weights(logits.float())[1:], numbers)
+
+
+def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """((N,) highest logits, (N, V) exp(logits - highest), (N, V / BLOCK) their sums over blocks, cumulated)."""
+    highest = logits.amax(-1)
+    weights = torch.sub(logits, highest.unsqueeze(1)).exp_()
+    whole = weights.shape[1] // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    if whole < weights.shape[1]:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    return highest, weights, sums.cumsum(-1)
+
+
+def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The block in which the sum passes a number's share of the whole, and then the token within the block."""
     total = cumulated[:, -1]
-    below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, below.unsqueeze(1), right=True).squeeze(1)
+    below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
+    block = torch.searchsorted(cumulated, below, right=True)
+    before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0)
+    places = torch.arange(BLOCK, device=weights.device)
+    tokens = block * BLOCK + places
+    inside = weights.gather(1, tokens.clamp(max=weights.shape[1] - 1)) * (tokens < weights.shape[1])
+    place = torch.searchsorted(inside.cumsum(-1), below - before, right=True)
+    # Sums taken in another order may end a rounding error short of what was looked for.
+    last = torch.where(inside > 0, places, 0).amax(-1, keepdim=True)
+    return (block * BLOCK + torch.minimum(place, last)).squeeze(1)
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether some tokens are made less probable than the model finds them."""
+    return bool(0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1)
 
 
 def sample(
@@ -70,8 +101,12 @@ def sample(
     Returns:
         ``(tokens, logps)``, each (N,): log-probabilities in float32, as `Completions.logps` has them.
     """
-    logits = logits.float()
+    logits, plain = logits.float(), sampling.temperature and not filters(sampling)
     scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
+    if plain:
+        highest, weights, cumulated = _weights(scaled)
+        tokens = _pick(weights, cumulated, numbers)
+        return tokens, scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - highest - cumulated[:, -1].log()
     if sampling.repetition_penalty != 1:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
         kept = logits / sampling.temperature if sampling.temperature else logits

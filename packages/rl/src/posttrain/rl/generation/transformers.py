@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,16 +46,11 @@ class TransformersGenerator:
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()  # no dropout; and with checkpointed activations, a model in training mode keeps no cache
-        try:
+        with evaluating(self.model):
             output = self._generate(ids, mask, sampling, drawing)
-        finally:
-            for module in training:
-                module.training = True
         completions, finished = self._cut(output[:, width:].tolist(), sampling)
         logps = drawing.logps_of(completions)
-        return Completions(completions, logps, finished, is_exact=logps is not None and _is_float32(self.model))
+        return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(self.model))
 
     def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -63,7 +59,9 @@ class TransformersGenerator:
             "max_new_tokens": sampling.max_new_tokens, "do_sample": False, "use_cache": True,
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
-        stopping = StoppingCriteriaList([_StopStrings(self, sampling.stop, ids.shape[1])] if sampling.stop else [])
+        stopping = StoppingCriteriaList(
+            [_StopStrings(self.tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
+        )
         base = base_model(self.model)
         own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
         try:
@@ -78,11 +76,6 @@ class TransformersGenerator:
         finally:
             base.generation_config = own
 
-    def ends_with_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether a stop string is in the end of a completion."""
-        text = self.tokenizer.decode(ids[-STOP_WINDOW:])
-        return any(string in text for string in stop)
-
     def _cut(self, rows: list[list[int]], sampling: Sampling) -> tuple[list[list[int]], list[bool]]:
         """Each row up to and with what ended it, and whether anything did."""
         completions, finished = [], []
@@ -90,7 +83,7 @@ class TransformersGenerator:
             length, ended = len(row), False
             for place, token in enumerate(row):
                 ended = token in sampling.eos_token_ids or bool(
-                    sampling.stop and self.ends_with_stop(row[: place + 1], sampling.stop)
+                    sampling.stop and ends_with_stop(self.tokenizer, row[: place + 1], sampling.stop)
                 )
                 if ended:
                     length = place + 1
@@ -131,14 +124,33 @@ class _Drawing:
 class _StopStrings:
     """A stopping criterion that is true for the rows that end in a stop string."""
 
-    def __init__(self, generator: TransformersGenerator, stop: tuple[str, ...], width: int) -> None:
-        self.generator, self.stop, self.width = generator, stop, width
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], width: int) -> None:
+        self.tokenizer, self.stop, self.width = tokenizer, stop, width
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         tails = input_ids[:, self.width :][:, -STOP_WINDOW:].tolist()
-        done = [self.generator.ends_with_stop(tail, self.stop) for tail in tails]
+        done = [ends_with_stop(self.tokenizer, tail, self.stop) for tail in tails]
         return torch.tensor(done, device=input_ids.device)
 
 
-def _is_float32(model: nn.Module) -> bool:
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this context no module drops anything, nor recomputes activations, for which a model would keep no cache."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:
+    """Whether a stop string is in the end of a completion."""
+    text = tokenizer.decode(ids[-STOP_WINDOW:])
+    return any(string in text for string in stop)
+
+
+def is_float32(model: nn.Module) -> bool:
+    """Whether `model` computes in float32 at least."""
     return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,299 @@
+"""Keys and values of prompts that several completions go on from: each prompt's are there once.
+
+A model reads a `Decoding` as a keyword of its forward, which transformers hands down to the attention function:
+
+    with decoding_attention(model):
+        decoding = Decoding()
+        block = decoding.read(lengths=[5, 3], copies=4)
+        logits = model(input_ids=row, position_ids=..., use_cache=False, decoding=decoding).logits   # row: (1, 8)
+        decoding.go_on()
+        logits = model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits   # tokens: (8, 1)
+
+Rows that were admitted together are a `Block` and go in lockstep, so nothing in it has to be masked but what prompts of
+different lengths are padded by. In a block the queries of all rows of a prompt meet its keys in one matrix product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.attention import layer_window, segment_attention
+from posttrain.core.models import base_model
+from posttrain.core.segments import Segments
+
+IMPLEMENTATION = "posttrain_decoding"
+
+
+@contextlib.contextmanager
+def decoding_attention(model: nn.Module) -> Iterator[None]:
+    """Within this context the forward of `model` takes ``decoding``, and must be given it."""
+    base = base_model(model)
+    before = base.config._attn_implementation
+    _register()
+    base.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(before)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    # No mask function beside it: transformers then makes no masks, and a `Decoding` knows who sees what.
+    AttentionInterface.register(IMPLEMENTATION, _attention_function)
+
+
+class Block:
+    """Prompts of about one length, `copies` rows of each, and what these rows have written so far.
+
+    Attributes:
+        lengths: (P,) tokens of each prompt.
+        owners: (R,) which prompt each row goes on from.
+        width: tokens of the longest prompt. step: tokens that each row has written and the model has read.
+    """
+
+    def __init__(self, lengths: Sequence[int], copies: int, device: torch.device) -> None:
+        self.lengths = torch.tensor(lengths, device=device)
+        self.owners = torch.arange(len(lengths), device=device).repeat_interleave(copies)
+        self.width, self.step, self.is_ragged = max(lengths), 0, min(lengths) < max(lengths)
+        self.prompts: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # of each layer, keys and values: (P, G, width, D)
+        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (at least R, G, at least step, D)
+        self._place_rows()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that still go on."""
+        return len(self.owners)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(R,) the position of the token that each row reads next."""
+        return self.lengths[self.owners] + self.step
+
+    def keep(self, rows: list[int]) -> list[int]:
+        """Go on with these rows only.
+
+        Returns:
+            their order from now on. Rows behind take the places of those that left, so that little is copied.
+        """
+        count, kept = len(rows), set(rows)
+        holes = [row for row in range(count) if row not in kept]
+        movers = [row for row in rows if row >= count]
+        order = list(range(count))
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        device = self.owners.device
+        if holes:
+            to, source = torch.tensor(holes, device=device), torch.tensor(movers, device=device)
+            for keys, values in self.own.values():
+                keys[to, :, : self.step] = keys[source, :, : self.step]
+                values[to, :, : self.step] = values[source, :, : self.step]
+        self.owners = self.owners[torch.tensor(order, dtype=torch.long, device=device)]
+        self._drop_prompts()
+        self._place_rows()
+        return order
+
+    def _drop_prompts(self) -> None:
+        left, owners = self.owners.unique(return_inverse=True)
+        if 0 < len(left) < len(self.lengths):
+            self.lengths, self.owners = self.lengths[left], owners
+            for layer, (keys, values) in self.prompts.items():
+                self.prompts[layer] = keys[left], values[left]
+
+    def _place_rows(self) -> None:
+        """Where the queries of each row stand when they are sorted by prompt and padded to as many for each."""
+        counts = self.owners.bincount(minlength=len(self.lengths))
+        self._most = int(counts.max()) if self.num_rows else 0
+        slots = self.owners.unsqueeze(0) == torch.arange(len(self.lengths), device=self.owners.device)[:, None]
+        slots = slots.cumsum(1).gather(0, self.owners.unsqueeze(0)).squeeze(0) - 1
+        self._places = self.owners * self._most + slots
+        steps = torch.arange(self.num_rows, device=self.owners.device)
+        full = self.num_rows == len(self.lengths) * self._most
+        self._is_sorted = full and bool((self._places == steps).all())
+        self._sources = torch.zeros(len(self.lengths) * self._most, dtype=torch.long, device=self.owners.device)
+        self._sources[self._places] = steps
+        self._biases: dict[int | None, torch.Tensor | None] = {}
+
+    # ------------------------------------------------------------------------------------------------ in the forward
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the (1, G, N, D) keys and values of the prompts, which are one after the other in N."""
+        lengths = self.lengths.tolist()
+        self.prompts[layer] = tuple(
+            nn.utils.rnn.pad_sequence([part.transpose(0, 1) for part in tensor[0].split(lengths, 1)], batch_first=True)
+            .transpose(1, 2)
+            .contiguous()
+            for tensor in (keys, values)
+        )
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put (R, G, D) of a token behind what the rows have written; all of it: (R, G, step + 1, D)."""
+        step, rows = self.step, len(keys)
+        if layer not in self.own or self.own[layer][0].shape[2] <= step:
+            self.own[layer] = tuple(
+                self._grown(self.own[layer][place] if layer in self.own else None, tensor)
+                for place, tensor in enumerate((keys, values))
+            )
+        stored = self.own[layer]
+        stored[0][:rows, :, step], stored[1][:rows, :, step] = keys, values
+        return stored[0][:rows, :, : step + 1], stored[1][:rows, :, : step + 1]
+
+    def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        rows, heads, size = like.shape
+        new = like.new_empty(rows, heads, max(64, 2 * self.step), size)
+        if old is not None:
+            new[:, :, : self.step] = old[:rows, :, : self.step]
+        return new
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of each row's new token to its prompt and to what it has written: (R, H, D) -> (R, H, E)."""
+        rows, heads, size = query.shape
+        groups, width = key.shape[1], self.width
+        own_keys, own_values = self.append(layer, key, value)
+        keys, values = self.prompts[layer]
+        query = (query * scale).reshape(rows, groups, heads // groups, size)
+        scores = query.new_empty(rows, groups, heads // groups, width + self.step + 1)
+        scores[..., :width] = self._by_row(torch.matmul(self._by_prompt(query), keys.transpose(2, 3)), heads // groups)
+        scores[..., width:] = torch.matmul(query, own_keys.transpose(2, 3))
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        bias = self._bias(window)
+        if bias is not None:
+            scores += bias
+        if sinks is None:
+            shares = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+        else:
+            sinks = sinks.view(1, groups, heads // groups, 1).expand(rows, -1, -1, 1).to(scores.dtype)
+            shares = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(values.dtype)
+        out = self._by_row(torch.matmul(self._by_prompt(shares[..., :width]), values), heads // groups)
+        return (out + torch.matmul(shares[..., width:], own_values)).reshape(rows, heads, -1)
+
+    def _by_prompt(self, rows: torch.Tensor) -> torch.Tensor:
+        """(R, G, H / G, X) -> (P, G, most rows of a prompt * H / G, X)."""
+        if not self._is_sorted:
+            rows = rows[self._sources]
+        rows = rows.view(len(self.lengths), self._most, *rows.shape[1:]).transpose(1, 2)
+        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+
+    def _by_row(self, grid: torch.Tensor, heads: int) -> torch.Tensor:
+        """The inverse of `_by_prompt`."""
+        rows = grid.view(*grid.shape[:2], self._most, heads, grid.shape[-1]).transpose(1, 2).flatten(0, 1)
+        return rows if self._is_sorted else rows[self._places]
+
+    def _bias(self, window: int | None) -> torch.Tensor | None:
+        """(R, 1, 1, width + step + 1) -inf where a row does not see; None where each sees all. Made once a step."""
+        if window is not None and self.width + self.step < window:
+            window = None
+        key = window
+        if key in self._biases:
+            return self._biases[key]
+        bias = None
+        if self.is_ragged or window is not None:
+            device = self.owners.device
+            lengths = self.lengths[self.owners].unsqueeze(1)
+            places = torch.arange(self.width, device=device)
+            written = torch.arange(self.step + 1, device=device)
+            position = torch.cat([places.expand(self.num_rows, -1), lengths + written], 1)
+            hidden = torch.cat([places >= lengths, (written < 0).expand(self.num_rows, -1)], 1)
+            if window is not None:
+                hidden |= lengths + self.step - position >= window
+            bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)[:, None, None]
+        self._biases[key] = bias
+        return bias
+
+    def advance(self) -> None:
+        """The model has read one more token of each row."""
+        self.step += 1
+        self._biases.clear()
+
+
+class Decoding:
+    """What a forward reads: either the prompts of a new block, or one token of each row of all blocks.
+
+    Attributes:
+        blocks: those that go on, in the order of the rows.
+        reading: the block whose prompts are read; None where the rows go on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.blocks: list[Block] = []
+        self.reading: Block | None = None
+        self._segments: Segments | None = None
+
+    @contextlib.contextmanager
+    def read(self, lengths: Sequence[int], copies: int) -> Iterator[Block]:
+        """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens."""
+        self.reading, self._segments = Block(lengths, copies, self.device), Segments.documents(lengths)
+        try:
+            yield self.reading
+            self.blocks.append(self.reading)
+        finally:
+            self.reading = self._segments = None
+
+    def attend(self, layer: int, query, key, value, scale, window, softcap, sinks) -> torch.Tensor:
+        """(B, H, T, D) of (1, H, N, D) of prompts or (R, H, 1, D) of rows -> (B, T, H, E)."""
+        if self.reading is not None:
+            options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+            self.reading.store(layer, key, value)
+            return segment_attention(query, key, value, self._segments, **options).transpose(1, 2)
+        query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+        counts = [block.num_rows for block in self.blocks]
+        outs = [
+            block.attend(layer, *parts, scale, window, softcap, sinks)
+            for block, *parts in zip(
+                self.blocks, query.split(counts), key.split(counts), value.split(counts), strict=True
+            )
+        ]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(1)
+
+
+def _attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    decoding: Decoding,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each attention layer: (B, T, H, D) of (B, H, T, D) queries, keys and values."""
+    scaling = kwargs.get("scaling", args[0] if args else None)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = value.dtype
+    with torch.autocast(device, enabled=False):
+        out = decoding.attend(
+            module.layer_idx,
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            layer_window(module, kwargs.get("sliding_window")),
+            kwargs.get("softcap"),
+            kwargs.get("s_aux"),
+        )
+    return out, None

@@ -1,0 +1,292 @@
+"""Generation of our own, for any causal language model of transformers whose attention can be replaced.
+
+Each prompt is read once and its keys and values are shared by its completions; completions that are done leave the batch and
+others take their places. Tokens are drawn as `posttrain.rl.generation.sampling` says, each completion from a seed of its own,
+and their log-probabilities are kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from posttrain.core.attention import LAYER_TYPES
+from posttrain.core.models import base_model, unwrap
+from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
+from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.sampling import sample, uniforms
+from posttrain.rl.generation.transformers import TransformersGenerator, ends_with_stop, evaluating, is_float32
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 256
+"""Completions that are written at a time, unless more are asked for of one prompt."""
+MAX_TOKENS_READ = 16_384
+"""Tokens of prompts that are read in one forward, unless one prompt is longer."""
+PADDING = 1.25
+"""Prompts share a block while the longest is at most so many times the shortest."""
+LOOK_EVERY = 8
+"""Tokens written on a GPU between two looks at which completions are done: each look waits for the device."""
+
+
+class LocalGenerator:
+    """Generates with the model that is trained; by its ``generate`` where `problem` says that it cannot be done here.
+
+    Args:
+        tokenizer: decodes what is searched for stop strings.
+        max_rows: completions that are written at a time; more need more memory.
+    """
+
+    def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS) -> None:
+        self.tokenizer, self.max_rows = tokenizer, max_rows
+        self.model: nn.Module | None = None
+        self.fallback = TransformersGenerator(tokenizer)
+        self._told = False
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Generate with `model` itself, so there is nothing to copy."""
+        self.model = unwrap(model)
+        self.fallback.sync_weights(model)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `Generator.generate`."""
+        if not prompts:
+            return Completions([], [], [])
+        why = problem(self.model)
+        if why is not None:
+            if not self._told:
+                logger.info("Completions come from transformers' generate, which is slower: %s", why)
+                self._told = True
+            return self.fallback.generate(prompts, n, sampling, seeds)
+        if seeds is None:
+            seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
+        with evaluating(self.model), decoding_attention(self.model):
+            run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds)
+            return run.completions(self.max_rows)
+
+
+class _Run:
+    """One call of `generate`: the completions that wait, those that are written, and what has been written."""
+
+    def __init__(self, model, tokenizer, prompts, n, sampling: Sampling, seeds) -> None:
+        self.model, self.tokenizer, self.prompts, self.n, self.sampling = model, tokenizer, prompts, n, sampling
+        parameter = next(model.parameters())
+        self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
+        self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(self.device, torch.float32)
+        self.tokens = torch.zeros(size, longest, dtype=torch.long, device=self.device)
+        self.logps = torch.zeros(size, longest, device=self.device)
+        self.lengths, self.finished = [0] * size, [False] * size
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(size, _vocabulary(model), dtype=torch.bool, device=self.device)
+            for i, prompt in enumerate(prompts):
+                self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
+        self.decoding = Decoding(self.device)
+        self.rows: list[list[int]] = []  # of each block, which completions its rows are
+        self.looked: list[int] = []  # and how many of their tokens have been looked at
+        self._place()
+
+    def completions(self, max_rows: int) -> Completions:
+        """Write all of them, about `max_rows` at a time."""
+        waiting = list(_batches(self.prompts, self.n, max_rows))[::-1]
+        while waiting or self.rows:
+            while waiting and (not self.rows or len(waiting[-1]) * self.n <= max_rows - sum(map(len, self.rows))):
+                self._read(waiting.pop())
+            if self.rows:
+                self._go_on()
+        ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
+        logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
+        return Completions(ids, logps, self.finished, is_exact=is_float32(self.model))
+
+    def _read(self, numbers: list[int]) -> None:
+        """Read the prompts of these numbers, and write the first token of each of their completions."""
+        lengths = [len(self.prompts[number]) for number in numbers]
+        with self.decoding.read(lengths, self.n) as block:
+            logits = read_prompts(self.model, self.decoding, [self.prompts[number] for number in numbers])
+        self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
+        self.looked.append(0)
+        index = torch.tensor(self.rows[-1], device=self.device)
+        self._draw(logits[block.owners], index, torch.zeros_like(index))
+        self._look()
+
+    def _go_on(self) -> None:
+        """Write one more token of each row."""
+        blocks = self.decoding.blocks
+        steps = torch.cat([block.step + torch.zeros_like(block.owners) for block in blocks])
+        positions = torch.cat([block.positions for block in blocks]).unsqueeze(1)
+        logits = self.model(
+            input_ids=self.tokens[self.index, steps].unsqueeze(1),
+            position_ids=positions,
+            use_cache=False,
+            decoding=self.decoding,
+        ).logits[:, -1]
+        for block in blocks:
+            block.advance()
+        self._draw(logits, self.index, steps + 1)
+        self._look()
+
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
+        numbers = self.numbers[rows, steps] if self.sampling.temperature else None
+        seen = None if self.seen is None else self.seen[rows]
+        tokens, logps = sample(logits, numbers, self.sampling, seen)
+        self.tokens[rows, steps], self.logps[rows, steps] = tokens, logps
+        if self.seen is not None:
+            self.seen[rows, tokens] = True
+
+    def _look(self) -> None:
+        """Let rows leave that are done."""
+        longest, every = self.sampling.max_new_tokens, 1 if self.device.type == "cpu" else LOOK_EVERY
+        changed = len(self.index) != sum(map(len, self.rows))
+        for place, (block, rows) in enumerate(zip(self.decoding.blocks, self.rows, strict=True)):
+            written, looked = block.step + 1, self.looked[place]
+            if written < longest and written - looked < every:
+                continue
+            new = self.tokens[torch.tensor(rows, device=self.device), looked:written].tolist()
+            left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
+            self.looked[place] = written
+            if written == longest:
+                left = []
+            if len(left) < len(rows):
+                order, changed = block.keep(left), True
+                self.rows[place] = [rows[i] for i in order]
+        if changed:
+            going = [place for place, rows in enumerate(self.rows) if rows]
+            self.decoding.blocks = [self.decoding.blocks[place] for place in going]
+            self.rows, self.looked = [self.rows[i] for i in going], [self.looked[i] for i in going]
+            self._place()
+
+    def _place(self) -> None:
+        self.index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long, device=self.device)
+
+    def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
+        """Whether completion `row` ends within its newest `tokens`; takes down where."""
+        stop = self.sampling.stop
+        written = self.tokens[row, :looked].tolist() if stop else []
+        for place, token in enumerate(tokens, start=1):
+            self.lengths[row] = looked + place
+            if token in self.sampling.eos_token_ids or (
+                stop and ends_with_stop(self.tokenizer, written + tokens[:place], stop)
+            ):
+                self.finished[row] = True
+                return True
+        return False
+
+
+def _batches(prompts: Sequence[Sequence[int]], n: int, max_rows: int) -> Iterator[list[int]]:
+    """Numbers of prompts that are read together, longest first, so that those that are read last take least memory."""
+    batch: list[int] = []
+    for number in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        longest = len(prompts[batch[0]]) if batch else 0
+        full = (len(batch) + 1) * n > max_rows or (len(batch) + 1) * longest > MAX_TOKENS_READ
+        if batch and (full or longest > PADDING * len(prompts[number])):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def read_prompts(model: nn.Module, decoding: Decoding, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """(P, V) logits behind the last token of each prompt. Within `Decoding.read`."""
+    device = decoding.device
+    row = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts]).unsqueeze(0)
+    last = torch.tensor([len(prompt) for prompt in prompts], device=device).cumsum(0) - 1
+    options = {}
+    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+        options["logits_to_keep"] = last
+    logits = model(input_ids=row, position_ids=positions, use_cache=False, decoding=decoding, **options).logits[0]
+    return logits if options else logits[last]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return base_model(model).get_output_embeddings().weight.shape[0]
+
+
+# ------------------------------------------------------------------------------------------------- whether it can be done
+
+
+def problem(model: nn.Module) -> str | None:
+    """Why `model` cannot generate here, as a sentence; None if it can.
+
+    Tried by reading two prompts and writing three tokens of two completions of each, of which one leaves: the logits must be
+    those of the whole texts. The answer is remembered for as long as the model lives.
+    """
+    base = base_model(model)
+    name, config = type(base).__name__, getattr(base, "config", None)
+    if config is None or not hasattr(base, "set_attn_implementation"):
+        return f"{name} is no model of transformers, whose attention can be replaced."
+    if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
+        return f"{name} has a generate of its own."
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        return f"{name} does not read one row of text alone."
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+        return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
+    parameter = next(base.parameters())
+    if parameter.device.type == "meta":
+        return f"{name} is on the meta device, where nothing can be tried."
+    tried = _TRIED.setdefault(unwrap(model), {})
+    key = parameter.device.type, config._attn_implementation
+    if key not in tried:
+        tried[key] = _try(unwrap(model), name, parameter)
+    return tried[key]
+
+
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
+    base, device = base_model(model), parameter.device
+    before = base.config._attn_implementation
+    size = base.config.vocab_size
+    prompts = [[(7 * i + 3) % size for i in range(7)], [(5 * i + 2) % size for i in range(4)]]
+    texts = [prompts[i // 2] + [(11 * i + 3 * j + 1) % size for j in range(3)] for i in range(4)]
+    try:
+        with evaluating(model):
+            expected = []
+            for text in texts:
+                logits = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
+                expected.append(logits[-4:].float())
+            with decoding_attention(model):
+                if base.config._attn_implementation != IMPLEMENTATION:
+                    return f"{name} does not look its attention up in transformers' AttentionInterface."
+                found = _written(model, prompts, texts, device)
+    except Exception as error:  # any model may be unable to read this, and is then generated from in another way
+        return f"{name} could not be tried: {type(error).__name__}: {error}"
+    finally:
+        if base.config._attn_implementation != before:
+            base.set_attn_implementation(before)
+    wrong = max(float((expected[row][step] - logits).abs().max()) for (row, step), logits in found.items())
+    wrong /= max(float(logits.abs().max()) for logits in expected) or 1.0
+    is_exact = parameter.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(device.type)
+    if not wrong < (5e-5 if is_exact else 5e-2):
+        return f"the logits of {name} differ by {wrong:.2g} of the largest from those of the whole text."
+    return None
+
+
+def _written(model, prompts, texts, device) -> dict[tuple[int, int], torch.Tensor]:
+    """Of each (text, step) the logits behind so many tokens written. The third text leaves after the first."""
+    decoding, found, rows = Decoding(device), {}, [0, 1, 2, 3]
+    with decoding.read([len(prompt) for prompt in prompts], 2) as block:
+        logits = read_prompts(model, decoding, prompts)
+    found |= {(row, 0): logits[row // 2].float() for row in rows}
+    for step in range(3):
+        tokens = torch.tensor([[texts[row][len(prompts[row // 2]) + step]] for row in rows], device=device)
+        logits = model(
+            input_ids=tokens, position_ids=block.positions[:, None], use_cache=False, decoding=decoding
+        ).logits[:, -1]
+        block.advance()
+        found |= {(row, step + 1): logits[place].float() for place, row in enumerate(rows)}
+        if step == 0:
+            rows = [rows[place] for place in block.keep([0, 1, 3])]
+    return found

@@ -1,0 +1,271 @@
+r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306: verdicts on single completions.
+
+With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the point of reference, eq. 8:
+
+.. math:: \lambda_D (1 - \sigma(\beta(r - z_0)))\ \text{for good } y, \quad \lambda_U (1 - \sigma(\beta(z_0 - r)))\ \text{for bad } y
+
+The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. Here it is
+one number for all rows of an update, over micro-batches and processes, so the loss does not depend on how these are cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import data, evaluation, objective, opt
+from posttrain.core.fields import Removed
+from posttrain.rl.preference import Completions, PreferenceTrainer
+from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.reference import ReferenceArguments
+from posttrain.rl.shared_prefix import padded_rows, score_completions, shared_rows
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+def kto(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """Eq. 8 without its weights: (B,) log-ratios, (B,) bool, () KL -> (B,)."""
+    return 1 - torch.sigmoid(beta * torch.where(is_good, log_ratio - kl, kl - log_ratio))
+
+
+def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, of rows that need not be pairs; no KL."""
+    return torch.sigmoid(beta * torch.where(is_good, -log_ratio, log_ratio))
+
+
+LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
+WITH_KL = ("kto",)
+
+
+@dataclass
+class KTOConfig(ReferenceArguments, PreferenceConfig):
+    """Arguments of `KTOTrainer`."""
+
+    beta: float = opt(0.1, "Strength of the pull towards the reference. Larger stays closer.", above=0)
+    loss_type: str = opt("kto", "A loss in `posttrain.rl.kto.LOSSES`.", choices=tuple(LOSSES))
+    desirable_weight: float = opt(1.0, "Weight of good completions; raise it where there are fewer of them.", above=0)
+    undesirable_weight: float = opt(1.0, "Weight of bad completions; raise it where there are fewer of them.", above=0)
+
+    OLD_NAMES = {
+        "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
+        "max_completion_length": Removed("a row is cut as a whole, by max_length."),
+        "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
+        "use_liger_loss": Removed("logits are never held whole, without Liger too.", harmless=None),
+    }
+
+
+@dataclass
+class KTOCollator:
+    """Prepared rows -> a batch of B completions, ``label`` (B,), and under ``kl`` the prompts with others' completions.
+
+    Args:
+        max_length: a prompt with another's completion is cut to so many tokens.
+        flat: one row without padding, see `shared_rows`; else a row each.
+        with_kl: whether the loss needs the second half.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    flat: bool = False
+    pad_to_multiple_of: int | None = None
+    with_kl: bool = True
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        prompts = [row["prompt_ids"] for row in rows]
+        batch = self._lay_out(prompts, [row["completion_ids"] for row in rows])
+        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        if self.with_kl:
+            own = [row["completion_ids"] for row in rows]  # of a stream, where each takes its neighbour's
+            others = [row.get("kl_ids", neighbour) for row, neighbour in zip(rows, own[-1:] + own[:-1], strict=True)]
+            if self.max_length is not None:
+                others = [o[: max(self.max_length - len(p), 1)] for p, o in zip(prompts, others, strict=True)]
+            batch["kl"] = self._lay_out(prompts, others)
+        for name in ("ref_logps", "ref_kl_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+    def _lay_out(self, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
+        groups = [(prompt, [completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        return shared_rows(groups) if self.flat else padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+
+
+class KTOTrainer(PreferenceTrainer):
+    """Trains a policy towards good completions and away from bad ones, which need not be pairs.
+
+    Args:
+        train_dataset: rows with `prompt`, `completion` and `label` (True for a good one), as text or messages; pairs become
+            two rows each.
+        compute_metrics: of the rewards (N,); the labels are the verdicts.
+
+    The other arguments are those of `posttrain.rl.dpo.DPOTrainer`.
+    """
+
+    config_class = KTOConfig
+    data_kind = "unpaired_preference"
+    signature_columns = ("prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps")
+    fixed_at_construction = (*PreferenceTrainer.fixed_at_construction, "loss_type")
+
+    _kl: torch.Tensor | None = None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
+        args, is_good = self.args, inputs["label"]
+        options = {"output_router_logits": True} if self._aux_loss_coef else {}
+        scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
+        side = Completions(self.completion_logp(scores), self.reference_logp(inputs)[: len(is_good)], scores)
+        self._check_start(side)
+        kl = self._kl
+        if kl is None:  # called by itself: the batch is all there is
+            kl = self.divergence(model, [inputs])
+        losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
+        losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
+        if self._aux_loss_coef:
+            losses = losses + self._aux_loss_coef * scores.aux_loss
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = self.rewards(side).detach()
+        if not data.is_filler(inputs):
+            self._log_rows(side, rewards, is_good, kl)
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    @torch.no_grad()
+    def divergence(self, model: nn.Module, window: Iterable[dict[str, Any]], everywhere: bool = False) -> torch.Tensor:
+        """z_0 above, shape (): the mean log-ratio of prompts with others' completions, 0 at least.
+
+        Args:
+            everywhere: over all processes, which must all call.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=self.dist.device)
+        if self.needs_kl:
+            for inputs in window:
+                inputs = self._prepare_inputs(inputs)
+                with self.compute_loss_context_manager():
+                    ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
+                if not data.is_filler(inputs):
+                    total += torch.stack([ratio.double().sum(), torch.tensor(len(ratio), device=ratio.device)])
+        total = self.dist.sum(total) if everywhere else total
+        return (total[0] / total[1].clamp_min(1)).clamp_min(0).float()
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.args.loss_type in WITH_KL
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
+
+    def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) log-probability of each completion under the reference; where these are being precomputed, then (2B,) with
+        those of the others' completions."""
+        if "ref_logps" in inputs:
+            return inputs["ref_logps"]
+        with self.reference.use() as model:
+            own = self.completion_logp(score_completions(model, _own(inputs)))
+        return torch.cat([own, self._reference_kl(inputs)]) if self._is_precomputing and self.needs_kl else own
+
+    def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
+        if "ref_kl_logps" in inputs:
+            return inputs["ref_kl_logps"]
+        with self.reference.use() as model:
+            return self.completion_logp(score_completions(model, inputs["kl"]))
+
+    _is_precomputing = False
+
+    def _precompute(self, dataset: Any, name: str) -> Any:
+        self._is_precomputing = True
+        try:
+            return super()._precompute(dataset, name)
+        finally:
+            self._is_precomputing = False
+
+    # ------------------------------------------------------------------------------------------------ the doors
+
+    def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
+        """As the core's, once the point of reference of the window is known."""
+        with self._reference_point(lambda: self.divergence(model, window, everywhere=True)):
+            super().train_on_window(model, window, num_items)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the core's, with one point of reference for the whole dataset: one more pass over it."""
+        with self._reference_point(lambda: self._divergence_over(dataloader)):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _divergence_over(self, dataloader: Any) -> torch.Tensor:
+        model = self._evaluation_model()
+        with evaluation.eval_mode(model, self.optimizer):
+            return self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
+
+    @contextlib.contextmanager
+    def _reference_point(self, find: Callable[[], torch.Tensor]) -> Iterator[None]:
+        before, self._kl = self._kl, find()
+        try:
+            yield
+        finally:
+            self._kl = before
+
+    def arrange(self, dataset: Any) -> Any:
+        """Rows with the completion of the row before as ``kl_ids``. A stream takes it from the batch: see `KTOCollator`."""
+        if not self.needs_kl or not hasattr(dataset, "__len__"):
+            return dataset
+        own = dataset["completion_ids"][:]
+        return dataset.add_column("kl_ids", own[-1:] + own[:-1])
+
+    def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
+        """What makes a batch of prepared rows."""
+        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
+        return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl)
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The rows of a micro-batch."""
+        return 0 if data.is_filler(inputs) else len(inputs["label"])
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, rewards (B,), verdicts (B,))."""
+        inputs = self._prepare_inputs(inputs)
+        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs))
+        options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        with self.compute_loss_context_manager():
+            loss, logits, _ = evaluation.predict_batch(
+                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
+            )
+        return loss, logits, None if prediction_loss_only else inputs["label"].long()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the core's; the margin is between the mean rewards of good and bad completions, which are no pairs."""
+        for name in [name for name in logs if name.endswith(("/chosen", "/rejected")) and math.isnan(logs[name])]:
+            del logs[name]  # there was no such row
+        for name in [name for name in logs if name.endswith("rewards/chosen")]:
+            other = name.removesuffix("chosen") + "rejected"
+            if other in logs:
+                logs[name.removesuffix("chosen") + "margins"] = logs[name] - logs[other]
+        super().log(logs, start_time)
+
+    def _log_rows(self, side: Completions, rewards: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor) -> None:
+        add = self.metrics.add_sum
+        for name, which in (("chosen", is_good), ("rejected", ~is_good)):
+            rows, tokens = which.sum(), (side.lengths * which).sum()
+            add(f"rewards/{name}", (rewards * which).sum(), rows)
+            add(f"logps/{name}", (side.logp.detach() * which).sum(), rows)
+            add(f"logits/{name}", (side.tokens.stats["mean_logit"].sum(1) * which).sum(), tokens)
+        add("entropy", side.tokens.stats["entropy"].sum(), side.lengths.sum())
+        add("kl", kl * len(rewards), len(rewards))
+
+
+def _own(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The rows' own completions."""
+    return {k: v for k, v in inputs.items() if k not in ("label", "kl", "ref_logps", "ref_kl_logps")}

@@ -1,0 +1,159 @@
+r"""Reward models from pairs: Bradley and Terry 1952, as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 1.
+
+With r the one number that the model gives to a prompt with a completion, and a margin m that a pair may bring along
+(Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. 2):
+
+.. math:: -\log\sigma(r_w - r_l - m) + c (r_w + r_l)^2
+
+The second term holds rewards near 0, which differences alone leave open (Eisenstein et al. 2023,
+https://arxiv.org/abs/2312.09244, eq. 2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core import data, models, opt
+from posttrain.core.collators import pad_rows
+from posttrain.core.fields import Removed
+from posttrain.rl.preference import ReferenceFreeTrainer
+from posttrain.rl.preference_config import PreferenceConfig
+
+TASK = "AutoModelForSequenceClassification"
+
+
+def bradley_terry(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0, centering: float = 0.0
+) -> torch.Tensor:
+    """The loss of each pair of rewards: (B,), (B,) -> (B,); `centering` is c above."""
+    losses = -F.logsigmoid(chosen - rejected - margin)
+    return losses + centering * (chosen + rejected).square() if centering else losses
+
+
+@dataclass
+class RewardConfig(PreferenceConfig):
+    """Arguments of `RewardTrainer`."""
+
+    learning_rate: float = opt(1e-4, "Peak learning rate; a new head takes more than a trained model.", min=0)
+    center_rewards_coefficient: float | None = opt(
+        None, "Weight of the square of the sum of a pair's rewards, which holds them near 0; None: 0.", min=0
+    )
+    chat_template_path: str | None = opt(
+        None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
+    )
+    eos_token: str | None = opt(None, "Token that ends a row, instead of the tokenizer's own.")
+
+    OLD_NAMES = {"max_prompt_length": Removed("a row is cut as a whole, by max_length.")}
+
+    def _problems(self):
+        for name in ("shared_prefix", "padding_free"):
+            if getattr(self, name):
+                yield f"{name}=True has no use: a reward is read off the last token of a padded row; leave it out"
+        if self.num_eval_samples:
+            yield f"num_eval_samples={self.num_eval_samples} has no use: a reward model writes nothing; set it to 0"
+
+
+@dataclass
+class RewardCollator:
+    """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,) if there."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        texts = [[*row["prompt_ids"], *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
+        options = {"pad_to_multiple_of": self.pad_to_multiple_of}
+        batch = {
+            "input_ids": pad_rows(texts, self.pad_token_id, **options),
+            "attention_mask": pad_rows([[1] * len(text) for text in texts], 0, **options),
+        }
+        if "margin" in rows[0]:
+            batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
+        return batch
+
+
+class RewardTrainer(ReferenceFreeTrainer):
+    """Trains a sequence classifier with one output to give the chosen completion of each pair the higher number.
+
+    Args:
+        model: such a classifier, or the name or folder of a model to put a head of one output on.
+        train_dataset: pairs as `posttrain.rl.dpo.DPOTrainer` takes them; a column `margin` says by how much the rewards of
+            each are to differ at least.
+
+    The other arguments are those of `posttrain.rl.dpo.DPOTrainer`, without ``ref_model``.
+    """
+
+    config_class = RewardConfig
+    signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "margin")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss over the pairs of the window, shape (). With `return_outputs` also ``{"rewards": (B, 2)}``."""
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
+        centering = self.args.center_rewards_coefficient or 0.0
+        losses = bradley_terry(chosen, rejected, inputs.get("margin", 0.0), centering)
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = torch.stack([chosen, rejected], 1).detach()
+        if not data.is_filler(inputs):
+            self._log_rewards(rewards)
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The pairs of a micro-batch."""
+        return 0 if data.is_filler(inputs) else len(inputs["input_ids"]) // 2
+
+    def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
+        """What makes a batch of prepared rows."""
+        return RewardCollator(getattr(tokenizer, "tokenizer", tokenizer).pad_token_id, args.pad_to_multiple_of)
+
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> tuple[nn.Module, Any]:
+        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            options = {"num_labels": 1} | (args.model_init_kwargs or {})
+            loading = (options, quantization_config, args.trust_remote_code)
+            model = models.load_causal_lm(model, *loading, auto_class=TASK)
+        elif args.model_init_kwargs is not None or quantization_config is not None:
+            raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+        config = getattr(models.base_model(model), "config", None)
+        if (
+            getattr(config, "num_labels", 1) != 1
+            or "SequenceClassification" not in type(models.base_model(model)).__name__
+        ):
+            raise ValueError(
+                f"The model is a {type(models.base_model(model)).__name__} with {getattr(config, 'num_labels', 'unknown')} "
+                f"labels; a reward model gives one number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
+            )
+        tokenizer = tokenizer or models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        tokenizer = self.set_tokens(tokenizer, args)
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id  # the reward is read off the last token before padding
+        if peft_config is not None:
+            model = models.add_adapter(model, peft_config)
+        models.check_trainable(model)
+        return model, tokenizer
+
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
+        self._shared, self._aux_loss_coef = False, 0.0
+
+    def _log_rewards(self, rewards: torch.Tensor) -> None:
+        pairs, differences = len(rewards), rewards[:, 0] - rewards[:, 1]
+        self.metrics.add_sum("mean_reward", rewards.mean(1).sum(), pairs)
+        self.metrics.add_sum("accuracy", (differences > 0).sum(), pairs)
+        self.metrics.add_sum("margin", differences.sum(), pairs)
+        self.metrics.add_sum("min_reward", rewards.min() * pairs, pairs)
+        self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)

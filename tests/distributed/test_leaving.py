@@ -1,0 +1,24 @@
+"""A signal that reaches one process ends all of them after the same update, and the run goes on to the same bits."""
+
+import json
+
+from posttrain.core.checkpoint import Store
+from tests.distributed.jobs import ROOT, torchrun
+
+
+def test_processes_leave_together_wherever_a_signal_reaches_one_of_them(tmp_path):
+    done = torchrun(2, str(ROOT / "tests/distributed/leaving.py"), str(tmp_path), timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    print(f"asking whether to leave takes {answers.pop('microseconds'):.0f} microseconds")
+    for later in (False, True):
+        straight = answers[f"straight-{later}"]
+        for rank, event, step in ((0, "on_step_begin", 1), (1, "on_step_end", 1), (1, "on_prediction_step", 4)):
+            name = f"{rank}-{event}-{step}-{later}"
+            found = answers[name]
+            (one, first), (other, second) = found["codes"]
+            assert (one, other) == (143, 143) and first == second, name
+            assert step < first <= 8 or event == "on_prediction_step" and first == 4, name
+            assert found["equal"] and (found["step"], found["log"]) == (straight["step"], straight["log"]), name
+            store = Store(tmp_path / name)
+            assert all(store.verify(path, kind="sha256") == [] for path in store.checkpoints()), name

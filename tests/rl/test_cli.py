@@ -1,0 +1,48 @@
+"""``posttrain dpo`` trains for real: from files on the disk to a model on the disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from posttrain.core.cli import main
+from tests import tiny
+from tests.contract.trainers import preference_rows
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    """A YAML file that trains on twelve pairs and evaluates on four."""
+    monkeypatch.chdir(tmp_path)
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    rows = preference_rows(16)
+    for name, part in (("train.jsonl", rows[:12]), ("eval.jsonl", rows[12:])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: model\ndataset_name: train.jsonl\neval_dataset_name: eval.jsonl\noutput_dir: out\nmax_steps: 4\n"
+        "per_device_train_batch_size: 4\nlearning_rate: 1e-2\nlogging_steps: 1\neval_strategy: steps\neval_steps: 2\n"
+        "save_steps: 2\nuse_cpu: yes\nreport_to: none\ndisable_tqdm: true\n"
+    )
+    return tmp_path / "run.yaml"
+
+
+def test_dpo_leaves_a_model_that_prefers_what_was_chosen(run_file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    assert main(["dpo", "run.yaml", "--beta", "0.3", "--loss_type", "sigmoid", "sft"]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    margins = [record["rewards/margins"] for record in history if "rewards/margins" in record]
+    assert margins[0] == 0 and margins[-1] > 0
+    assert json.loads((tmp_path / "out" / "training_args.json").read_text())["loss_type"] == ["sigmoid", "sft"]
+
+
+def test_dpo_goes_on_from_its_newest_checkpoint_with_an_adapter(run_file, tmp_path):
+    lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+    assert main(["dpo", "run.yaml", "--max_steps", "2", "--lr_scheduler_type", "constant", *lora]) == 0
+    assert main(["dpo", "run.yaml", "--resume_from_checkpoint", "true", "--lr_scheduler_type", "constant", *lora]) == 0
+    history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert [record["step"] for record in history if "loss" in record] == [1, 2, 3, 4]
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

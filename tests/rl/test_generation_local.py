@@ -1,0 +1,130 @@
+"""Generation of our own: the tokens of `generate`, the model's log-probabilities, and rows that leave and are replaced."""
+
+import pytest
+import torch
+import transformers
+
+from posttrain.rl.generation import Sampling
+from posttrain.rl.generation.local import LocalGenerator, problem
+from posttrain.rl.generation.transformers import TransformersGenerator
+from tests import tiny
+
+SIZE = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SIZE |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1)
+SIZE |= dict(bos_token_id=None, tie_word_embeddings=False, initializer_range=0.3)
+SLIDING = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+GPT2 = dict(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, eos_token_id=1)
+GPT2 |= dict(bos_token_id=None, initializer_range=0.3)
+MODELS = {
+    "llama": ("LlamaConfig", SIZE),
+    "qwen3": ("Qwen3Config", SIZE),
+    "mistral": ("MistralConfig", SIZE | dict(sliding_window=6)),
+    "gemma2": ("Gemma2Config", SIZE | SLIDING),
+    "gemma3": ("Gemma3TextConfig", SIZE | SLIDING),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt-oss": ("GptOssConfig", SIZE | SLIDING | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "phi3": ("Phi3Config", SIZE | dict(sliding_window=6)),
+}
+PROMPTS = [
+    [5, 9, 14],
+    [40, 41, 42, 43, 44, 45, 46, 47, 48, 49],
+    [7],
+    [8, 9, 10, 11, 12, 13, 14, 15, 16],
+    [60, 61, 62, 63],
+]
+
+
+def make(arch="qwen3", max_rows=256, **overrides):
+    name, size = MODELS[arch]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**(size | overrides)))
+    made = LocalGenerator(tiny.tokenizer(), max_rows)
+    made.sync_weights(model.eval())
+    return made, model
+
+
+def teacher_forced(model, prompt, ids, temperature):
+    logps = (model(torch.tensor([prompt + ids])).logits[0].float() / temperature).log_softmax(-1)
+    return [logps[len(prompt) - 1 + place, token].item() for place, token in enumerate(ids)]
+
+
+@pytest.mark.parametrize("max_rows", [256, 4])
+@pytest.mark.parametrize("arch", MODELS)
+def test_greedy_is_token_for_token_what_generate_gives(arch, max_rows):
+    made, model = make(arch, max_rows)
+    assert problem(model) is None
+    done = made.generate(PROMPTS, 2, Sampling(14, temperature=0, eos_token_ids=(1,)))
+    for number, prompt in enumerate(PROMPTS):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=14, do_sample=False, eos_token_id=1, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert done.ids[2 * number] == done.ids[2 * number + 1] == expected
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_log_probabilities_are_those_of_the_whole_text(arch):
+    made, model = make(arch)
+    done = made.generate(PROMPTS, 3, Sampling(14, temperature=0.7, eos_token_ids=tuple(range(40))), seeds=range(15))
+    assert done.is_exact and len({len(ids) for ids in done.ids}) > 3
+    for i, (ids, logps) in enumerate(zip(done.ids, done.logps, strict=True)):
+        assert logps == pytest.approx(teacher_forced(model, PROMPTS[i // 3], ids, 0.7), abs=1e-5)
+
+
+def test_a_completion_is_that_of_its_seed_whatever_is_written_beside_it():
+    sampling = Sampling(12, eos_token_ids=tuple(range(60)))
+    together = make()[0].generate(PROMPTS, 2, sampling, seeds=range(10))
+    in_turns = make(max_rows=3)[0].generate(PROMPTS, 2, sampling, seeds=range(10))
+    alone = make()[0].generate([PROMPTS[1]], 1, sampling, seeds=[3])
+    assert together.ids == in_turns.ids and together.finished == in_turns.finished and alone.ids[0] == together.ids[3]
+    assert together.ids[0] != together.ids[1]
+
+
+@pytest.mark.parametrize("settings", [
+    {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.7}, {"stop": ("e", "a", "o")},
+    {"temperature": 0.5, "eos_token_ids": tuple(range(30))}, {"temperature": 0, "repetition_penalty": 1.7},
+], ids=str)  # fmt: skip
+def test_both_engines_write_the_same(settings):
+    made, model = make()
+    other = TransformersGenerator(tiny.tokenizer())
+    other.sync_weights(model)
+    mine, theirs = (engine.generate(PROMPTS, 2, Sampling(12, **settings), seeds=range(10)) for engine in (made, other))
+    assert mine.ids == theirs.ids and mine.finished == theirs.finished
+    for a, b in zip(mine.logps, theirs.logps, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_a_prompt_is_read_once_and_finished_rows_are_not_computed():
+    made, model = make()
+    problem(model)
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    done = made.generate([PROMPTS[1]], 6, Sampling(20, eos_token_ids=tuple(range(60))), seeds=range(6))
+    assert shapes[0] == (1, len(PROMPTS[1]))
+    going = [sum(len(ids) > step for ids in done.ids) for step in range(1, 20)]
+    assert [rows for rows, _ in shapes[1:]] == [count for count in going if count] and going[0] > going[3]
+
+
+def test_bfloat16_and_autocast_tell_that_they_are_not_exact():
+    made, model = make()
+    model.bfloat16()
+    done = made.generate(PROMPTS, 2, Sampling(6), seeds=range(10))
+    assert problem(model) is None and not done.is_exact and all(len(ids) == 6 for ids in done.ids)
+
+
+def test_what_cannot_be_done_here_is_done_by_generate_and_said_once(caplog):
+    made, model = make()
+    model.generate = lambda input_ids, **kwargs: torch.cat([input_ids, torch.tensor([[8, 1, 0]] * len(input_ids))], 1)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert made.generate(PROMPTS, 1, Sampling(3, eos_token_ids=(1,))).ids == [[8, 1]] * 5
+    assert caplog.text.count("has a generate of its own") == 1
+
+
+def test_generation_leaves_the_model_as_it_was():
+    made, model = make("gpt2")
+    model.train()
+    before = model.config._attn_implementation
+    made.generate(PROMPTS, 1, Sampling(3))
+    assert model.training and model.config._attn_implementation == before

@@ -1,0 +1,111 @@
+"""KTO: eq. 8 by hand, one point of reference for a whole update, and what a run needs."""
+
+import pytest
+import torch
+
+from posttrain.rl import KTOConfig, KTOTrainer
+from posttrain.rl.kto import KTOCollator, apo_zero_unpaired, kto
+from tests import tiny
+from tests.contract.trainers import arguments, preference, preference_rows
+
+
+def sigma(x):
+    return torch.sigmoid(torch.tensor(x, dtype=torch.float64)).item()
+
+
+def beside_another(folder, **options):
+    """A trainer whose reference is not what the policy begins as: one with a sharper head."""
+    other = tiny.causal_lm()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(3.0)
+    args = arguments(KTOConfig, folder, **options)
+    rows = preference_rows(7)
+    return KTOTrainer(tiny.causal_lm(), other, args, None, preference_rows(8), rows, tiny.tokenizer())
+
+
+def test_losses_by_hand():
+    ratio = torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64)
+    good = torch.tensor([True, False, False])
+    kl = torch.tensor(0.5, dtype=torch.float64)
+    expected = [1 - sigma(0.2 * 0.5), 1 - sigma(-0.2 * 0.5), 1 - sigma(0.2 * 2.5)]
+    assert kto(ratio, good, kl, 0.2).tolist() == pytest.approx(expected)
+    expected = [1 - sigma(0.2), sigma(0.2), sigma(-0.4)]
+    assert apo_zero_unpaired(ratio, good, kl, 0.2).tolist() == pytest.approx(expected)
+
+
+def test_an_untrained_policy_loses_one_half_a_row(tmp_path):
+    trainer = preference(KTOTrainer)(tmp_path)
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["eval_kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_each_row_is_set_beside_the_completion_of_the_row_before(tmp_path):
+    rows = preference(KTOTrainer)(tmp_path).train_dataset
+    assert rows[0]["kl_ids"] == rows[-1]["completion_ids"] and rows[3]["kl_ids"] == rows[2]["completion_ids"]
+
+
+def test_prompts_with_others_completions_are_cut_to_the_maximum():
+    rows = [{"prompt_ids": [1, 2, 3], "completion_ids": [4], "label": True},
+            {"prompt_ids": [1], "completion_ids": [5, 6, 7, 8], "label": False}]  # fmt: skip
+    batch = KTOCollator(0, max_length=5)(rows)
+    assert batch["label"].tolist() == [True, False]
+    assert batch["kl"]["input_ids"].tolist() == [[1, 2, 3, 5, 6], [1, 4, 0, 0, 0]]
+    assert "kl" not in KTOCollator(0, with_kl=False)(rows)
+
+
+def test_the_divergence_is_one_number_for_an_update_however_it_is_cut(tmp_path):
+    trainer = beside_another(tmp_path)
+    rows = [trainer.train_dataset[i] for i in range(8)]
+    whole = trainer.divergence(trainer.model, [trainer.data_collator(rows)])
+    cut = trainer.divergence(trainer.model, [trainer.data_collator(rows[:3]), trainer.data_collator(rows[3:])])
+    assert float(whole) > 0.01
+    torch.testing.assert_close(whole, cut, rtol=1e-5, atol=0)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
+    losses = []
+    for size in (2, 7):
+        metrics = beside_another(tmp_path / str(size), per_device_eval_batch_size=size).evaluate()
+        assert metrics["eval_kl"] > 0.01
+        losses.append(metrics["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "apo_zero_unpaired"}, {"precompute_ref_log_probs": True}])
+def test_training_tells_good_from_bad(options, tmp_path):
+    trainer = preference(KTOTrainer)(tmp_path, num_train_epochs=8, learning_rate=3e-3, optim="adamw_torch", **options)
+    trainer.train()
+    records = [r for r in trainer.state.log_history if "rewards/margins" in r]
+    assert records[-1]["rewards/margins"] > 0.01 > records[0]["rewards/margins"]
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_precomputed_references_give_the_same_run(tmp_path):
+    runs = []
+    for name, options in (("live", {}), ("kept", {"precompute_ref_log_probs": True})):
+        trainer = preference(KTOTrainer)(tmp_path / name, **options)
+        trainer.train()
+        runs.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_rows_of_one_kind_leave_the_other_out_of_the_log(tmp_path):
+    rows = [
+        {"prompt": "a cat", "completion": " sat", "label": True},
+        {"prompt": "a dog", "completion": " ran", "label": True},
+    ]
+    usual = preference(KTOTrainer)(tmp_path)
+    trainer = KTOTrainer(
+        model=usual.model, args=usual.args, processing_class=usual.processing_class, train_dataset=rows
+    )
+    trainer.train()
+    (record, *_) = (r for r in trainer.state.log_history if "loss" in r)
+    assert "rewards/chosen" in record and "rewards/rejected" not in record and "rewards/margins" not in record
+
+
+def test_the_model_cannot_be_its_own_reference(tmp_path):
+    usual = preference(KTOTrainer)(tmp_path)
+    with pytest.raises(ValueError, match="ref_model is the model itself"):
+        KTOTrainer(usual.model, usual.model, usual.args)

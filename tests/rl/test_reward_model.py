@@ -1,0 +1,79 @@
+"""Reward models: the loss by hand, margins and centering, what is refused, and that pairs are learned."""
+
+import math
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError
+from posttrain.rl import RewardConfig, RewardTrainer
+from posttrain.rl.reward_model import bradley_terry
+from tests import tiny
+from tests.contract.trainers import arguments, preference, preference_rows
+
+
+def test_the_loss_by_hand():
+    chosen, rejected = torch.tensor([2.0, 0.0]), torch.tensor([0.5, 1.0])
+    expected = [math.log1p(math.exp(-1.5)), math.log1p(math.exp(1.0))]
+    assert bradley_terry(chosen, rejected).tolist() == pytest.approx(expected)
+    shifted = bradley_terry(chosen, rejected, torch.tensor([1.0, 0.0]), centering=0.1)
+    assert shifted.tolist() == pytest.approx([math.log1p(math.exp(-0.5)) + 0.1 * 2.5**2, expected[1] + 0.1])
+
+
+def test_rewards_do_not_depend_on_padding(tmp_path):
+    trainer = preference(RewardTrainer)(tmp_path)
+    rows = [trainer.train_dataset[i] for i in range(5)]
+    _, together = trainer.compute_loss(trainer.model, trainer.data_collator(rows), return_outputs=True)
+    for row, rewards in zip(rows, together["rewards"], strict=True):
+        _, alone = trainer.compute_loss(trainer.model, trainer.data_collator([row]), return_outputs=True)
+        torch.testing.assert_close(alone["rewards"][0], rewards, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_pairs_are_learned(lora, tmp_path):
+    peft_config = None
+    if lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS")
+    args = arguments(RewardConfig, tmp_path, num_train_epochs=15, learning_rate=1e-2, optim="adamw_torch")
+    rows = preference_rows(16)
+    trainer = RewardTrainer(tiny.reward_model(), args, train_dataset=rows, eval_dataset=rows,
+                            processing_class=tiny.tokenizer(), peft_config=peft_config)  # fmt: skip
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_accuracy"] > 0.9 > before["eval_accuracy"]
+    assert after["eval_margin"] > before["eval_margin"] and after["eval_loss"] < before["eval_loss"]
+    predicted = trainer.predict(rows)
+    assert predicted.predictions.shape == (16, 2)
+
+
+def test_a_margin_of_each_pair_is_read(tmp_path):
+    rows = [row | {"margin": float(i % 3)} for i, row in enumerate(preference_rows(4))]
+    args = arguments(RewardConfig, tmp_path)
+    trainer = RewardTrainer(tiny.reward_model(), args, train_dataset=rows, processing_class=tiny.tokenizer())
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    assert inputs["margin"].tolist() == [0, 1, 2, 0]
+    loss, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
+    difference = outputs["rewards"][:, 0] - outputs["rewards"][:, 1]
+    assert loss.item() == pytest.approx(torch.log1p(torch.exp(inputs["margin"] - difference)).mean().item(), rel=1e-5)
+
+
+def test_a_model_loaded_by_name_gets_one_output(tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    trainer = RewardTrainer(str(tmp_path / "base"), arguments(RewardConfig, tmp_path), train_dataset=preference_rows(3))
+    assert trainer.model.config.num_labels == 1 and "SequenceClassification" in type(trainer.model).__name__
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    rows, tokenizer = preference_rows(3), tiny.tokenizer()
+    with pytest.raises(ValueError, match="num_labels=1"):
+        RewardTrainer(tiny.reward_model(num_labels=3), arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
+    with pytest.raises(ValueError, match="num_labels=1"):
+        RewardTrainer(tiny.causal_lm(), arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
+    with pytest.raises(ConfigError, match="padding_free"):
+        RewardConfig("out", padding_free=True)
+    with pytest.raises(ConfigError, match="center_rewards_coefficient"):
+        RewardConfig("out", center_rewards_coefficient=-0.1)

@@ -1,0 +1,90 @@
+"""ORPO, CPO and SimPO: the published formulas by hand, their limits, and a run that widens the margin."""
+
+import math
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError
+from posttrain.rl import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer
+from posttrain.rl.cpo import LOSSES
+from posttrain.rl.orpo import log_odds, odds_ratio
+from tests.contract.trainers import preference
+
+
+def t(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_log_odds_are_those_of_the_probability():
+    p = t(0.25, 0.5, 0.9)
+    torch.testing.assert_close(log_odds(p.log()), (p / (1 - p)).log())
+    assert math.isfinite(log_odds(torch.zeros(())))  # p = 1
+
+
+def test_the_odds_ratio_loss_is_log_2_between_equals_and_falls_as_the_chosen_one_gains():
+    equal = odds_ratio(t(-1.0), t(-1.0))
+    assert equal.item() == pytest.approx(math.log(2))
+    # odds 1 against 1/3: log odds differ by log 3, and sigma(log 3) is 3/4
+    assert odds_ratio(t(math.log(0.5)), t(math.log(0.25))).item() == pytest.approx(-math.log(0.75))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sigmoid", math.log1p(math.exp(-0.5 * 2))),
+        ("simpo", math.log1p(math.exp(-(0.5 * 2 - 0.3)))),
+        ("hinge", 0.0),
+        ("ipo", (2 - 1.0) ** 2),
+    ],
+)
+def test_cpo_losses_by_hand(name, expected):
+    assert LOSSES[name](t(2.0), 0.5, 0.0, 0.3).item() == pytest.approx(expected)
+
+
+def test_label_smoothing_of_a_half_would_be_symmetric():
+    loss = LOSSES["sigmoid"]
+    torch.testing.assert_close(loss(t(1.5), 1.0, 0.4, 0), 0.6 * loss(t(1.5), 1, 0, 0) + 0.4 * loss(t(-1.5), 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [(ORPOTrainer, {}), (CPOTrainer, {}), (CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0}),
+     (CPOTrainer, {"loss_type": "ipo", "alpha": 0.25})],
+)  # fmt: skip
+def test_training_widens_the_margin(trainer, options, tmp_path):
+    made = preference(trainer)(tmp_path, num_train_epochs=8, learning_rate=3e-3, optim="adamw_torch", **options)
+    before = made.evaluate()
+    made.train()
+    after = made.evaluate()
+    assert after["eval_rewards/margins"] > before["eval_rewards/margins"]
+    assert after["eval_loss"] < before["eval_loss"]
+    assert made.reference is None and made.ref_model is None
+
+
+def test_the_first_loss_of_orpo_is_the_formula_on_the_models_own_probabilities(tmp_path):
+    made = preference(ORPOTrainer)(tmp_path)
+    inputs = made.data_collator([made.train_dataset[0], made.train_dataset[1]])
+    loss = made.compute_loss(made.model, inputs)
+    mean = []
+    for row in (made.train_dataset[0], made.train_dataset[1]):
+        for side in ("chosen_ids", "rejected_ids"):
+            ids = torch.tensor([row["prompt_ids"] + row[side]])
+            labels = ids.clone()
+            labels[:, : len(row["prompt_ids"])] = -100
+            mean.append(-made.model(input_ids=ids, labels=labels).loss)
+    chosen, rejected = torch.stack(mean[::2]), torch.stack(mean[1::2])
+    odds = chosen - torch.log(1 - chosen.exp()) - rejected + torch.log(1 - rejected.exp())
+    expected = (-chosen - 0.1 * torch.nn.functional.logsigmoid(odds)).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="loss_type"):
+        CPOConfig("out", loss_type="simpl")
+    with pytest.raises(ConfigError, match="label_smoothing"):
+        CPOConfig("out", loss_type="hinge", label_smoothing=0.1)
+    with pytest.raises(ConfigError, match="beta"):
+        ORPOConfig("out", beta=-1)
+    with pytest.raises(ConfigError, match="max_prompt_length"):
+        ORPOConfig("out", max_prompt_length=5)
