@@ -66,4 +66,6 @@ def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> s
 
 def result(folder: Path, label: str) -> Any:
     """What a piece of work returned on rank 0."""
-    return torch.load(folder / f"{label}.pt", weights_only=False)
+    found = torch.load(folder / f"{label}.pt", weights_only=False)
+    assert not (isinstance(found, dict) and "error" in found), found["error"]
+    return found

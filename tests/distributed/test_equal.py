@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.trainers import EXACT
+from tests.contract.trainers import EXACT, causal_lm
 from tests.distributed import jobs
 
 MODES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
@@ -25,24 +25,33 @@ OPTIONS = {
 }  # fmt: skip
 ALONE = {"adamw": {"optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "learning_rate": 1e-3}}
 
+#: Functions of `worker`.
+KINDS = "tied given_optimizer low_precision best_of_all on_meta generation overflow order".split()
+
+
+def job(shared, name, work_in):
+    return jobs.once(shared, name, lambda folder: jobs.do(2, work_in(folder), folder))
+
 
 @pytest.fixture(scope="session")
 def pair(shared):
-    def make(folder):
-        work = [
-            [f"{name}-{mode}", "train", {"name": name, "out": str(folder / f"{name}-{mode}"), **changes}]
-            for name in EXACT
-            for mode, changes in MODES.items()
-        ]
-        work += [
-            [label, "train", {"name": "causal-lm", "out": str(folder / label), **OPTIONS[label]}] for label in OPTIONS
-        ]
-        work += [
-            [f"{kind}", kind, {"out": str(folder / kind)}] for kind in ("tied", "given_optimizer", "low_precision")
-        ]
-        jobs.do(2, work, folder)
+    """Several trainings, and more, by two processes."""
 
-    return jobs.once(shared, "pair", make)
+    def work(folder):
+        todo = [[o, "train", {"name": "causal-lm", "out": str(folder / o), **OPTIONS[o]}] for o in OPTIONS]
+        return todo + [[kind, kind, {"out": str(folder / kind)}] for kind in KINDS]
+
+    return job(shared, "pair", work)
+
+
+@pytest.fixture(scope="session", params=MODES)
+def mode_and_runs(request, shared):
+    """(mode, the folder of every trainer's run by two processes)."""
+
+    def work(folder):
+        return [[n, "train", {"name": n, "out": str(folder / n), **MODES[request.param]}] for n in EXACT]
+
+    return request.param, job(shared, request.param, work)
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +83,10 @@ def assert_equal_runs(found, expected):
     assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EXACT)
-def test_two_processes_do_what_one_does(name, mode, pair, alone):
-    found = jobs.result(pair, f"{name}-{mode}")
+def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
+    mode, runs = mode_and_runs
+    found = jobs.result(runs, name)
     assert found["is_fsdp"] == (mode == "fsdp") and found["class"].startswith("FSDP") == (mode == "fsdp")
     assert_equal_runs(found, jobs.result(alone, name))
 
@@ -88,15 +97,16 @@ def test_how_weights_and_gradients_travel_changes_no_number(label, pair, alone):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_is_saved_of_pieces_is_the_whole_model(name, pair):
+def test_what_is_saved_is_the_whole_model_and_of_adapters_these_alone(name, mode_and_runs, alone):
     import safetensors.torch
 
-    files = {mode: sorted((pair / f"{name}-{mode}" / "final").glob("*.safetensors")) for mode in MODES}
-    saved = {mode: safetensors.torch.load_file(found[0]) for mode, found in files.items()}
-    assert saved["fsdp"].keys() == saved["ddp"].keys() and len(files["fsdp"]) == 1
-    for key, value in saved["ddp"].items():
-        torch.testing.assert_close(saved["fsdp"][key], value, rtol=0, atol=1e-6, msg=key)
-    assert ("lora" in name) == all("lora" in key for key in saved["fsdp"])
+    _, runs = mode_and_runs
+    (file,), (expected,) = (sorted((f / name / "final").glob("*.safetensors")) for f in (runs, alone))
+    found, expected = safetensors.torch.load_file(file), safetensors.torch.load_file(expected)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+    assert name.endswith("-lora") == all("lora" in key for key in found)
 
 
 def test_tied_weights_stay_one_and_a_whole_model_comes_back(pair):
@@ -121,3 +131,35 @@ def test_bfloat16_is_what_is_gathered_and_float32_what_is_kept(pair, alone):
     assert found["kept"] == {torch.float32} and found["gathered"] == {torch.bfloat16}
     assert found["loss"] == pytest.approx(expected["log"][0]["loss"], rel=1e-2)
     assert found["loss"] != expected["log"][0]["loss"]
+
+
+def test_pieces_are_evaluated_before_and_while_they_are_trained_and_the_best_are_loaded(pair):
+    found = jobs.result(pair, "best_of_all")
+    assert found["after"] == pytest.approx(found["best"], rel=1e-6)
+    assert found["again"] < found["after"] < found["before"]  # the second training begins where the first ended
+
+
+def test_weights_that_one_process_has_reach_the_others(pair, alone):
+    found = jobs.result(pair, "on_meta")
+    trainer = causal_lm(tie_word_embeddings=True)(pair / "alone", max_steps=2)
+    trainer.train()
+    for key, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_a_model_in_pieces_generates(pair):
+    found = jobs.result(pair, "generation")
+    assert found["pieces"].shape[1] == found["length"] and torch.equal(found["pieces"], found["gathered"])
+    assert (64, 32) in found["shapes"]  # the whole of an MLP's weight
+
+
+def test_an_overflow_on_one_process_skips_the_step_on_all(pair):
+    assert jobs.result(pair, "overflow") == {"same": True, "scale": [4.0, 4.0]}
+
+
+def test_the_main_process_logs_and_goes_first(pair):
+    import logging
+
+    (zero, level, logs, at), (one, other_level, other_logs, other_at) = jobs.result(pair, "order")
+    assert (zero, one, logs, other_logs) == (0, 1, True, False)
+    assert (level, other_level) == (logging.INFO, logging.ERROR) and at < other_at

@@ -34,7 +34,7 @@ def runs(shared):
            ("straight-lora", {"name": "sft-lora"}))  # fmt: skip
         go(
             2,
-            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL), ("1-2p", "1", {"cut": 4} | PARTS),
+            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL), ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS),
             ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS), ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
         )  # fmt: skip

@@ -8,14 +8,15 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
-from posttrain.core import TrainerCallback
+from posttrain.core import TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.metrics import is_timing
-from tests.contract.trainers import TRAINERS, causal_lm
+from tests.contract.trainers import TRAINERS, arguments, causal_lm
 
 #: As one process does it with 8 x 1: for 2 processes, and for 4.
 SPLITS = {1: (8, 1), 2: (2, 2), 4: (1, 2)}
@@ -63,7 +64,7 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
     """
     resume = resume and get_last_checkpoint(resume)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    changes = split(processes) | {"per_device_eval_batch_size": 2} | changes
+    changes = split(processes) | {"per_device_eval_batch_size": 2, "ddp_timeout": 60} | changes
     trainer = TRAINERS[name](out, callbacks=[CutAfter(cut)] if cut else None, **changes)
     with contextlib.suppress(PowerCut):
         trainer.train(resume_from_checkpoint=resume)
@@ -105,6 +106,78 @@ def low_precision(out):
     return {"kept": kept, "gathered": seen, "loss": trainer.state.log_history[0]["loss"]}
 
 
+def best_of_all(out):
+    """Evaluates before and while it trains, loads the best of its checkpoints, and trains once more."""
+    changes = {"fsdp": "full_shard", "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    trainer = TRAINERS["causal-lm"](out, **changes, **split(2))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    best, after = trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return {"before": before, "best": best, "after": after, "again": trainer.evaluate()["eval_loss"]}
+
+
+def on_meta(out):
+    """The weights come from rank 0: those of the others were never made, as under cpu_ram_efficient_loading."""
+    trainer = causal_lm(tie_word_embeddings=True)(out, fsdp="full_shard", max_steps=2, **split(2))
+    if not trainer.dist.is_main:
+        trainer.model.to("meta")
+        trainer.model.lm_head.weight = trainer.model.model.embed_tokens.weight
+    trainer.train()
+    return whole(trainer)
+
+
+def generation(out):
+    """Greedy tokens from pieces, from gathered weights, and from the whole model."""
+    trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", **split(2))
+    ids = {"input_ids": torch.arange(5, 13).view(1, 8), "max_new_tokens": 5, "do_sample": False}
+    expected = trainer.model.generate(**ids)
+    trainer.train()
+    trainer.dist.shard(trainer.model)
+    pieces = trainer.model.generate(**ids)
+    with trainer.dist.gathered(trainer.model):
+        shapes = {tuple(p.shape) for p in trainer.model.model.layers[0].parameters() if type(p) is torch.nn.Parameter}
+        ids["synced_gpus"] = False
+        gathered = trainer.model.generate(**ids)
+        for _ in range(1 + trainer.dist.rank):  # no process waits for another
+            trainer.model.generate(**ids)
+    trainer.train()  # in pieces again
+    return {"length": expected.shape[1], "pieces": pieces, "gathered": gathered, "shapes": shapes}
+
+
+def overflow(out):
+    """A loss scaler, where the gradient of rank 1's piece alone overflows."""
+    trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", max_steps=1, **split(2))
+    trainer.dist.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+    unscale = trainer.dist.scaler.unscale_
+
+    def spoil(optimizer):
+        if trainer.dist.rank == 1:
+            trainer.model.lm_head.weight.grad.to_local()[0, 0] = float("inf")
+        return unscale(optimizer)
+
+    trainer.dist.scaler.unscale_ = spoil
+    trainer.train()
+    state = whole(trainer)
+    scale = trainer.dist.gather_object(trainer.dist.scaler.get_scale())
+    return {"same": all(torch.equal(state[k], before[k]) for k in state), "scale": scale} if state else None
+
+
+def order(out):
+    """Who logs, and who goes first."""
+    args = arguments(TrainingArguments, out, log_level="info", log_level_replica="error")
+    times = []
+    with args.main_process_first():
+        if args.process_index == 0:
+            time.sleep(0.3)
+        times.append(time.time())
+    trainer = TRAINERS["causal-lm"](out, log_level="info", log_level_replica="error", max_steps=1, **split(2))
+    found = trainer.dist.gather_object((args.process_index, args.get_process_log_level(), args.should_log, times[0]))
+    return found
+
+
 def generate(out, **changes):
     """What each process writes before an update and after it, of the prompts of all; those of rank 0 are returned."""
     from posttrain.rl.generation.local import problem
@@ -138,9 +211,13 @@ def generate(out, **changes):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    for label, function, arguments in json.loads(sys.argv[2]):
+    for label, function, options in json.loads(sys.argv[2]):
         started = time.perf_counter()
-        result = globals()[function](**arguments)
+        try:
+            result = globals()[function](**options)
+        except Exception:  # on all processes alike; where not, the watchdog ends the job
+            result = {"error": traceback.format_exc()}
+            print(result["error"], file=sys.stderr, flush=True)
         if os.environ.get("RANK", "0") == "0":
             torch.save(result, folder / f"{label}.pt")
             print(f"{label}: {time.perf_counter() - started:.1f} s", file=sys.stderr)

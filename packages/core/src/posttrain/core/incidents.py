@@ -158,7 +158,8 @@ class Incidents:
 
     def _step_of(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
         try:
-            return self._training_step(model, inputs, num_items)
+            with self.dist.in_step():
+                return self._training_step(model, inputs, num_items)
         except IndexError:  # an id that the model does not know, most often: say which
             check_limits(inputs, self._limits())
             raise

@@ -81,7 +81,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
         self._adapters_checked = not models.is_peft_model(model)
-        self.dist.place(model)
+        self.dist.place(model, trained=True)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
 

@@ -28,6 +28,8 @@ class Questions:
     optimizer: torch.optim.Optimizer | None
     make_plan: Callable[[Any], Plan]
     metrics: Metrics
+    model_wrapped: nn.Module
+    is_in_train: bool
     _train_batch_size: int
     #: Scripts ask for these. A search fills in the first two.
     hp_name, hp_search_backend = None, None

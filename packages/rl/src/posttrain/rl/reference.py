@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainerCallback, models, opt
+from posttrain.core.distributed import whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation import eval_mode
 
@@ -77,9 +78,7 @@ class FrozenReference:
         """
         own = self.weights()
         for name, parameter in models.unwrap(policy).named_parameters():
-            whole = parameter.detach()
-            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # FSDP's is in pieces
-            own[name].lerp_(whole.to(own[name].dtype), alpha)
+            own[name].lerp_(whole(parameter.detach()).to(own[name]), alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())

@@ -3,6 +3,7 @@
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import barrier, device, local_rank, precision, rank, world_size
 from posttrain.core.distributed.processes import Distributed
+from posttrain.core.distributed.sharding import whole
 
 __all__ = [
     "Distributed",
@@ -12,5 +13,6 @@ __all__ = [
     "local_rank",
     "precision",
     "rank",
+    "whole",
     "world_size",
 ]

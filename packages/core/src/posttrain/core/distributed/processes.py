@@ -56,12 +56,6 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
 
 
 @contextlib.contextmanager
-def _both(outer: contextlib.AbstractContextManager, inner: contextlib.AbstractContextManager) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
     """Where accelerate starts the processes, but leaves sharding to us: its own refuses the CPU."""
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -111,6 +105,7 @@ class Distributed:
             logger.warning("fsdp has no effect in a run of one process: there is nobody to share the weights with.")
             self.sharding = None
         self._mesh: Any = None
+        self._is_gathered = False
         self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" and not self.engine else None
         if args.tf32 is not None and torch.cuda.is_available():
@@ -151,12 +146,15 @@ class Distributed:
 
     # ---- model ----
 
-    def place(self, model: nn.Module) -> None:
-        """Move `model` to this process' device, unless whoever loaded it placed its parts already, it is to be cut up, or the
-        arguments forbid it."""
+    def place(self, model: nn.Module, trained: bool = False) -> None:
+        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or the arguments forbid it.
+
+        Args:
+            trained: it is the one that is trained; where that is to be cut up, it is moved piece by piece.
+        """
         placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
-        if not self.shards and (asked or (asked is None and not placed)):
+        if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
 
     def prepare_model(
@@ -167,7 +165,7 @@ class Distributed:
         Args:
             optimizer: made by the user from the parameters of `model`, which sharding replaces.
         """
-        self.place(model)
+        self.place(model, trained=True)
         if self.shards:
             return self.shard(model, optimizer)
         if self.world_size == 1 or self.engine is not None or not any(p.requires_grad for p in model.parameters()):
@@ -186,9 +184,7 @@ class Distributed:
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Cut up `model` in place, if it is not yet, so that each process keeps a part of its weights."""
         if sharding.is_sharded(model):
-            for module in model.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()  # after a forward without a backward
+            sharding.scatter(model, self.sharding)  # after a forward without a backward
             return model
         if self._mesh is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -216,22 +212,23 @@ class Distributed:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process holds the weights of `model` whole, as for generating with it."""
+        """Within this context every process holds the weights of `model` whole, as for generating with it, and need not keep
+        in step with the others."""
         if self.engine is not None:
             with self.engine.gathered(model):
                 yield
             return
-        modules = [m for m in model.modules() if hasattr(m, "unshard")] if sharding.is_sharded(model) else []
-        for module in modules:
-            module.set_reshard_after_forward(False, recurse=False)  # else the first forward would cut it up again
-            module.unshard()
+        if not self.shards or self._is_gathered or not sharding.is_sharded(model):
+            yield
+            return
+        with self._waiting("gathering the weights"):
+            sharding.gather(model)
+        self._is_gathered = True
         try:
             yield
         finally:
-            for module in modules:
-                is_unit = module is not modules[0]  # the outermost is never cut up by its own forward
-                module.set_reshard_after_forward(is_unit and self.sharding.reshard_after_forward, recurse=False)
-                module.reshard()
+            self._is_gathered = False
+            sharding.scatter(model, self.sharding)
 
     def whole_state_dict(
         self, model: nn.Module, only: Callable[[str], bool] = lambda name: True
@@ -251,14 +248,14 @@ class Distributed:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss run in the precision that was asked for."""
-        # Watched too: sharded weights are gathered in the forward pass, and DDP copies buffers.
-        watched = self._waiting("the forward pass") if self.world_size > 1 else contextlib.nullcontext()
         if self.precision == "no":
-            return watched
-        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
-        if self.world_size == 1:
-            return autocast
-        return _both(watched, autocast)
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+
+    def in_step(self) -> contextlib.AbstractContextManager:
+        """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded weights, and
+        for the buffers that DDP copies."""
+        return self._waiting("the forward pass")
 
     def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
         """Average gradients over the processes in this backward pass only if `when`."""
@@ -289,7 +286,7 @@ class Distributed:
                 norm = nn.utils.clip_grad_norm_(parameters, max_norm)
             else:
                 norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            return norm.full_tensor() if sharding.is_piece(norm) else norm
+            return sharding.whole(norm)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; False where the loss scaler skipped the step because it had overflowed."""

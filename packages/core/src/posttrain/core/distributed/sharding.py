@@ -301,6 +301,8 @@ def shard(model: nn.Module, settings: Sharding, mesh: Any, device: torch.device,
     _load_from_main(model, device, moved)
     # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
     fully_shard(model, reshard_after_forward=None if settings.reshard_after_forward else False, **options)
+    # At its first forward each unit asks whether it is the outermost, and a generation does not begin at that.
+    model._get_fsdp_state()._lazy_init()
     return model
 
 
@@ -366,6 +368,25 @@ def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tupl
                 table[name] = moved[id(tensor)][1]
 
 
+def units_of(model: nn.Module) -> list[Any]:
+    """The modules of `model` that `shard` made units, itself first; none where it is whole."""
+    return [module for module in model.modules() if hasattr(module, "unshard") and hasattr(module, "reshard")]
+
+
+def gather(model: nn.Module) -> None:
+    """Put all weights together and let them stay so, whatever runs."""
+    for unit in units_of(model):
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
+
+
+def scatter(model: nn.Module, settings: Sharding) -> None:
+    """Let go of weights that are not this process' own, and of each layer's after it has run."""
+    for unit in units_of(model):
+        unit.reshard()
+        unit.set_reshard_after_forward(settings.reshard_after_forward and unit is not model, recurse=False)
+
+
 def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
     """Let `optimizer`, made from the parameters of `model` before it was cut up, train those that it has now.
 
@@ -407,6 +428,11 @@ def is_piece(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, put together where each process holds a piece of it; then every process must call this."""
+    return tensor.full_tensor() if is_piece(tensor) else tensor
+
+
 def is_first_copy(tensor: Any) -> bool:
     """Whether this process is the first of those that hold the same piece."""
     mesh = tensor.device_mesh
@@ -434,11 +460,15 @@ def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] =
 
     Every process must call it; where not `keep`, nothing is kept and an empty dict is returned.
     """
-    whole = {}
+    kept: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}  # tied weights, which stay one
     for name, tensor in model.state_dict().items():
         if not only(name):
             continue
-        full = tensor.full_tensor() if is_piece(tensor) else tensor
+        full = whole(tensor)
         if keep:
-            whole[name] = full.detach().to("cpu", copy=not is_piece(tensor))
-    return whole
+            place = (tensor.to_local() if is_piece(tensor) else tensor).data_ptr()
+            if place not in seen or not place:
+                seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
+            kept[name] = seen[place]
+    return kept

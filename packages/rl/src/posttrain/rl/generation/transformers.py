@@ -71,6 +71,7 @@ class TransformersGenerator:
                 generation_config=config,
                 logits_processor=LogitsProcessorList([drawing]),
                 stopping_criteria=stopping,
+                synced_gpus=False,  # the weights are here: processes need not write in step
             )
         finally:
             base.generation_config = own
