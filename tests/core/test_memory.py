@@ -155,7 +155,8 @@ def test_a_peak_between_start_and_end_is_seen(tmp_path):
 
     def hungry(*args, **kwargs):
         with mmap.mmap(-1, 2**27) as block:  # 128 MiB of fresh pages: freed memory may be kept for tensors
-            block.write(b"1" * 2**27)
+            for _ in range(2**7):
+                block.write(b"1" * 2**20)
             time.sleep(0.1)
         return stock(*args, **kwargs)
 

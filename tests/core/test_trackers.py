@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -249,6 +250,7 @@ def test_tensorboard_goes_on_in_its_folder_with_each_step_once(tmp_path):
     assert again.state.tracker_runs == first.state.tracker_runs
     scalars = EventAccumulator(str(files[0].parent)).Reload().Scalars("train/loss")
     assert [event.step for event in scalars] == [1, 2, 3, 4]
+    time.sleep(1.1)  # folders are named by the second
     make(tmp_path, "tensorboard").train()
     assert len({file.parent for file in tmp_path.rglob("events.out.tfevents.*")}) == 2  # a new run, a new folder
 
