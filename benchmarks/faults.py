@@ -124,15 +124,19 @@ REWARDS = {
 
 
 def callback(base: type, fault: dict[str, Any]) -> Any:
-    """Does ``fault["what"]`` at ``fault["event"]`` of ``fault["step"]``."""
+    """Does ``fault["what"]`` at ``fault["event"]`` of ``fault["step"]``, on the process of that rank or on all."""
 
     def hear(self, args, state, control, **kwargs):
         if state.global_step != fault["step"] or getattr(self, "done", False):
+            return
+        if fault.get("rank") not in (None, int(os.environ.get("RANK", 0))):
             return
         self.done = True
         what = fault["what"]
         if what == "raise":
             raise RuntimeError("injected")
+        elif what == "hang":
+            time.sleep(600)
         else:
             os.kill(os.getpid(), getattr(signal, what))
             time.sleep(0.05)
@@ -188,6 +192,8 @@ def child(spec: dict[str, Any]) -> None:
             "finite": all(bool(torch.isfinite(value).all()) for value in trainer.model.state_dict().values()),
         }  # fmt: skip
     except Exception as error:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # what the other processes and the launcher make of it is the row
+            raise
         answer = {"error": type(error).__name__, "message": str(error), "phase": phase}
     print("\nANSWER " + json.dumps(answer), flush=True)
 
@@ -612,21 +618,29 @@ def evaluated(bench: Bench) -> str:
     return "" if abs(one - two) <= 1e-5 * abs(one) else f"eval_loss {two:.6f}, and {one:.6f} in one process"
 
 
-def dies(bench: Bench, what: str) -> str:
-    fault = {"event": "on_step_begin", "step": 2, "what": what}
-    process, started = bench.start(bench.folder(), launcher=TORCHRUN, faults=[fault]), time.monotonic()
+def dies(bench: Bench, what: str, seconds: float, says: str = "") -> str:
+    fault = {"event": "on_step_begin", "step": 2, "what": what, "rank": 1}
+    process = bench.start(bench.folder(), launcher=TORCHRUN, faults=[fault], arguments={"ddp_timeout": 30})
+    started = time.monotonic()
     try:
-        process.communicate(timeout=90)
+        out, err = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return "still there after 90 s"
-    if process.returncode == 0 and what != "raise":
+        process.terminate()
+        process.communicate()
+        return "still there after 240 s"
+    # From the start of the program, which is up to ten seconds before the fault.
+    spent = time.monotonic() - started - 10
+    if process.returncode == 0:
         return "exit code 0"
-    return "" if time.monotonic() - started < 60 else f"ended after {time.monotonic() - started:.0f} s"
+    if spent > seconds:
+        return f"ended after {spent:.0f} s"
+    return "" if says in err[-4000:] else f"{says!r} is not in the last lines of what it said"
 
 
 row("11", "evaluation with an uneven last batch", BASIC)(evaluated)
-row("11", "both processes killed", BASIC)(lambda bench: dies(bench, "SIGKILL"))
+row("11", "one process is killed", BASIC)(lambda bench: dies(bench, "SIGKILL", 30, "SIGKILL"))
+row("11", "one process raises", BASIC)(lambda bench: dies(bench, "raise", 30, "injected"))
+row("11", "one process hangs", BASIC)(lambda bench: dies(bench, "hang", 60))
 
 
 # ---- 12: 600 updates with logging, evaluation and saving: memory, threads and files do not grow

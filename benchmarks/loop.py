@@ -87,7 +87,8 @@ def trainer(module: str, data, steps: int, folder: str) -> float:
             seconds["start"] = time.process_time()
 
         def on_step_end(self, args, state, control, **kwargs):
-            seconds["end"] = time.process_time()
+            if state.global_step == steps:  # reading the clock is a call into the system, which the raw loop makes once
+                seconds["end"] = time.process_time()
 
     args = TrainingArguments(
         folder, per_device_train_batch_size=BATCH, num_train_epochs=1, learning_rate=1e-3, logging_steps=10,
@@ -118,8 +119,9 @@ def lightning(data, steps: int, folder: str) -> float:
         def on_train_start(self):
             self.started = time.process_time()
 
-        def on_train_batch_end(self, *args):
-            self.ended = time.process_time()
+        def on_train_batch_end(self, outputs, batch, index):
+            if index + 1 == steps:
+                self.ended = time.process_time()
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -70,4 +70,3 @@ def nodes(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     {"pair": pair, "nodes": nodes}[sys.argv[1]](Path(sys.argv[2]))
-    torch.distributed.destroy_process_group()

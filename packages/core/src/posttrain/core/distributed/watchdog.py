@@ -54,7 +54,10 @@ class Watchdog(threading.Thread):
         self._waits = None
 
     def stop(self) -> None:
+        """End the thread and wait for it: one that still asks the store aborts an interpreter that is taken down meanwhile."""
         self._stopped.set()
+        if self.is_alive():
+            self.join(timeout=5)
 
     def run(self) -> None:
         interval = min(1.0, self.seconds / 10)

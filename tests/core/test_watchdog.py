@@ -1,0 +1,43 @@
+"""The thread that ends a run whose processes hang, with a store of this process."""
+
+import time
+from datetime import timedelta
+
+import torch
+
+from posttrain.core.distributed.watchdog import Watchdog
+
+
+class SlowStore:
+    """Answers late, as one does whose server is going down."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def check(self, keys):
+        self.asked += 1
+        time.sleep(0.2)
+        return False
+
+
+def test_no_thread_is_left_inside_the_store_when_the_program_ends(tmp_path):
+    store = SlowStore()
+    watchdog = Watchdog(store, 0, 2, seconds=0.1, folder=tmp_path)
+    watchdog.start()
+    while not store.asked:
+        time.sleep(0.005)
+    watchdog.stop()
+    assert not watchdog.is_alive()
+    Watchdog(store, 0, 2, seconds=0.1, folder=tmp_path).stop()  # one that was never started
+
+
+def test_a_wait_that_is_too_long_writes_the_stacks_and_ends_the_process(tmp_path, capfd):
+    left = []
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10))
+    watchdog = Watchdog(store, 0, 1, seconds=0.2, folder=tmp_path, leave=left.append)
+    watchdog.start()
+    with watchdog("a sum"):
+        watchdog.join(timeout=20)
+    assert left == [1]
+    assert "waited in a sum" in (tmp_path / "rank-0.txt").read_text()
+    assert "rank 0 has waited 0.2 s for the others in a sum" in capfd.readouterr().err
