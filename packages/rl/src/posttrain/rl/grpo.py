@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+UNCLIPPED = ("cispo", "sapo", "vespo")
+"""Losses that hold the policy back in another way than PPO's clip."""
+
 
 @dataclass
 class GRPOConfig(RolloutConfig):
@@ -99,6 +102,8 @@ class GRPOConfig(RolloutConfig):
             self.epsilon if self.epsilon_high is None else self.epsilon_high
         ):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
+        if self.delta is not None and self.loss_type in UNCLIPPED:
+            yield f"delta bounds the ratio of clipped losses, and loss_type={str(self.loss_type)!r} is none; leave it out"
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
