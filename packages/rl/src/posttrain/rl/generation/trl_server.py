@@ -58,7 +58,7 @@ class TrlServer:
         """See `Dialect.write`.
 
         Raises:
-            ValueError: the server reads texts alone, and other tokens in them.
+            ValueError: the server reads texts alone, and would read other tokens in that of a prompt.
         """
         request = {
             "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
@@ -84,15 +84,20 @@ class TrlServer:
                 if error.code != UNPROCESSABLE or self.tokenizer is None:
                     raise
                 self._reads_ids = False
-        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
-        answer = self.server.call("/generate/", {"prompts": texts} | request, retries=RETRIES)
-        read = answer.get("prompt_ids") or [self.tokenizer(text)["input_ids"] for text in texts]
-        if [list(row) for row in read] != prompts:
-            raise ValueError(
-                f"The server at {self.server.url} takes prompts as texts, and reads other tokens in them than the trainer "
-                "does. Start a server of a newer trl, or vLLM's own: vllm serve."
-            )
-        return answer
+        texts = [self._text(prompt) for prompt in prompts]
+        return self.server.call("/generate/", {"prompts": texts} | request, retries=RETRIES)
+
+    def _text(self, prompt: list[int]) -> str:
+        """The text in which the server, which puts special tokens before a text, reads `prompt`."""
+        has_first = prompt[0] == self.tokenizer.bos_token_id
+        for tokens in (prompt, prompt[1:]) if has_first else (prompt,):
+            text = self.tokenizer.decode(tokens)
+            if list(self.tokenizer(text)["input_ids"]) == prompt:
+                return text
+        raise ValueError(
+            f"The server at {self.server.url} takes prompts as texts, and no text is read as the tokens of {text!r}. Start a "
+            "server of a newer trl, or vLLM's own: vllm serve."
+        )
 
     def _has_ended(self, ids: list[int], sampling: Sampling) -> bool:
         by_itself = len(ids) < sampling.max_new_tokens or (ids and ids[-1] in sampling.eos_token_ids)

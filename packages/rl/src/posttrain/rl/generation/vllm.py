@@ -26,6 +26,9 @@ from posttrain.rl.generation.weights import PROBE, Named, Written, check, named_
 CONCURRENCY = 64
 """Requests under way at a time."""
 
+PROMPT = "The quick brown fox jumps over the lazy dog."
+"""What is completed to see whether the server has the weights: a text, since some servers read nothing else."""
+
 
 class Dialect(Protocol):
     """How a server is spoken to.
@@ -85,7 +88,8 @@ class VLLMServerGenerator:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         who = f"the vLLM server at {self.server.url}"
-        self._scaled = check(model, self._probe, self._dialect.scaled, who)
+        prompt = None if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
+        self._scaled = check(model, self._probe, self._dialect.scaled, who, prompt)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None

@@ -51,13 +51,20 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def check(model: nn.Module, write: Callable[[list[int]], Written], scaled: bool | None, who: str) -> bool:
+def check(
+    model: nn.Module,
+    write: Callable[[list[int]], Written],
+    scaled: bool | None,
+    who: str,
+    prompt: list[int] | None = None,
+) -> bool:
     """Let an engine write a few tokens and compare its log-probabilities of them with those of `model`.
 
     Args:
         write: completes a prompt as `PROBE` says.
         scaled: whether the engine divides logits by the temperature first; None: whatever comes nearer.
         who: the engine, for the message.
+        prompt: what is completed; None: some tokens.
 
     Returns:
         `scaled`, or what was found out.
@@ -66,7 +73,7 @@ def check(model: nn.Module, write: Callable[[list[int]], Written], scaled: bool 
         ValueError: they differ by `LARGEST_GAP` or more, on average.
     """
     size = base_model(model).config.vocab_size
-    prompt = [(37 * place + 5) % size for place in range(8)]
+    prompt = prompt or [(37 * place + 5) % size for place in range(8)]
     ids, logps, _ = write(prompt)
     if logps is None:
         raise ValueError(f"{who} tells no log-probabilities, so nobody knows whether it has the weights that are trained.")
