@@ -213,7 +213,7 @@ def test_a_busy_server_is_asked_again(model, serve, monkeypatch):
     server.failures = 2
     assert len(client.generate([[5]], 1, Sampling(3), [1]).ids[0]) == 3 and waits == [1, 2]
     server.failures = 9
-    with pytest.raises(ConnectionError, match="503: \"busy\""):
+    with pytest.raises(ConnectionError, match='503: "busy"'):
         client.generate([[5]], 1, Sampling(3), [1])
 
 

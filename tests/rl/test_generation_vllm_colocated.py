@@ -62,7 +62,9 @@ class LLM:
         assert self.awake == {"weights", "kv_cache"}
         made = []
         for prompt, how in zip(prompts, sampling_params, strict=True):
-            sampling = Sampling(how.max_tokens, how.temperature, how.top_p, how.top_k, eos_token_ids=tuple(how.stop_token_ids))
+            sampling = Sampling(
+                how.max_tokens, how.temperature, how.top_p, how.top_k, eos_token_ids=tuple(how.stop_token_ids)
+            )
             done = self.engine.generate([prompt["prompt_token_ids"]], how.n, sampling, [how.seed])
             logprobs = [
                 {token: SimpleNamespace(logprob=logp)} for token, logp in zip(done.ids[0], done.logps[0], strict=True)

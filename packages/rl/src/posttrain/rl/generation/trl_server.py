@@ -125,7 +125,9 @@ class _Broadcast:
             self._join(server, weights[0][1].device)
         for name, weight in weights:
             server.call(
-                "/update_named_param/", {"name": name, "dtype": str(weight.dtype), "shape": list(weight.shape)}, empty=True
+                "/update_named_param/",
+                {"name": name, "dtype": str(weight.dtype), "shape": list(weight.shape)},
+                empty=True,
             )
             self.communicator.broadcast(weight.contiguous(), src=self.rank)
             self.communicator.group.barrier()

@@ -101,7 +101,9 @@ class VLLMServerGenerator:
         plain = not filters(sampling) if self._scaled else sampling.temperature == 1
         known = plain and all(logps is not None for _, logps, _ in done)
         return Completions(
-            [ids for ids, _, _ in done], [logps for _, logps, _ in done] if known else None, [ended for *_, ended in done]
+            [ids for ids, _, _ in done],
+            [logps for _, logps, _ in done] if known else None,
+            [ended for *_, ended in done],
         )
 
     def _probe(self, prompt: list[int]) -> Written:

@@ -76,7 +76,9 @@ def check(
     prompt = prompt or [(37 * place + 5) % size for place in range(8)]
     ids, logps, _ = write(prompt)
     if logps is None:
-        raise ValueError(f"{who} tells no log-probabilities, so nobody knows whether it has the weights that are trained.")
+        raise ValueError(
+            f"{who} tells no log-probabilities, so nobody knows whether it has the weights that are trained."
+        )
     gaps = {way: _gap(model, prompt, ids, logps, PROBE.temperature if way else 1.0) for way in (True, False)}
     found = gaps[True] <= gaps[False] if scaled is None else scaled
     if not gaps[found] < LARGEST_GAP:
@@ -91,6 +93,8 @@ def _gap(model: nn.Module, prompt: list[int], ids: list[int], logps: Sequence[fl
     device = next(model.parameters()).device
     with evaluating(model):
         logits = model(input_ids=torch.tensor([prompt + ids], device=device)).logits[0, len(prompt) - 1 : -1]
-    mine = (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]).squeeze(1)
+    mine = (
+        (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]).squeeze(1)
+    )
     gaps = (mine.cpu() - torch.tensor(logps, dtype=torch.float32)).abs()
     return float(gaps.nanmean()) if len(ids) else math.inf
