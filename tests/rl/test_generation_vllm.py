@@ -230,7 +230,7 @@ def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_sa
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=modules_to_save)
     adapted = get_peft_model(model, config)
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}

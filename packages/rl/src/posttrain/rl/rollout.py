@@ -241,6 +241,17 @@ class RolloutTrainer(Trainer):
             self._forget_rollout(keep_count=self.progress.epoch > 0)
         batches = iter(loader)
         self._restore_rng()
+        yield from self._windows_of(plan, batches)
+
+    def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        if loader.epoch == epoch or self._rollout is None:
+            return super()._windows_left(plan, loader, epoch)
+        self._restore_rng()  # the prompts had come to their end, and what was made of them had not
+        return self._windows_of(plan, iter(()))
+
+    def _windows_of(
+        self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
+    ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self._micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             if not (window := list(islice(stream, plan.accumulation))):
@@ -538,7 +549,8 @@ class RolloutTrainer(Trainer):
         if self.beta:
             with self.reference.use() as policy:
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
-        advantages = self.compute_advantages(scores.rewards, size, None)
+        # Each prompt by itself, so that what is normalised over a batch depends on no batch size.
+        advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         for part in self._parts_of(replace(rollout, advantages=advantages)):
             part = self._prepare_inputs(part)
             items = self.count_items(part)
