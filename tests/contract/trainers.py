@@ -10,7 +10,16 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.rl import CPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, RLOOTrainer
+from posttrain.rl import (
+    CPOTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    ReinforcePlusPlusTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+)
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
@@ -237,7 +246,11 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "grpo-reused": online(GRPOTrainer, windows_per_rollout=2, num_iterations=2, loss_type="dr_grpo", beta=0.05),
     "grpo-sync": online(GRPOTrainer, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, entropy_coef=0.01),
     "grpo-lora": online(GRPOTrainer, lora=True, beta=0.1, windows_per_rollout=2),
+    "grpo-adaptive": online(GRPOTrainer, use_adaptive_entropy=True, top_entropy_quantile=0.5, loss_type="vespo"),
+    "grpo-dynamic": online(GRPOTrainer, dynamic_sampling=True, dynamic_sampling_rounds=2, num_iterations=2),
     "rloo": online(RLOOTrainer),
+    "rloo-lora": online(RLOOTrainer, lora=True, windows_per_rollout=2, num_iterations=2),
+    "reinforce++": online(ReinforcePlusPlusTrainer, importance_sampling_level="sequence"),
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
 EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}

@@ -42,6 +42,23 @@ def test_a_restored_sum_goes_on_from_the_same_bits():
     assert second.drain() == straight.drain()
 
 
+def test_extremes_are_those_of_all_processes_and_pass_nan_over():
+    first, second = Metrics(), Metrics()
+    for metrics, values in ((first, [3.0, math.nan, 2.0]), (second, [math.nan, 7.0])):
+        for value in values:
+            metrics.add_extreme("low", torch.tensor(value), "min")
+            metrics.add_extreme("high", value, "max")
+        metrics.add_extreme("never", math.nan, "min")
+    resumed = Metrics()
+    resumed.load_state_dict(first.state_dict())
+    resumed.add_extreme("low", 1.0, "min")
+    parts = [resumed.state_dict(), second.state_dict()]
+    assert means(resumed.drain(lambda mine: parts)) == {"low": 1.0, "high": 7.0}
+    assert resumed.drain() == {}
+    with pytest.raises(ValueError, match="is a max"):
+        second.add_extreme("high", 1.0, "min")
+
+
 def test_nothing_counted_is_nan_not_an_error():
     metrics = Metrics()
     metrics.add("loss", 1.0, weight=0)

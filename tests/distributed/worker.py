@@ -208,6 +208,28 @@ def generate(out, **changes):
     }
 
 
+def split_vllm(out):
+    """Two processes whose stand-in for vLLM splits the model, and what each would write with the model whole."""
+    import types
+
+    from posttrain.rl.generation import Sampling
+    from posttrain.rl.generation.local import LocalGenerator
+    from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
+    from tests.rl.test_generation_vllm_colocated import LLM, SamplingParams
+
+    sys.modules["vllm"] = types.ModuleType("vllm")
+    sys.modules["vllm"].LLM, sys.modules["vllm"].SamplingParams = LLM, SamplingParams
+    trainer = TRAINERS["grpo"](out, **split(2))
+    LLM.architecture, rank = trainer.model, trainer.dist.rank
+    prompts, seeds = [[5 + rank, 9, 14], [7, 8 + rank]][: 2 - rank], [10 * rank + i for i in range(4 - 2 * rank)]
+    found = []
+    for engine in (VLLMColocatedGenerator(group_size=2, sleeps=True), LocalGenerator(trainer.processing_class)):
+        engine.sync_weights(trainer.model)
+        found.append(engine.generate(prompts, 2, Sampling(6, eos_token_ids=tuple(range(40))), seeds).ids)
+    ids = trainer.dist.gather_object(found)
+    return {"ids": ids, "tensor_parallel_size": LLM.made[0].settings["tensor_parallel_size"]}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])

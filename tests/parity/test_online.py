@@ -17,8 +17,11 @@ from tests import tiny  # noqa: E402
 
 WORDS = " ".join(tiny.CORPUS).split()
 PROMPTS = [" ".join(WORDS[i : i + 3 + i % 3]) for i in range(8)]
+LENGTHS = [f"completions/{end}_{part}length" for end in ("mean", "min", "max") for part in ("", "terminated_")]
 SHARED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "rewards/digit_sum/mean",
-          "completions/mean_length", "completions/clipped_ratio", "completions/mean_terminated_length")  # fmt: skip
+          "rewards/digit_sum/std", "num_tokens", "completions/clipped_ratio", *LENGTHS)  # fmt: skip
+CLIPPING = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
+OWN = {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"], "sapo": []}
 
 
 def digit_sum(completion_ids, **kwargs):
@@ -81,8 +84,10 @@ def folder(tmp_path_factory):
 def compare(folder, name, keys, **changes):
     theirs, ours = run(trl, name, folder, **changes), run(posttrain.rl, name, folder, **changes)
     assert len(theirs) == len(ours) == 4
+    assert not {key for record in theirs for key in record} - {key for record in ours for key in record} - {"step_time"}
     for key in keys:
         expected = [record[key] for record in theirs if record.get(key) is not None]
+        assert expected, key
         assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
 
 
@@ -92,9 +97,7 @@ def compare(folder, name, keys, **changes):
 ], ids=str)  # fmt: skip
 def test_grpo(loss_type, changes, folder):
     keys = [*SHARED, "kl"] if "beta" in changes else SHARED
-    if loss_type not in ("cispo", "sapo", "vespo"):
-        keys = [*keys, "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    compare(folder, "GRPO", keys, loss_type=loss_type, **changes)
+    compare(folder, "GRPO", [*keys, *OWN.get(loss_type, CLIPPING)], loss_type=loss_type, **changes)
 
 
 @pytest.mark.parametrize("changes", [
@@ -112,5 +115,7 @@ def test_options_of_grpo(changes, folder):
     {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
 ], ids=str)  # fmt: skip
 def test_rloo(changes, folder):
-    keys = ["loss", "grad_norm", "reward", "reward_std", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"]
+    keys = [*SHARED, *CLIPPING] + ["kl"] * (changes.get("beta") != 0.0)
+    # What is replaced of trl's RLOO is also what counts tokens and lengths there.
+    keys = [key for key in keys if not key.startswith("completions/") and key != "num_tokens"]
     compare(folder, "RLOO", keys, **changes)

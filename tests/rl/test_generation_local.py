@@ -106,6 +106,36 @@ def test_a_prompt_is_read_once_and_finished_rows_are_not_computed():
     assert [rows for rows, _ in shapes[1:]] == [count for count in going if count] and going[0] > going[3]
 
 
+def test_places_that_become_free_are_filled_with_the_next_prompts():
+    sampling, n, rows = Sampling(40, eos_token_ids=tuple(range(40))), 2, 8
+    prompts = [[50 + number, 60, 70] for number in range(16)]
+    together = make()[0].generate(prompts, n, sampling, seeds=range(32))
+    made, model = make(max_rows=rows)
+    problem(model)
+    reads, steps = [], []
+
+    def count(module, args, kwargs):
+        shape = kwargs["input_ids"].shape
+        (steps if shape[1] == 1 else reads).append((shape[0], shape[1] // 3, len(reads)))
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    done = made.generate(prompts, n, sampling, seeds=range(32))
+    lengths = [len(ids) for ids in done.ids]
+    assert done.ids == together.ids and max(lengths) > 3 * sum(lengths) / len(lengths) > 12
+    # No row is computed after its end, and never more than there is room for.
+    assert (
+        sum(count for count, *_ in steps) == sum(lengths) - len(lengths) and max(count for count, *_ in steps) <= rows
+    )
+    assert sum(prompts for _, prompts, _ in reads) == len(prompts) and len(reads) > len(prompts) * n // rows
+    # Batches that wait for their longest would take so many forwards.
+    order = range(len(prompts))[::-1]
+    in_turns = [order[start : start + rows // n] for start in range(0, len(prompts), rows // n)]
+    waited = sum(max(lengths[number * n + copy] for number in batch for copy in range(n)) for batch in in_turns)
+    assert len(steps) + len(reads) < 0.8 * waited
+    before_the_last = [count for count, _, read in steps if read < len(reads)]
+    assert sum(before_the_last) / len(before_the_last) > 0.8 * rows
+
+
 def test_bfloat16_and_autocast_tell_that_they_are_not_exact():
     made, model = make()
     model.bfloat16()

@@ -21,3 +21,11 @@ def test_two_processes_write_what_one_writes(folder, mode):
     assert two["forwards"][0] != two["forwards"][1]
     for mine, alone in zip(two["logps"], one["logps"], strict=True):
         torch.testing.assert_close(mine, alone, atol=1e-5, rtol=0)
+
+
+def test_processes_that_split_vllm_write_together_and_keep_their_own(folder):
+    jobs.do(2, [["split", "split_vllm", {"out": str(folder)}]], folder)
+    found = jobs.result(folder, "split")
+    assert found["tensor_parallel_size"] == 2
+    for rank, (together, alone) in enumerate(found["ids"]):
+        assert together == alone and len(together) == 4 - 2 * rank

@@ -1,4 +1,4 @@
-"""The client of a vLLM server, against a local server that speaks its HTTP interface with a tiny model behind it."""
+"""The client of a vLLM server, against local servers that speak the HTTP interfaces with a tiny model behind them."""
 
 import copy
 import json
@@ -8,19 +8,41 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
+from posttrain.rl.generation.weights import named_weights
 from tests import tiny
 
 
 class Server(ThreadingHTTPServer):
-    def __init__(self, model):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, model, handler, **settings):
+        super().__init__(("127.0.0.1", 0), handler)
         self.paths, self.lock, self.engine = [], threading.Lock(), LocalGenerator(tiny.tokenizer())
-        self.model = model
+        self.model, self.failures = model, 0
+        self.settings = {"mode": "raw_logprobs", "reads_ids": True, "nested": False} | settings
         self.engine.sync_weights(model)
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def write(self, prompts, n, asked, seeds):
+        """(ids, logprobs as this server tells them, finished)."""
+        more = asked.get("generation_kwargs", asked)
+        sampling = Sampling(
+            asked["max_tokens"], asked["temperature"], asked["top_p"], max(asked["top_k"], 0), stop=tuple(more["stop"]),
+            eos_token_ids=tuple(more["stop_token_ids"]),
+        )  # fmt: skip
+        with self.lock:
+            done = self.engine.generate(prompts, n, sampling, seeds)
+        if self.settings["mode"] == "raw_logprobs":
+            logps = [self.raw(prompts[i // n], ids) for i, ids in enumerate(done.ids)]
+            return done.ids, logps, done.finished
+        return done.ids, done.logps, done.finished
+
+    @torch.no_grad()
+    def raw(self, prompt, ids):
+        logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return logits.gather(1, torch.tensor(ids)[:, None]).squeeze(1).tolist()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -32,27 +54,59 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
+    def asked(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.paths.append(self.path)
+        if self.server.failures:
+            self.server.failures -= 1
+            self.answer("busy", 503)
+            return None
+        return asked
+
+
+class OpenAI(Handler):
+    """What ``vllm serve`` answers."""
+
     def do_GET(self):
         path = self.path.split("?")[0]
         known = {
             "/health": None,
-            "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}},
+            "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": self.server.settings["mode"]}}},
             "/v1/models": {"data": [{"id": "tiny"}]},
         }
         self.answer(known.get(path), 200 if path in known else 404)
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.paths.append(self.path)
-            if self.path != "/v1/completions":
-                return self.answer(None)
-            sampling = Sampling(asked["max_tokens"], asked["temperature"], asked["top_p"], asked["top_k"],
-                                stop=tuple(asked["stop"]), eos_token_ids=tuple(asked["stop_token_ids"]))  # fmt: skip
-            done = self.server.engine.generate([asked["prompt"]], 1, sampling, [asked["seed"]])
-        reason = "stop" if done.finished[0] else "length"
-        logprobs = {"token_logprobs": done.logps[0]}
-        self.answer({"choices": [{"token_ids": done.ids[0], "logprobs": logprobs, "finish_reason": reason}]})
+        if (asked := self.asked()) is None:
+            return
+        if self.path != "/v1/completions":
+            return self.answer(None)
+        (ids,), (logps,), (finished,) = self.server.write([asked["prompt"]], 1, asked, [asked["seed"]])
+        reason = "stop" if finished else "length"
+        self.answer({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]})
+
+
+class Trl(Handler):
+    """What ``trl vllm-serve`` answered before it started vLLM's own server."""
+
+    def do_GET(self):
+        known = {"/health": {"status": "ok"}, "/get_world_size/": {"world_size": 1}}
+        self.answer(known.get(self.path), 200 if self.path in known else 404)
+
+    def do_POST(self):
+        if (asked := self.asked()) is None:
+            return
+        if self.path != "/generate/":
+            return self.answer({"message": "ok"})
+        prompts, tokenizer = asked["prompts"], tiny.tokenizer()
+        if not self.server.settings["reads_ids"]:
+            if not isinstance(prompts[0], str):
+                return self.answer({"detail": "Input should be a valid string"}, 422)
+            prompts = [tokenizer(text)["input_ids"] for text in prompts]
+        n, seed = asked["n"], asked["generation_kwargs"]["seed"]
+        ids, logps, _ = self.server.write(prompts, n, asked, [seed + i for i in range(n * len(prompts))])
+        logps = [[[logp] for logp in row] for row in logps] if self.server.settings["nested"] else logps
+        self.answer({"prompt_ids": prompts, "completion_ids": ids, "logprobs": logps})
 
 
 @pytest.fixture
@@ -61,23 +115,35 @@ def model():
 
 
 @pytest.fixture
-def server(model):
-    made = Server(copy.deepcopy(model))
-    yield made
-    made.shutdown()
+def serve(model):
+    made = []
+
+    def begin(handler=OpenAI, **settings):
+        made.append(Server(copy.deepcopy(model), handler, **settings))
+        return made[-1]
+
+    yield begin
+    for server in made:
+        server.shutdown()
 
 
 def client_of(server):
-    def send(weights, client):
+    def send(weights, target):
         server.model.load_state_dict(dict(weights), strict=False)
 
-    return VLLMServerGenerator(f"http://127.0.0.1:{server.server_port}/", timeout=5, send=send)
+    url = f"http://127.0.0.1:{server.server_port}/"
+    return VLLMServerGenerator(url, timeout=5, send=send, tokenizer=tiny.tokenizer())
 
 
-def test_the_servers_completions_are_those_of_the_weights_that_were_sent(model, server):
+def train_a_little(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
+
+
+def test_the_servers_completions_are_those_of_the_weights_that_were_sent(model, serve):
+    server = serve()
+    train_a_little(model)
     client, local = client_of(server), LocalGenerator(tiny.tokenizer())
     client.sync_weights(model)
     assert server.paths[:3] == ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache"]
@@ -90,21 +156,120 @@ def test_the_servers_completions_are_those_of_the_weights_that_were_sent(model, 
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_weights_that_did_not_arrive_are_noticed(model, server):
+@pytest.mark.parametrize(
+    "settings", [{}, {"nested": True}, {"reads_ids": False}, {"mode": "processed_logprobs"}], ids=str
+)
+def test_a_server_of_earlier_trl_is_spoken_to_in_its_own_way(model, serve, settings):
+    server = serve(Trl, **settings)
+    train_a_little(model)
+    client = client_of(server)
+    client.sync_weights(model)
+    assert server.paths[0] == "/reset_prefix_cache/" and set(server.paths[1:]) == {"/generate/"}
+    prompts = [tiny.tokenizer()(text)["input_ids"] for text in ("the cat", "a dog sat")]
+    sampling = Sampling(9, eos_token_ids=tuple(range(40)), stop=("z",))
+    done = client.generate(prompts, 2, sampling, [1, 2, 3, 4])
+    assert done.ids == client.generate(prompts, 2, sampling, [1, 2, 3, 4]).ids
+    assert done.ids != client.generate(prompts, 2, sampling, [1, 2, 3, 5]).ids
+    ends = [ids[-1] < 40 or "z" in tiny.tokenizer().decode(ids) for ids in done.ids]
+    assert done.finished == ends and set(ends) == {True, False}
+    for i, (ids, logps) in enumerate(zip(done.ids, done.logps, strict=True)):
+        logits = model(torch.tensor([prompts[i // 2] + ids])).logits[0].log_softmax(-1)
+        expected = [logits[len(prompts[i // 2]) - 1 + t, token].item() for t, token in enumerate(ids)]
+        assert logps == pytest.approx(expected, abs=1e-5)
+    scaled = client.generate(prompts, 1, Sampling(4, temperature=0.5), [1, 2]).logps
+    assert (scaled is not None) == (settings.get("mode") == "processed_logprobs")
+
+
+def test_a_server_that_reads_other_tokens_in_texts_is_refused(model, serve):
+    server = serve(Trl, reads_ids=False)
+    client = client_of(server)
+    client.sync_weights(model)
+    with pytest.raises(ValueError, match="no text is read as the tokens"):
+        client.generate([[tiny.tokenizer()(letter)["input_ids"][0] for letter in "the"]], 1, Sampling(2), [0])
+
+
+@pytest.mark.parametrize("handler", [OpenAI, Trl])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_weights_that_did_not_arrive_are_noticed(model, serve, handler, mode):
+    client = client_of(serve(handler, mode=mode))
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
-    client = client_of(server)
-    client._send = lambda weights, client: None
+    client._send = lambda weights, server: None  # nothing is sent
     with pytest.raises(ValueError, match="differ from the trainer's"):
         client.sync_weights(model)
 
 
-def test_log_probabilities_before_the_temperature_are_not_told(model, server):
-    client = client_of(server)
+def test_log_probabilities_before_the_temperature_are_not_told(model, serve):
+    client = client_of(serve())
     client.sync_weights(model)
     assert client.generate([[5]], 1, Sampling(3, temperature=0.5), [1]).logps is None
+
+
+def test_a_busy_server_is_asked_again(model, serve, monkeypatch):
+    server = serve()
+    client, waits = client_of(server), []
+    client.sync_weights(model)
+    monkeypatch.setattr("posttrain.rl.generation.server.time.sleep", waits.append)
+    server.failures = 2
+    assert len(client.generate([[5]], 1, Sampling(3), [1]).ids[0]) == 3 and waits == [1, 2]
+    server.failures = 9
+    with pytest.raises(ConnectionError, match='503: "busy"'):
+        client.generate([[5]], 1, Sampling(3), [1])
 
 
 def test_a_server_that_is_not_there_is_said():
     with pytest.raises(ConnectionError, match="cannot be reached"):
         VLLMServerGenerator("http://127.0.0.1:9", timeout=0.1).sync_weights(tiny.causal_lm())
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
+def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_save):
+    from peft import LoraConfig, get_peft_model
+
+    names = dict(model.named_parameters())
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=modules_to_save)
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
+    sent = dict(named_weights(adapted))
+    for name, parameter in adapted.named_parameters():
+        torch.testing.assert_close(parameter, before[name], atol=1e-6, rtol=0)
+    whole = dict(adapted.merge_and_unload().named_parameters())
+    assert sent.keys() == names.keys() == whole.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(sent[name], weight.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("handler", [OpenAI, Trl])
+def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkeypatch, caplog):
+    server = serve(handler, mode="processed_logprobs")
+    path = "vllm:_Transfer" if handler is OpenAI else "trl_server:_Broadcast"
+    module, _, name = path.partition(":")
+    sent = []
+
+    def send(self, weights, target):
+        server.model.load_state_dict(dict(weights), strict=False)
+        sent.append(len(weights))
+
+    monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.__call__", send)
+    args = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=3,
+        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        use_vllm=True, vllm_mode="server", vllm_server_host="127.0.0.1", vllm_server_port=server.server_port,
+        vllm_max_model_length=99,
+    )  # fmt: skip
+
+    def spread(completion_ids):
+        return [sum(ids) % 11 / 11 for ids in completion_ids]
+
+    trainer = GRPOTrainer(model, spread, args, [{"prompt": "the cat"}] * 3, None, tiny.tokenizer())
+    assert "Give vllm_max_model_length to the vLLM server" in caplog.text
+    trainer.train()
+    assert len(sent) == 3
+    for record in trainer.state.log_history[:3]:  # the server has the weights of each update
+        assert record["sampling/sampling_logp_difference/max"] < 1e-4
+        low, high = (record[f"sampling/importance_sampling_ratio/{end}"] for end in ("min", "max"))
+        assert low <= record["sampling/importance_sampling_ratio/mean"] <= high and high == pytest.approx(1, abs=1e-3)

@@ -474,11 +474,23 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     ({"delta": 1.1}, "undoes the clip"), ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"),
     ({"temperature": 0.0}, "temperature"), ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
     ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
-    ({"max_prompt_length": 5}, "prompts are never cut"), ({"use_vllm": True}, "generator="),
+    ({"max_prompt_length": 5}, "prompts are never cut"),
+    ({"use_vllm": True, "use_transformers_continuous_batching": True}, "two engines"),
+    ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "repetition_penalty=1.2 is left out"),
+    ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "has none"),
+    ({"ds3_gather_for_generation": False, "deepspeed": {"zero_optimization": {"stage": 3}}}, "ds3_gather_for_generation=False"),
+    ({"cache_implementation": "static", "use_vllm": True}, "cache_implementation"),
+    ({"train_sampling_strategy": "sequential"}, "shuffle_dataset=False"), ({"delta": 2.0, "loss_type": "cispo"}, "delta bounds"),
+    ({"transformers_continuous_batching_config": "big"}, "not a JSON object"),
 ])  # fmt: skip
 def test_arguments_that_cannot_work_are_refused_when_they_are_given(changes, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         config(**changes)
+
+
+def test_reinforce_plus_plus_refuses_what_scales_rewards_in_groups():
+    with pytest.raises(ConfigError, match="scale_rewards='none' is of GRPO"):
+        config(ReinforcePlusPlusConfig, scale_rewards="none")
 
 
 def test_sizes_follow_from_each_other():

@@ -25,10 +25,11 @@ TOKENS, FLOPS = "input/tokens", "input/flops"
 
 
 class Metrics:
-    """Running (sum, count) pairs by name. Adding only enqueues; `drain` is the one place that waits for the device."""
+    """Running (sum, count) pairs by name, and extremes. Adding only enqueues; `drain` alone waits for the device."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Any, Any]] = {}
+        self._extremes: dict[str, tuple[Any, str]] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Take in a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
@@ -47,6 +48,19 @@ class Metrics:
         else:
             self._pairs[name] = (total, count)
 
+    def add_extreme(self, name: str, value: float | torch.Tensor, which: str) -> None:
+        """Take in a value of which the least or the greatest counts; NaN does not.
+
+        Args:
+            value: shape (); a tensor stays on its device.
+            which: "min" or "max", always the same for a name.
+        """
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        before, known = self._extremes.get(name, (value, which))
+        if known != which:
+            raise ValueError(f"The metric {name!r} is a {known} and cannot be a {which} too.")
+        self._extremes[name] = (_further(before, value, which), which)
+
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
         return _number(self._pairs.get(name, (0, 0))[0])
@@ -54,13 +68,14 @@ class Metrics:
     def copy(self) -> Metrics:
         """The metrics as they are now, to go back to. Adding to one leaves the other alone."""
         other = Metrics()
-        other._pairs = dict(self._pairs)
+        other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
         return other
 
     def drain(
         self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
     ) -> dict[str, tuple[float, float]]:
-        """The (sum, count) of each metric since the last drain, over all processes; then start afresh.
+        """The (sum, count) of each metric since the last drain, over all processes; then start afresh. That of an extreme
+        is itself, and 1; one that was never anything but NaN is left out.
 
         Args:
             gather: gives the list of what every process passed (`Distributed.gather_object`); called once.
@@ -68,20 +83,40 @@ class Metrics:
         """
         taken = {name: pair for name, pair in self._pairs.items() if only is None or name in only}
         self._pairs = {name: pair for name, pair in self._pairs.items() if name not in taken}
-        local = {name: (_number(total), _number(count)) for name, (total, count) in taken.items()}
+        extremes = {name: pair for name, pair in self._extremes.items() if only is None or name in only}
+        self._extremes = {name: pair for name, pair in self._extremes.items() if name not in extremes}
         merged: dict[str, tuple[float, float]] = {}
-        for part in gather(local):
+        for part in gather(_plain(taken) | _plain(extremes)):
             for name, (total, count) in part.items():
+                if isinstance(count, str):
+                    if not math.isnan(total):
+                        merged[name] = (_further(merged.get(name, (total, 1))[0], total, count), 1)
+                    continue
                 before, number = merged.get(name, (0, 0))
                 merged[name] = (before + total, number + count)
         return merged
 
-    def state_dict(self) -> dict[str, tuple[float, float]]:
+    def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same kind: a resumed sum goes on from the same bits.
-        return {name: (_number(total), _number(count)) for name, (total, count) in self._pairs.items()}
+        return _plain(self._pairs) | _plain(self._extremes)
 
-    def load_state_dict(self, state: dict[str, tuple[float, float]]) -> None:
-        self._pairs = {name: tuple(pair) for name, pair in state.items()}
+    def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
+        pairs = {name: tuple(pair) for name, pair in state.items()}
+        self._extremes = {name: pair for name, pair in pairs.items() if isinstance(pair[1], str)}
+        self._pairs = {name: pair for name, pair in pairs.items() if name not in self._extremes}
+
+
+def _further(before: Any, value: Any, which: str) -> Any:
+    """The lesser or the greater of two values; that which is no NaN."""
+    if isinstance(before, torch.Tensor) or isinstance(value, torch.Tensor):
+        choose = torch.fmin if which == "min" else torch.fmax
+        return choose(torch.as_tensor(before), torch.as_tensor(value))
+    known = [v for v in (before, value) if not math.isnan(v)] or [math.nan]
+    return min(known) if which == "min" else max(known)
+
+
+def _plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
 
 
 def _number(value: Any) -> float:
@@ -272,7 +307,7 @@ def save_metrics(directory: Path, split: str, metrics: dict[str, Any], combined:
 
 def is_performance(name: str) -> bool:
     """Whether a logged value says how fast the machine was: callbacks see it, the history of the run leaves it out."""
-    return name.startswith("perf/")
+    return name.startswith("perf/") or name == "step_time"
 
 
 def is_timing(name: str) -> bool:

@@ -25,12 +25,13 @@ class Summary:
 
     Attributes:
         rewards, failed: (N, F), see `posttrain.rl.rewards.Scores`.
-        lengths: tokens that the policy chose in each. finished: of each.
+        prompt_lengths: tokens of the prompt of each. lengths: tokens that the policy chose in each. finished: of each.
         kl: (N,) of the policy that sampled from the reference, summed over tokens; None without a reference.
     """
 
     rewards: torch.Tensor
     failed: torch.Tensor
+    prompt_lengths: list[int]
     lengths: list[int]
     finished: list[bool]
     kl: torch.Tensor | None = None
@@ -38,21 +39,28 @@ class Summary:
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
         """What is told of `samples`."""
-        lengths, finished = [sample.num_chosen for sample in samples], [sample.finished for sample in samples]
-        return cls(scores.rewards, scores.failed, lengths, finished, kl)
+        prompts, lengths = [len(sample.prompt_ids) for sample in samples], [sample.num_chosen for sample in samples]
+        return cls(scores.rewards, scores.failed, prompts, lengths, [sample.finished for sample in samples], kl)
 
     @classmethod
     def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
         """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
+        prompts = [length for part in parts for length in part.prompt_lengths]
         lengths = [length for part in parts for length in part.lengths]
         finished = [ended for part in parts for ended in part.finished]
         return cls(
             torch.cat([part.rewards for part in parts])[order],
             torch.cat([part.failed for part in parts])[order],
+            [prompts[place] for place in order],
             [lengths[place] for place in order],
             [finished[place] for place in order],
             None if parts[0].kl is None else torch.cat([part.kl for part in parts])[order],
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy has read and written: a prompt counts for each of its completions."""
+        return sum(self.prompt_lengths) + sum(self.lengths)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
         """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; those that cannot be
@@ -75,6 +83,8 @@ class Summary:
             found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
             if self.failed[:, column].any():
                 found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
+        if self.kl is not None:
+            found["kl"] = self.kl.sum() / lengths.sum().clamp(min=1)
         done = lengths[ended]
         if len(done):
             found["completions/mean_terminated_length"] = done.mean()
@@ -96,10 +106,27 @@ class Summary:
         found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
         found["completions/mean_length"] = sum(self.lengths), size
         found["completions/clipped_ratio"] = size - sum(self.finished), size
+        ended = self._ended_lengths()
+        if ended:
+            found["completions/mean_terminated_length"] = sum(ended), len(ended)
+        equal = equal_groups(total, group_size)
+        found["frac_reward_zero_std"] = int(equal.sum()), len(equal)
         passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
         for k in sorted({1, group_size}):
             found[f"pass@{k}"] = sum(pass_at_k(group_size, right, k) for right in passed), len(passed)
         return found
+
+    def extremes(self) -> dict[str, tuple[float, str]]:
+        """(value, "min" or "max") of what an evaluation tells of lengths beside their means."""
+        found: dict[str, tuple[float, str]] = {}
+        for part, lengths in (("", self.lengths), ("terminated_", self._ended_lengths())):
+            if lengths:
+                found[f"completions/min_{part}length"] = min(lengths), "min"
+                found[f"completions/max_{part}length"] = max(lengths), "max"
+        return found
+
+    def _ended_lengths(self) -> list[int]:
+        return [length for length, ended in zip(self.lengths, self.finished, strict=True) if ended]
 
 
 def pass_at_k(num: int, passed: int, k: int) -> float:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+UNCLIPPED = ("cispo", "sapo", "vespo")
+"""Losses that hold the policy back in another way than PPO's clip."""
+
 
 @dataclass
 class GRPOConfig(RolloutConfig):
@@ -99,6 +102,8 @@ class GRPOConfig(RolloutConfig):
             self.epsilon if self.epsilon_high is None else self.epsilon_high
         ):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
+        if self.delta is not None and self.loss_type in UNCLIPPED:
+            yield f"delta bounds the ratio of clipped losses, and loss_type={str(self.loss_type)!r} is none; leave it out"
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
@@ -163,24 +168,22 @@ class GRPOTrainer(RolloutTrainer):
             kl = kl * ratio if args.use_bias_correction_kl else kl
             loss = loss + self.beta * kl
             self.metrics.add_sum("kl", (kl.detach() * mask).sum(), mask.sum())
-        self._log_clipping(ratio.detach(), advantages, mask)
+        self._log_loss(parts)
         return loss
 
-    def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        args = self.args
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        weight = mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
+    def _log_loss(self, parts: Policy) -> None:
+        """What dashboards read of each kind of loss."""
+        args, ratio = self.args, parts.ratio.detach()
+        weight = parts.mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
         if args.loss_type == "cispo":
-            self.metrics.add_sum(
-                "cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float().mul(weight).sum(), weight.sum()
-            )
-        if args.loss_type in ("cispo", "sapo", "vespo"):
-            return
-        low_clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)).float().mul(weight).sum()
-        high_clipped = ((ratio > 1 + high) & (advantages > 0)).float().mul(weight).sum()
-        shares = {"low": low_clipped, "high": high_clipped, "region": low_clipped + high_clipped}
-        for name, clipped in shares.items():
-            self.metrics.add_sum(f"clip_ratio/{name}_mean", clipped, weight.sum())
+            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+            bounded = ((ratio > high) & (parts.advantages > 0)) * weight
+            self.metrics.add_sum("cispo_clip_ratio", bounded.sum(), weight.sum())
+        elif args.loss_type == "vespo":
+            weights = policy_losses.vespo_weight_of(parts, args)
+            self.metrics.add_sum("vespo/phi_seq_mean", weights.sum(), len(weights))
+        elif args.loss_type != "sapo":
+            self._log_clipping(ratio, parts.advantages, weight)
 
     # ------------------------------------------------------------------------------------------------ entropy bonus
 

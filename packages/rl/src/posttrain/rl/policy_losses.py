@@ -60,6 +60,24 @@ def clipped(
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
+class Clipping(NamedTuple):
+    """Where `clipped` has no gradient: (N, T) each of 0 and 1. low: bad tokens made less likely. high: good ones made likelier."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def clipping(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Clipping:
+    """Which of `ratio` the bounds of `clipped` hold back; shapes as there."""
+    is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+    return Clipping(is_low.float(), is_high.float())
+
+
+def share_of_rows(marks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of each row over its `mask`: (N, T), (N, T) -> (N,); NaN for a row without any."""
+    return (marks * mask).sum(1) / mask.sum(1)
+
+
 def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
     r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4: :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A
     \log\pi_\theta`. The weight is bounded, not the gradient: every token goes on teaching."""
@@ -198,10 +216,14 @@ def _sapo(p: Policy, o: Any) -> torch.Tensor:
     return sapo(p.ratio, p.advantages, o.sapo_temperature_pos, o.sapo_temperature_neg)
 
 
-def _vespo(p: Policy, o: Any) -> torch.Tensor:
+def vespo_weight_of(p: Policy, o: Any) -> torch.Tensor:
+    """`vespo_weight` with the settings of `o`: (N, 1)."""
     signs = (o.vespo_k_pos, o.vespo_lambda_pos), (o.vespo_k_neg, o.vespo_lambda_neg)
-    weight = vespo_weight(p.logps - p.old_logps, p.advantages, p.mask, p.correction, *signs)
-    return -weight * p.advantages * p.logps
+    return vespo_weight(p.logps - p.old_logps, p.advantages, p.mask, p.correction, *signs)
+
+
+def _vespo(p: Policy, o: Any) -> torch.Tensor:
+    return -vespo_weight_of(p, o) * p.advantages * p.logps
 
 
 LOSSES: dict[str, PolicyLoss] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,14 @@ class ReinforcePlusPlusConfig(GRPOConfig):
         True,
         "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline.",
     )
+
+    def _problems(self) -> Iterator[str]:
+        for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+            if getattr(self, name) != default:
+                yield (
+                    f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over the batch. "
+                    "Leave it out, or use GRPOTrainer"
+                )
 
 
 class ReinforcePlusPlusTrainer(GRPOTrainer):

@@ -56,11 +56,7 @@ class RLOOTrainer(RolloutTrainer):
         ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         advantages = inputs["advantages"].unsqueeze(1)
-        low_clipped = (ratio < 1 - args.epsilon) & (advantages < 0)
-        high_clipped = (ratio > 1 + high) & (advantages > 0)
-        shares = {"low": low_clipped, "high": high_clipped, "region": low_clipped | high_clipped}
-        for name, share in shares.items():
-            self.metrics.add_sum(f"clip_ratio/{name}_mean", share.sum(), len(ratio))
-        if "ref_logps" in inputs:
+        self._log_clipping(ratio.detach(), advantages, torch.ones_like(ratio))
+        if "ref_logps" in inputs and not self.model.training:  # in training it is told of each rollout
             self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
         return clipped(ratio, advantages, args.epsilon, high)

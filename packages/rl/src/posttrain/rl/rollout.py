@@ -241,6 +241,17 @@ class RolloutTrainer(Trainer):
             self._forget_rollout(keep_count=self.progress.epoch > 0)
         batches = iter(loader)
         self._restore_rng()
+        yield from self._windows_of(plan, batches)
+
+    def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        if loader.epoch == epoch or self._rollout is None:
+            return super()._windows_left(plan, loader, epoch)
+        self._restore_rng()  # the prompts had come to their end, and what was made of them had not
+        return self._windows_of(plan, iter(()))
+
+    def _windows_of(
+        self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
+    ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self._micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             if not (window := list(islice(stream, plan.accumulation))):
@@ -279,6 +290,17 @@ class RolloutTrainer(Trainer):
         self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
         return (loss, policy._asdict()) if return_outputs else loss
 
+    def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
+        args = self.args
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        marks = policy_losses.clipping(ratio, advantages, args.epsilon, high)
+        for name, held in {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}.items():
+            self.metrics.add_sum(f"clip_ratio/{name}_mean", (held * mask).sum(), mask.sum())
+        rows = policy_losses.share_of_rows
+        self.metrics.add_extreme("clip_ratio/low_min", _least(rows(marks.low, mask)), "min")
+        self.metrics.add_extreme("clip_ratio/high_max", -_least(-rows(marks.high, mask)), "max")
+
     def count_items(self, inputs: Any) -> torch.Tensor | int:
         """What the loss is divided by, as `average` says; of a batch of prompts, how many they are."""
         if isinstance(inputs, list):
@@ -297,6 +319,8 @@ class RolloutTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the core's; says so in a sentence where a record shows that nothing can be learned."""
+        if "perf/step_seconds" in logs:
+            logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         super().log(logs, start_time)
         problem = told.learning_problem(logs)
         if problem is not None and self.dist.is_main:
@@ -305,6 +329,7 @@ class RolloutTrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
         state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
+        state["num_tokens"] = self._num_tokens
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
         if self.reference is not None:
@@ -315,6 +340,7 @@ class RolloutTrainer(Trainer):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._forget_rollout()
+        self._num_tokens = state["num_tokens"]
         self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
         if "rollout" in state and self._resumed_alike:
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
@@ -349,6 +375,8 @@ class RolloutTrainer(Trainer):
         rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
         mine = told.Summary.of(samples, scores, kl)
         everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
+        self._num_tokens += everyone.num_tokens
+        self.metrics.add_extreme("num_tokens", self._num_tokens, "max")  # the same everywhere, and it only grows
         advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
         if self.dist.is_main:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
@@ -471,12 +499,18 @@ class RolloutTrainer(Trainer):
         gap = (old_logps - rollout.sampling_logps).abs()[mask]
         gap = gap[~gap.isnan()]
         self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
+        self._add_range("sampling/sampling_logp_difference", gap, ("max",))
         bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
         mode = args.vllm_importance_sampling_mode
         weights = policy_losses.engine_correction(old_logps, rollout.sampling_logps, mask.float(), mode, *bounds)
         counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
         self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
+        self._add_range("sampling/importance_sampling_ratio", counted, ("min", "max"))
         return weights
+
+    def _add_range(self, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
+        for end in which if values.numel() else ():
+            self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
 
     def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
         """[(N, C) log-probabilities, (N, C) entropies] under `model` as it is now, without dropout; on the CPU."""
@@ -509,11 +543,14 @@ class RolloutTrainer(Trainer):
         summary = told.Summary.of(samples, scores)
         for name, pair in summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold).items():
             self.metrics.add_sum(name, *pair)
+        for name, (value, which) in summary.extremes().items():
+            self.metrics.add_extreme(name, value, which)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         if self.beta:
             with self.reference.use() as policy:
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
-        advantages = self.compute_advantages(scores.rewards, size, None)
+        # Each prompt by itself, so that what is normalised over a batch depends on no batch size.
+        advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         for part in self._parts_of(replace(rollout, advantages=advantages)):
             part = self._prepare_inputs(part)
             items = self.count_items(part)
@@ -589,7 +626,7 @@ class RolloutTrainer(Trainer):
         self._used = 0
         self._synced_at: int | None = None
         if not keep_count:
-            self._num_rollouts = 0
+            self._num_rollouts = self._num_tokens = 0
 
 
 RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
@@ -599,6 +636,12 @@ RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
 def as_they_are(rows: list[Any]) -> list[Any]:
     """The collator: a batch of prompts is a list of rows."""
     return rows
+
+
+def _least(values: torch.Tensor) -> torch.Tensor:
+    """The least that is no NaN: (N,) -> (); NaN where there is none."""
+    least = values.nan_to_num(nan=torch.inf).amin()
+    return least.masked_fill(least.isinf(), torch.nan)
 
 
 def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.fields import Removed, Renamed, opt
+from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.rewards import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -18,6 +19,10 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "use_transformers_paged": Renamed("use_transformers_continuous_batching"),
     "vllm_guided_decoding_regex": Renamed("vllm_structured_outputs_regex"),
 }
+
+
+#: Arguments that are objects, and may be written as JSON.
+OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
 
 @dataclass
@@ -61,8 +66,23 @@ class GenerationArguments:
     vllm_max_model_length: int | None = opt(None, "Longest prompt and completion together; None: the model's.", min=1)
     vllm_tensor_parallel_size: int = opt(1, "GPUs over which a colocated vLLM splits the model.", min=1)
     ds3_gather_for_generation: bool = opt(
-        True, "Gather the parts of a sharded model once to generate, not at each layer."
+        True, "Gather the parts of a sharded model once to generate; at each layer is not in this version."
     )
+
+    def _problems(self) -> Iterator[str]:
+        if self.use_vllm and self.use_transformers_continuous_batching:
+            yield "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one of them to False"
+        if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
+            yield "vllm_structured_outputs_regex is followed by vLLM alone; set use_vllm=True, or leave it out"
+        if self.cache_implementation is not None and (self.use_vllm or self.use_transformers_continuous_batching):
+            yield "cache_implementation is of transformers' generate, which another engine replaces; leave it out"
+        if self.use_transformers_continuous_batching and (problem := sampling_problem(self)):
+            yield problem
+        if not self.ds3_gather_for_generation and getattr(self, "deepspeed", None):
+            yield (
+                "ds3_gather_for_generation=False generates with weights in pieces, layer by layer, which is not in this "
+                "version; leave it True, or use_vllm with a server for a model that one GPU cannot hold whole"
+            )
 
 
 @dataclass
@@ -168,14 +188,18 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
                 f"* steps_per_generation={s}), which num_generations={group} does not divide, so a group would be cut in two "
                 f"and its baseline would be wrong; set steps_per_generation to a multiple of {group // math.gcd(group, b * world)}"
             )
-        for name in ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"):
+        for name in OBJECTS:
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
-        for name in ("use_vllm", "use_transformers_continuous_batching"):
-            if getattr(self, name):
-                yield f"{name}=True is not in this version; leave it False, or pass an engine of your own as generator="
+        if self.label_smoothing_factor:
+            yield "label_smoothing_factor smooths labels, and what a policy has sampled has none; leave it 0"
+        if self.train_sampling_strategy != "random":
+            yield (
+                f"train_sampling_strategy={str(self.train_sampling_strategy)!r} is for rows that are trained on as they are; "
+                "prompts come in their order with shuffle_dataset=False"
+            )
         if self.sync_ref_model and not self.beta:
             yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"
         if self.dynamic_sampling and self.num_generations < 2:

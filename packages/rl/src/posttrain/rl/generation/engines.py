@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.generation.transformers import TransformersGenerator
 
+logger = logging.getLogger(__name__)
+
+#: Arguments that a server is given where it is started.
+OF_THE_SERVER = (
+    "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+)  # fmt: skip
+
 
 def make_generator(tokenizer: Any, args: Any) -> Generator:
     """The engine for `args`, a `posttrain.rl.rollout_config.GenerationArguments`.
 
-    Ours, unless a vLLM server is asked for, or something is set that only transformers' generate understands.
+    Ours, unless another is asked for, or something is set that only transformers' generate understands.
 
     Raises:
-        ValueError: an engine is asked for that is not there.
+        ValueError: an engine is asked for that cannot do what else is.
     """
     settings = {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
-    if args.use_transformers_continuous_batching:
-        raise ValueError(
-            "use_transformers_continuous_batching=True is not in this version; leave it out: the local engine lets completions "
-            "leave the batch and others take their places too."
-        )
     if args.use_vllm:
-        if args.vllm_mode != "server":
-            raise ValueError("use_vllm=True with vllm_mode='colocate' is not in this version; set vllm_mode='server'.")
-        from posttrain.rl.generation.vllm import VLLMServerGenerator
+        return _vllm(tokenizer, args, settings)
+    if args.use_transformers_continuous_batching:
+        from posttrain.rl.generation.continuous import ContinuousGenerator
 
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        if args.vllm_structured_outputs_regex:
-            settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-        return VLLMServerGenerator(url, args.vllm_server_timeout, args.vllm_group_port, settings)
+        return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
     if args.cache_implementation:
         settings["cache_implementation"] = args.cache_implementation
     return TransformersGenerator(tokenizer, settings) if settings else LocalGenerator(tokenizer)
+
+
+def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
+    if args.vllm_structured_outputs_regex:
+        settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    if args.vllm_mode == "server":
+        from posttrain.rl.generation.vllm import VLLMServerGenerator
+
+        if given := list(_changed(args, OF_THE_SERVER)):
+            logger.warning("Give %s to the vLLM server, where it is started; here they do nothing.", ", ".join(given))
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return VLLMServerGenerator(url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer)
+    from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
+
+    engine = {
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if args.bf16 or args.fp16:  # what the trainer computes in
+        engine["dtype"] = "bfloat16" if args.bf16 else "float16"
+    return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
+
+
+def _changed(args: Any, names: tuple[str, ...]) -> Iterator[str]:
+    """Those of `names` that are not as they are by default."""
+    fields = type(args).__dataclass_fields__
+    return (name for name in names if getattr(args, name) != fields[name].default)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,8 @@ MAX_TOKENS_READ = 16_384
 """Tokens of prompts that are read in one forward, unless one prompt is longer."""
 PADDING = 1.25
 """Prompts share a block while the longest is at most so many times the shortest."""
+REFILL = 0.25
+"""Prompts are read for places that became free when this share of all is: each reading is one more forward."""
 LOOK_EVERY = 8
 """Tokens written on a GPU between two looks at which completions are done: each look waits for the device."""
 
@@ -96,11 +98,12 @@ class _Run:
         self._place()
 
     def completions(self, max_rows: int) -> Completions:
-        """Write all of them, about `max_rows` at a time."""
-        waiting = list(_batches(self.prompts, self.n, max_rows))[::-1]
+        """Write all of them, about `max_rows` at a time; places that become free are filled with the next prompts."""
+        # The longest first, so that those that are read last take least memory.
+        waiting = sorted(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
         while waiting or self.rows:
-            while waiting and (not self.rows or len(waiting[-1]) * self.n <= max_rows - sum(map(len, self.rows))):
-                self._read(waiting.pop())
+            while waiting and (not self.rows or len(self.index) + max(self.n, REFILL * max_rows) <= max_rows):
+                self._read(_next_batch(self.prompts, waiting, max((max_rows - len(self.index)) // self.n, 1)))
             if self.rows:
                 self._go_on()
         ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
@@ -181,18 +184,15 @@ class _Run:
         return False
 
 
-def _batches(prompts: Sequence[Sequence[int]], n: int, max_rows: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are read together, longest first, so that those that are read last take least memory."""
-    batch: list[int] = []
-    for number in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        longest = len(prompts[batch[0]]) if batch else 0
-        full = (len(batch) + 1) * n > max_rows or (len(batch) + 1) * longest > MAX_TOKENS_READ
-        if batch and (full or longest > PADDING * len(prompts[number])):
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
+def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int) -> list[int]:
+    """Take from the end of `waiting` up to `most` numbers of prompts that are read together."""
+    batch = [waiting.pop()]
+    longest = len(prompts[batch[0]])
+    while waiting and len(batch) < most and (len(batch) + 1) * longest <= MAX_TOKENS_READ:
+        if longest > PADDING * len(prompts[waiting[-1]]):
+            break
+        batch.append(waiting.pop())
+    return batch
 
 
 def read_prompts(model: nn.Module, decoding: Decoding, prompts: Sequence[Sequence[int]]) -> torch.Tensor:

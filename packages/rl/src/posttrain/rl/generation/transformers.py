@@ -48,7 +48,7 @@ class TransformersGenerator:
         drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
         with evaluating(self.model):
             output = self._generate(ids, mask, sampling, drawing)
-        completions, finished = self._cut(output[:, width:].tolist(), sampling)
+        completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
         logps = drawing.logps_of(completions)
         return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(self.model))
 
@@ -75,22 +75,6 @@ class TransformersGenerator:
             )
         finally:
             base.generation_config = own
-
-    def _cut(self, rows: list[list[int]], sampling: Sampling) -> tuple[list[list[int]], list[bool]]:
-        """Each row up to and with what ended it, and whether anything did."""
-        completions, finished = [], []
-        for row in rows:
-            length, ended = len(row), False
-            for place, token in enumerate(row):
-                ended = token in sampling.eos_token_ids or bool(
-                    sampling.stop and ends_with_stop(self.tokenizer, row[: place + 1], sampling.stop)
-                )
-                if ended:
-                    length = place + 1
-                    break
-            completions.append(row[:length])
-            finished.append(ended)
-        return completions, finished
 
 
 class _Drawing:
@@ -143,6 +127,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
+    """Each row up to and with what ended it, and whether anything did."""
+    completions, finished = [], []
+    for row in rows:
+        length, ended = len(row), False
+        for place, token in enumerate(row):
+            ended = token in sampling.eos_token_ids or bool(
+                sampling.stop and ends_with_stop(tokenizer, row[: place + 1], sampling.stop)
+            )
+            if ended:
+                length = place + 1
+                break
+        completions.append(row[:length])
+        finished.append(ended)
+    return completions, finished
 
 
 def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:

@@ -1,0 +1,121 @@
+"""Generation by transformers' continuous batching, ``model.generate_batch``: a paged cache, and requests that come and go.
+
+A request has no seed of its own there, and when it is admitted depends on a thread: completions are not the same from run to
+run. Verified on the CPU; not yet on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.attention import PREFIX
+from posttrain.core.models import base_model, unwrap
+from posttrain.core.samplers import mix
+from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.transformers import cut, evaluating, is_float32
+
+
+class ContinuousGenerator:
+    """Generates with the model that is trained, with transformers' scheduler and paged cache.
+
+    Args:
+        tokenizer: decodes what is searched for stop strings.
+        settings: fields of `transformers.ContinuousBatchingConfig`, such as ``max_memory_percent`` or ``num_blocks``.
+        generation_kwargs: further fields of `transformers.GenerationConfig`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, settings: dict[str, Any] | None = None, generation_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        from transformers import ContinuousBatchingConfig
+
+        self.tokenizer, self.kwargs = tokenizer, dict(generation_kwargs or {})
+        self.settings = {"return_logprobs": True} | (settings or {})
+        try:
+            ContinuousBatchingConfig(**self.settings)
+        except TypeError as error:
+            raise ValueError(f"transformers_continuous_batching_config: {error}.") from error
+        self.model: nn.Module | None = None
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Generate with `model` itself, so there is nothing to copy."""
+        self.model = unwrap(model)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `Generator.generate`; `seeds` together seed the call. What a stop string ends is written on, and cut here.
+
+        Raises:
+            ValueError: `sampling` asks for what continuous batching leaves out.
+            RuntimeError: not every completion came back.
+        """
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        if problem := sampling_problem(sampling):
+            raise ValueError(problem)
+        draws = sampling.temperature > 0
+        copies = n if draws else 1
+        config = GenerationConfig(**self.kwargs | {
+            "max_new_tokens": sampling.max_new_tokens, "do_sample": draws, "num_return_sequences": copies,
+            "temperature": sampling.temperature if draws else 1.0, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
+        })  # fmt: skip
+        seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
+        settings = ContinuousBatchingConfig(**{"seed": seed} | self.settings)
+        base = base_model(self.model)
+        devices = [p.device for p in list(base.parameters())[:1] if p.device.type == "cuda"]
+        # It seeds and draws from the generators that training draws its dropout from.
+        with evaluating(self.model), _plain_attention(base), torch.random.fork_rng(devices):
+            done = base.generate_batch(
+                [list(prompt) for prompt in prompts],
+                generation_config=config,
+                continuous_batching_config=settings,
+                progress_bar=False,
+            )
+        results = list(done.values())
+        if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
+            said = next((result.error for result in results if result.error is not None), "its thread has ended")
+            raise RuntimeError(
+                f"transformers' continuous batching wrote {len(results)} of {len(prompts) * copies} completions: {said}. Set "
+                "transformers_continuous_batching_config, for example max_memory_percent, or leave "
+                "use_transformers_continuous_batching out."
+            )
+        results = [result for result in results for _ in range(n // copies)]
+        ids, finished = cut([list(result.generated_tokens) for result in results], sampling, self.tokenizer)
+        logps = None
+        if draws and not filters(sampling) and all(len(result.logprobs or ()) for result in results):
+            logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
+        return Completions(ids, logps, finished, is_exact=logps is not None and is_float32(self.model))
+
+
+@contextlib.contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """Within this context `model` has the attention that it had before it learned of segments, which is known over there."""
+    before = model.config._attn_implementation
+    if before.startswith(PREFIX):
+        model.set_attn_implementation(before.removeprefix(PREFIX))
+    try:
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+def sampling_problem(sampling: Any) -> str | None:
+    """What of `sampling`, or of arguments with the same names, is left out there, as a sentence; None if nothing is."""
+    for name, off in (("repetition_penalty", (1.0,)), ("min_p", (None, 0))):
+        value = getattr(sampling, name)
+        if value not in off:
+            return (
+                f"{name}={value} is left out by transformers' continuous batching; leave use_transformers_continuous_batching "
+                "out, and the engine of posttrain samples so."
+            )
+    return None

@@ -1,0 +1,149 @@
+"""The server that ``trl vllm-serve`` started before trl 1.16: ``/generate/``, ``/init_communicator/``, ``/update_named_param/``.
+
+It takes many prompts at a time and answers when all are done, so a call of `TrlServer.write` is one request, and its
+completions are seeded together. It says neither why a completion ended, nor how it scales log-probabilities: the first is
+read off the tokens, the second is found out by the test after each sync. Not yet verified on a GPU.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.core.errors import require
+from posttrain.core.samplers import mix
+from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.generation.server import RETRIES, Refused, Server
+from posttrain.rl.generation.transformers import ends_with_stop
+from posttrain.rl.generation.weights import Named, Written
+
+UNPROCESSABLE = 422
+
+
+class TrlServer:
+    """See `posttrain.rl.generation.vllm.Dialect`.
+
+    Args:
+        options: further fields of vLLM's SamplingParams; ``structured_outputs`` with a ``regex`` among them.
+        tokenizer: writes prompts as texts, for servers that read no token ids.
+        send: ``(weights, server)``, sends weights; by default over NCCL.
+    """
+
+    scaled: bool | None = None
+
+    def __init__(
+        self,
+        server: Server,
+        group_port: int,
+        options: dict[str, Any],
+        tokenizer: Any,
+        send: Callable[[Named, Server], None] | None = None,
+    ) -> None:
+        self.server, self.tokenizer, self._send = server, tokenizer, send or _Broadcast(group_port)
+        self.options = dict(options)
+        self.regex = (self.options.pop("structured_outputs", None) or {}).get("regex")
+        self._reads_ids = True
+
+    def update(self, weights: Named) -> None:
+        """See `Dialect.update`."""
+        self._send(weights, self.server)
+        self.server.call("/reset_prefix_cache/", {}, empty=True)
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Written]:
+        """See `Dialect.write`.
+
+        Raises:
+            ValueError: the server reads texts alone, and would read other tokens in that of a prompt.
+        """
+        request = {
+            "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "structured_outputs_regex": self.regex, "guided_decoding_regex": self.regex,  # its new name, and its old one
+            "generation_kwargs": self.options | {
+                "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
+                "include_stop_str_in_output": True,
+            },
+        }  # fmt: skip
+        answer = self._generate([list(prompt) for prompt in prompts], request)
+        logps = [[_plain(value) for value in row] for row in answer.get("logprobs") or ()]
+        ids = [list(row) for row in answer["completion_ids"]]
+        ended = [self._has_ended(row, sampling) for row in ids]
+        return list(zip(ids, logps or [None] * len(ids), ended, strict=True))
+
+    def _generate(self, prompts: list[list[int]], request: dict[str, Any]) -> dict[str, Any]:
+        if self._reads_ids:
+            try:
+                return self.server.call("/generate/", {"prompts": prompts} | request, retries=RETRIES)
+            except Refused as error:
+                if error.code != UNPROCESSABLE or self.tokenizer is None:
+                    raise
+                self._reads_ids = False
+        texts = [self._text(prompt) for prompt in prompts]
+        return self.server.call("/generate/", {"prompts": texts} | request, retries=RETRIES)
+
+    def _text(self, prompt: list[int]) -> str:
+        """The text in which the server, which puts special tokens before a text, reads `prompt`."""
+        has_first = prompt[0] == self.tokenizer.bos_token_id
+        for tokens in (prompt, prompt[1:]) if has_first else (prompt,):
+            text = self.tokenizer.decode(tokens)
+            if list(self.tokenizer(text)["input_ids"]) == prompt:
+                return text
+        raise ValueError(
+            f"The server at {self.server.url} takes prompts as texts, and no text is read as the tokens of {text!r}. Start a "
+            "server of a newer trl, or vLLM's own: vllm serve."
+        )
+
+    def _has_ended(self, ids: list[int], sampling: Sampling) -> bool:
+        by_itself = len(ids) < sampling.max_new_tokens or (ids and ids[-1] in sampling.eos_token_ids)
+        if by_itself or not (sampling.stop and self.tokenizer is not None):
+            return bool(by_itself)
+        return ends_with_stop(self.tokenizer, ids, sampling.stop)
+
+
+def _plain(value: Any) -> float:
+    """A log-probability; of a list of the best tokens', the first."""
+    value = value[0] if isinstance(value, list) else value
+    return float("nan") if value is None else float(value)
+
+
+class _Broadcast:
+    """Weights over NCCL, one after the other, from the rank behind those of the server."""
+
+    def __init__(self, group_port: int) -> None:
+        self.group_port = group_port
+        self.communicator: Any = None
+        self.rank = 0
+
+    def __call__(self, weights: Named, server: Server) -> None:
+        if self.communicator is None:
+            self._join(server, weights[0][1].device)
+        for name, weight in weights:
+            server.call(
+                "/update_named_param/",
+                {"name": name, "dtype": str(weight.dtype), "shape": list(weight.shape)},
+                empty=True,
+            )
+            self.communicator.broadcast(weight.contiguous(), src=self.rank)
+            self.communicator.group.barrier()
+
+    def _join(self, server: Server, device: torch.device) -> None:
+        require("vllm", "vllm", "use_vllm=True")
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        if server.has("/get_world_size/"):
+            self.rank = server.call("/get_world_size/")["world_size"]
+        else:
+            self.rank = server.call("/get_tensor_parallel_size/")["tensor_parallel_size"]
+        told = {"host": "0.0.0.0", "port": self.group_port, "world_size": self.rank + 1}
+        told["client_device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
+        server.call("/init_communicator/", told, empty=True)
+        host = urllib.parse.urlparse(server.url).hostname
+        group = StatelessProcessGroup.create(host=host, port=self.group_port, rank=self.rank, world_size=self.rank + 1)
+        self.communicator = PyNcclCommunicator(group, device=device)

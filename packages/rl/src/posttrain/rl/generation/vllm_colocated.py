@@ -1,0 +1,169 @@
+"""Generation by vLLM in the trainer's own process, on the GPU that trains.
+
+Weights are loaded into vLLM's copy of the model after updates. With sleep, vLLM gives its memory back between rollouts and
+forgets its weights with it; they are loaded again before it writes. Tested against a stand-in with the interface of vLLM's
+``LLM``; not yet verified on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed.environment import local_rank, rank, world_size
+from posttrain.core.errors import require
+from posttrain.core.models import base_model
+from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.weights import PROBE, Written, check, named_weights
+
+
+class VLLMColocatedGenerator:
+    """Generates with ``vllm.LLM``.
+
+    Args:
+        engine: arguments of ``vllm.LLM``; the model's name, and what belongs to several processes, are added here.
+        options: further fields of ``vllm.SamplingParams``.
+        sleeps: give memory back while nothing is written.
+        group_size: processes, each with a GPU, over which the model is split; they write their completions together.
+
+    Raises:
+        ValueError: `group_size` does not divide the processes.
+    """
+
+    def __init__(
+        self,
+        engine: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        sleeps: bool = False,
+        group_size: int = 1,
+    ) -> None:
+        self.engine, self.options, self.sleeps, self.group_size = (
+            dict(engine or {}),
+            dict(options or {}),
+            sleeps,
+            group_size,
+        )
+        if world_size() % group_size:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, and vLLM splits the "
+                "model over so many of them. Set a divisor, or vllm_mode='server'."
+            )
+        self._llm: Any = None
+        self._group: Any = None
+        self._model: nn.Module | None = None
+        self._has_weights = False
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Load the weights into vLLM, then compare log-probabilities of a few tokens. Every process must call it.
+
+        Raises:
+            ValueError: vLLM's log-probabilities are not those of `model`.
+        """
+        if self._llm is None:
+            self._llm = self._start(model)
+        self._model = model
+        self._load()
+        check(model, lambda prompt: self._write([prompt], PROBE, [0])[0], True, "the vLLM in this process")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `Generator.generate`. Log-probabilities are told where nothing but the temperature changes probabilities."""
+        if seeds is None:
+            seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
+        if not self._has_weights:
+            self._load()
+        rows = [list(prompt) for prompt in prompts for _ in range(n)]
+        done = self._write(rows, sampling, list(seeds))
+        if self.sleeps:
+            self._llm.sleep(level=2)
+            self._has_weights = False
+        logps = None if filters(sampling) else [logps for _, logps, _ in done]
+        return Completions([ids for ids, _, _ in done], logps, [ended for *_, ended in done])
+
+    def _start(self, model: nn.Module) -> Any:
+        vllm = require("vllm", "vllm", "use_vllm=True")
+        self._set_environment()
+        if self.group_size > 1:
+            starts = range(0, world_size(), self.group_size)
+            groups = [list(range(start, start + self.group_size)) for start in starts]
+            self._group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        base = base_model(model)
+        settings = {
+            "model": base.config._name_or_path,
+            "tensor_parallel_size": self.group_size,
+            "distributed_executor_backend": "external_launcher",
+            "enable_sleep_mode": self.sleeps,
+            "seed": rank() // self.group_size,  # the same for all that write together
+            "logprobs_mode": "processed_logprobs",
+            "dtype": str(next(base.parameters()).dtype).removeprefix("torch."),
+        }
+        return vllm.LLM(**settings | self.engine)
+
+    def _set_environment(self) -> None:
+        """What vLLM reads of a launcher, where a single process was started without one."""
+        found = {"RANK": rank(), "LOCAL_RANK": local_rank(), "WORLD_SIZE": world_size(), "MASTER_ADDR": "127.0.0.1"}
+        if "MASTER_PORT" not in os.environ:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                found["MASTER_PORT"] = free.getsockname()[1]
+        for name, value in found.items():
+            os.environ.setdefault(name, str(value))
+
+    def _load(self) -> None:
+        """Bring the weights of the policy into vLLM, and forget what was computed with others."""
+        if self.sleeps:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what training has let go of is vLLM's to take
+            self._llm.wake_up(tags=["weights"])
+        model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        for weight in named_weights(self._model):
+            model.load_weights([weight])
+        if self.sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._llm.reset_prefix_cache()
+        self._has_weights = True
+
+    def _write(self, rows: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[Written]:
+        """A completion of each row. Processes that split the model write those of all of them, and keep their own."""
+        mine = [(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+        if self._group is None:
+            return self._ask(mine, sampling)
+        parts: list[Any] = [None] * self.group_size
+        torch.distributed.all_gather_object(parts, mine, group=self._group)
+        done = self._ask([one for part in parts for one in part], sampling)
+        place = torch.distributed.get_rank(self._group)
+        start = sum(map(len, parts[:place]))
+        return done[start : start + len(mine)]
+
+    def _ask(self, rows: list[tuple[list[int], int]], sampling: Sampling) -> list[Written]:
+        from vllm import SamplingParams
+
+        usual = {
+            "n": 1, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
+            "include_stop_str_in_output": True, "logprobs": 0,
+        } | self.options  # fmt: skip
+        if isinstance(wanted := usual.get("structured_outputs"), dict):
+            from vllm.sampling_params import StructuredOutputsParams
+
+            usual["structured_outputs"] = StructuredOutputsParams(**wanted)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": row} for row, _ in rows],
+            sampling_params=[SamplingParams(**usual | {"seed": seed % 2**63}) for _, seed in rows],
+            use_tqdm=False,
+        )
+        return [_written(output.outputs[0]) for output in outputs]
+
+
+def _written(output: Any) -> Written:
+    ids = list(output.token_ids)
+    logps = [float(found[token].logprob) for token, found in zip(ids, output.logprobs, strict=True)]
+    return ids, logps, output.finish_reason == "stop"
