@@ -429,12 +429,13 @@ def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ids, positions = segments.segment_ids()[tokens], segments.position_ids()[0][tokens]
     sees = ids[:, :, None] == ids[:, None, :]
     above = torch.tensor(segments.parents)
-    while (ids >= 0).any():  # one generation a time: a piece, what it continues, what that continues
-        sees |= ids[:, :, None] == segments.segment_ids()[tokens][:, None, :]
-        ids = torch.where(ids >= 0, above[ids], -1)
+    seen = ids
+    while (
+        (seen := torch.where(seen >= 0, above[seen], -1)).ge(0).any()
+    ):  # what it continues, and what that continues, ...
+        sees |= seen[:, :, None] == ids[:, None, :]
     sees &= positions[:, :, None] >= positions[:, None, :]
-    padding = torch.arange(width) >= sizes[:, None]
-    sees &= ~padding[:, None, :]
+    sees &= (torch.arange(width) < sizes[:, None])[:, None, :]
     sees |= torch.eye(width, dtype=torch.bool)  # a row of padding must see something, or its softmax is not a number
     return tokens, sees.unsqueeze(1), document, place
 
