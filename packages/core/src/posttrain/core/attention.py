@@ -254,8 +254,7 @@ def segment_attention(
         if device == "cuda":
             return _on_cuda(query, key, value, segments, scale, window, softcap)
         if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
-            tiles = _tiles(segments)
-            if tiles is not None:
+            if (tiles := _tiles(segments)) is not None:
                 return _by_tiles(query, key, value, tiles, scale)
             return _Blocks.apply(query, key, value, segments, scale)
         return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
@@ -413,10 +412,10 @@ def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """
     if segments.num_tokens > TILE_PIECE * len(segments.lengths):
         return None
-    documents: list[int] = []
-    for parent in segments.parents:
-        documents.append(max(documents, default=-1) + 1 if parent < 0 else documents[parent])
-    document = torch.repeat_interleave(torch.tensor(documents), torch.tensor(segments.lengths))
+    roots: list[int] = []
+    for i, parent in enumerate(segments.parents):
+        roots.append(i if parent < 0 else roots[parent])
+    document = torch.tensor(roots).unique(return_inverse=True)[1].repeat_interleave(torch.tensor(segments.lengths))
     sizes = document.bincount()
     width = int(sizes.max())
     if width > TILE or width * len(sizes) > 2 * segments.num_tokens:
@@ -427,12 +426,9 @@ def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     tokens = torch.zeros(len(sizes), width, dtype=torch.long)
     tokens[document, place] = torch.arange(len(document))
     ids, positions = segments.segment_ids()[tokens], segments.position_ids()[0][tokens]
-    sees = ids[:, :, None] == ids[:, None, :]
-    above = torch.tensor(segments.parents)
-    seen = ids
-    while (
-        (seen := torch.where(seen >= 0, above[seen], -1)).ge(0).any()
-    ):  # what it continues, and what that continues, ...
+    sees, seen, above = ids[:, :, None] == ids[:, None, :], ids, torch.tensor(segments.parents)
+    while seen.max() >= 0:
+        seen = torch.where(seen >= 0, above[seen], -1)  # what the one before continues
         sees |= seen[:, :, None] == ids[:, None, :]
     sees &= positions[:, :, None] >= positions[:, None, :]
     sees &= (torch.arange(width) < sizes[:, None])[:, None, :]
