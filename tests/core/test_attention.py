@@ -2,6 +2,7 @@ import pytest
 import torch
 import transformers
 
+from posttrain.core import attention
 from posttrain.core.attention import enable_segments, segment_attention, segments_problem
 from posttrain.core.heads import base_model
 from posttrain.core.segments import Segments, without_padding
@@ -107,13 +108,17 @@ def by_definition(query, key, value, mask, scale, softcap=None, sinks=None):
     return weights / (weights.sum(-1, keepdim=True) + extra) @ value
 
 
+@pytest.mark.parametrize("way", ["blocks", "tiles"])
 @pytest.mark.parametrize("segments", [TREE, Segments.documents([5, 1, 9, 5]), Segments.groups([(6, [4, 4, 7])] * 2)])
 @pytest.mark.parametrize(
     "rule",
     [{}, {"window": 3}, {"softcap": 1.5}, {"softcap": 1.5, "window": 4}, {"sinks": True}, {"window": 100}],
     ids=str,
 )
-def test_attention_and_its_gradients_are_those_of_the_dense_mask(segments, rule):
+def test_attention_and_its_gradients_are_those_of_the_dense_mask(segments, rule, way, monkeypatch):
+    assert attention._tiles(segments) is not None, "short documents are computed in one call"
+    if way == "blocks":
+        monkeypatch.setattr(attention, "_tiles", lambda segments: None)
     torch.manual_seed(0)
     heads, groups, size = 6, 2, 8
     query = torch.randn(1, heads, segments.num_tokens, size, dtype=torch.float64, requires_grad=True)
@@ -136,7 +141,17 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(segments, rule)
         torch.testing.assert_close(ours, theirs, **exact)
 
 
-@pytest.mark.parametrize("length", [40, 900])  # the second is long enough for the kernel in bfloat16
+@pytest.mark.parametrize(
+    "segments",
+    [Segments.documents([65] * 4), Segments.documents([2] * 9 + [60]), Segments.groups([(40, [20, 30])])],
+)
+def test_what_one_call_would_pad_or_mask_too_much_is_computed_in_blocks(segments):
+    assert attention._tiles(segments) is None
+
+
+@pytest.mark.parametrize(
+    "length", [5, 40, 900]
+)  # tiles; blocks; blocks long enough for the kernel in bfloat16 is long enough for the kernel in bfloat16
 def test_attention_in_bfloat16_is_as_near_as_its_numbers_allow(length):
     torch.manual_seed(0)
     segments = Segments.groups([(length, [20, 30])])

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from posttrain.core import report
-from posttrain.core.report import loss_curve, thin, ticks
+from posttrain.core.report import loss_curve, metric_curves, thin, ticks
 
 HISTORY = [
     {"loss": 4.0, "learning_rate": 1e-3, "grad_norm": 1.0, "epoch": 0.5, "step": 10},
@@ -128,3 +128,24 @@ def test_thinning_keeps_a_spike_a_gap_and_the_ends():
     kept = thin(points)
     assert len(kept) <= report.MOST_POINTS + 3
     assert {(7_777, 50.0), (9_999, None), points[0], points[-1]} <= set(kept)
+
+
+def test_metrics_are_drawn_on_one_axis(tmp_path):
+    records = [
+        {"step": 0, "eval_pass@1": 0.1},
+        {"step": 5, "reward": 0.3},
+        {"step": 10, "reward": 0.5, "eval_pass@1": 0.5},
+    ]
+    names = {"reward": "new prompts", "eval_pass@1": "held out"}
+    page = metric_curves(records, names, tmp_path / "deep" / "curve.html", "Steps", "share right").read_text("utf-8")
+    (reward, held_out), dots = lines(page), page.count("<circle")
+    assert held_out[1] == reward[1], "0.5 at step 10 is one point, whichever line it is on"
+    assert reward[0][1] == pytest.approx((held_out[0][1] + held_out[1][1]) / 2, abs=0.2)
+    assert dots == 2 and "share right" in page and "0.1 &#x2192; 0.5" in page
+
+
+def test_a_metric_that_was_never_logged_is_named_with_those_that_were(tmp_path):
+    with pytest.raises(ValueError, match="'eval_pass@2'; in the records are: eval_pass@1, step"):
+        metric_curves(
+            [{"step": 1, "eval_pass@1": 0.1}], {"eval_pass@2": "held out"}, tmp_path / "c.html", "Steps", "share"
+        )

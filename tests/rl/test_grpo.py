@@ -77,6 +77,16 @@ def test_the_loader_gives_the_prompts_of_several_steps_at_once(tmp_path):
     assert all(prompts[i] == prompts[i - i % 4] for i in range(32)) and len(set(prompts)) > 4
 
 
+def test_a_prompt_is_tokenised_once_for_all_its_completions(tmp_path):
+    run = trainer(tmp_path)
+    read, encode = [], run.codec.encode
+    run.codec.encode = lambda prompt, tools=None: read.append(prompt) or encode(prompt, tools)
+    samples = run.new_samples([row for row in ROWS[:3] for _ in range(4)])
+    assert read == [row["prompt"] for row in ROWS[:3]]
+    assert [sample.prompt_ids for sample in samples] == [encode(row["prompt"]) for row in ROWS[:3] for _ in range(4)]
+    assert len({id(sample.prompt_ids) for sample in samples}) == 12, "each has a list of its own to go on in"
+
+
 def test_one_generation_serves_all_steps_made_of_it(tmp_path):
     engine = Scripted("a", "b", "c", "d")
     run = trainer(tmp_path, rows=ROWS * 2, steps_per_generation=8, max_steps=16, options={"generator": engine})

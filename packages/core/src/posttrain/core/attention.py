@@ -254,6 +254,8 @@ def segment_attention(
         if device == "cuda":
             return _on_cuda(query, key, value, segments, scale, window, softcap)
         if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
+            if (tiles := _tiles(segments)) is not None:
+                return _by_tiles(query, key, value, tiles, scale)
             return _Blocks.apply(query, key, value, segments, scale)
         return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
 
@@ -393,6 +395,53 @@ def _block_inputs(
     inputs = query[:, :, block.start : block.stop], key[:, :, keys], value[:, :, keys]
     short = block.key_stop - block.key_start < HALF_FROM and query.dtype in (torch.bfloat16, torch.float16)
     return tuple(tensor.float() for tensor in inputs) if short else inputs
+
+
+#: Documents of so many tokens at most, in pieces of no more than the second number on average, are computed in one call with
+#: a mask: up to nine times as fast on the CPU, since a call for each block takes longer than what it computes.
+TILE, TILE_PIECE = 64, 16
+
+
+@functools.lru_cache(maxsize=8)
+def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Each document as a row of its own, for short ones; None where blocks are faster.
+
+    Returns:
+        (T, W) where in the flattened row the tokens of the T documents are, padded with 0; (T, 1, W, W) bool, what they
+        see; (N,) and (N,) the document of each token of the flattened row, and its place there.
+    """
+    if segments.num_tokens > TILE_PIECE * len(segments.lengths):
+        return None
+    roots: list[int] = []
+    for i, parent in enumerate(segments.parents):
+        roots.append(i if parent < 0 else roots[parent])
+    document = torch.tensor(roots).unique(return_inverse=True)[1].repeat_interleave(torch.tensor(segments.lengths))
+    sizes = document.bincount()
+    width = int(sizes.max())
+    if width > TILE or width * len(sizes) > 2 * segments.num_tokens:
+        return None
+    order = document.argsort(stable=True)
+    place = torch.empty_like(document)
+    place[order] = torch.arange(len(document)) - (sizes.cumsum(0) - sizes)[document[order]]
+    tokens = torch.zeros(len(sizes), width, dtype=torch.long)
+    tokens[document, place] = torch.arange(len(document))
+    ids, positions = segments.segment_ids()[tokens], segments.position_ids()[0][tokens]
+    sees, seen, above = ids[:, :, None] == ids[:, None, :], ids, torch.tensor(segments.parents)
+    while seen.max() >= 0:
+        seen = torch.where(seen >= 0, above[seen], -1)  # what the one before continues
+        sees |= seen[:, :, None] == ids[:, None, :]
+    sees &= positions[:, :, None] >= positions[:, None, :]
+    sees &= (torch.arange(width) < sizes[:, None])[:, None, :]
+    sees |= torch.eye(width, dtype=torch.bool)  # a row of padding must see something, or its softmax is not a number
+    return tokens, sees.unsqueeze(1), document, place
+
+
+def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
+    tokens, sees, document, place = tiles
+    kind = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (tensor[0].transpose(0, 1)[tokens].transpose(1, 2).to(kind) for tensor in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, sees, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)[document, place].to(query.dtype).transpose(0, 1).unsqueeze(0)
 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU

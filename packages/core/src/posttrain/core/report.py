@@ -78,6 +78,44 @@ def loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: s
         more = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
         body.append(f'<p class="broken">{len(broken)} not finite (&#x2715;): {escape(where)}{more}</p>')
 
+    return write_page(path, title, body)
+
+
+def metric_curves(
+    log_history: Sequence[dict[str, Any]], metrics: dict[str, str], path: str | Path, title: str, label: str
+) -> Path:
+    """Draw metrics over the optimizer steps of a run, one line each, on one axis.
+
+    Args:
+        log_history: the records of ``trainer.state.log_history``.
+        metrics: of each metric to draw, its name in the records and the name of its line, as in
+            ``{"reward": "training", "eval_reward": "held out"}``. Those that begin with ``eval_`` are drawn with dots.
+        path: the HTML file to write; its folder is made.
+        title: the headline of the page.
+        label: what the axis is called.
+
+    Returns:
+        `path`. A value that is not finite breaks its line, as in `loss_curve`.
+
+    Raises:
+        ValueError: a metric is in no record, with the names of those that are.
+    """
+    drawn = []
+    for i, (metric, name) in enumerate(metrics.items()):
+        series = read_series(log_history, metric, name, f"var(--line-{i % 5})", dots=metric.startswith("eval_"))
+        if not series.points:
+            known = sorted({key for record in log_history for key in record})
+            raise ValueError(
+                f"No record holds 'step' together with {metric!r}; in the records are: {', '.join(known)}."
+            )
+        drawn.append(series)
+    steps = [x for series in drawn for x, _ in series.points]
+    body = [f"<h1>{escape(title)}</h1>", legend(drawn)]
+    body.append(chart(drawn, (min(steps), max(steps)), height=320, label=label, last=True))
+    return write_page(path, title, body)
+
+
+def write_page(path: str | Path, title: str, body: Iterable[str]) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(PAGE.format(title=escape(title), style=STYLE, body="\n".join(body)), encoding="utf-8")

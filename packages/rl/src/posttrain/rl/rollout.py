@@ -390,8 +390,12 @@ class RolloutTrainer(Trainer):
         """A sample without a completion for each row."""
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         self.environments.begin(samples)
-        for sample in samples:
-            sample.prompt_ids = self.codec.encode(sample.prompt, self.environments.schemas_of(sample))
+        read, ids = None, []
+        for sample in samples:  # those of one prompt are neighbours, and it is tokenised once
+            asked = sample.prompt, self.environments.schemas_of(sample)
+            if asked != read:
+                read, ids = asked, self.codec.encode(*asked)
+            sample.prompt_ids = list(ids)
         return samples
 
     def sampling(self, temperature: float | None = None) -> Sampling:
