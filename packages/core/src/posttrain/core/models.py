@@ -24,6 +24,7 @@ from posttrain.core.heads import (
     CausalHead,
     base_model,
     causal_head,
+    has_virtual_tokens,
     id_limits,
     is_peft_model,
     logps_in_head,
@@ -44,9 +45,11 @@ __all__ = [
     "base_model",
     "causal_head",
     "check_trainable",
+    "checkpointing_problem",
     "disable_dropout",
     "enable_gradient_checkpointing",
     "ensure_pad_token",
+    "has_virtual_tokens",
     "id_limits",
     "is_peft_model",
     "is_quantized",
@@ -374,11 +377,18 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError for quantized weights without an adapter: rounded weights cannot take small updates."""
+    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from taking
+    small updates, and an adapter that is frozen."""
+    name = type(base_model(model)).__name__
     if is_quantized(model) and not is_peft_model(model) and not getattr(base_model(model), "_hf_peft_config_loaded", 0):
         raise ValueError(
-            f"This {type(base_model(model)).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            f"This {name} is quantized, and quantized weights cannot be trained themselves. "
             "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
+        )
+    if is_peft_model(model) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"The adapter of this {name} is frozen, so there is nothing to train. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
 
 
@@ -412,13 +422,29 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 # ------------------------------------------------------------------------------------------- what training does to it
 
 
+def checkpointing_problem(model: nn.Module) -> str | None:
+    """Why layers of `model` cannot be recomputed, and what to set, as a sentence; None if they can."""
+    kind = unwrap(model).active_peft_config.peft_type if is_peft_model(model) else None
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):  # the names of peft's enumeration, which are strings
+        return (
+            f"{kind.value} hands its prefix to the model as a key/value cache, which gradient checkpointing switches off. Set "
+            "gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or peft.LoraConfig."
+        )
+    return None
+
+
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
     """Recompute the activations of each layer in the backward; also switches the key/value cache off.
 
     Args:
         kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; besides them
             `every_n_layers` and `offload`, where the installed transformers has them.
+
+    Raises:
+        ValueError: where `checkpointing_problem` says why not, and for a model without a method for it.
     """
+    if problem := checkpointing_problem(model):
+        raise ValueError(problem)
     base = base_model(model)
     options = {"use_reentrant": False} | (kwargs or {})
     extras = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}

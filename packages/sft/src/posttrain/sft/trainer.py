@@ -186,8 +186,9 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info(done)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
-        elif models.is_quantized(model) and not models.is_peft_model(model):
-            raise ValueError("A quantised model cannot be trained by itself; pass peft_config to train adapters on it.")
+        models.check_trainable(model)
+        if args.activation_checkpointing and (problem := models.checkpointing_problem(model)):
+            raise ValueError(problem)
         why_not = models.supports_loss_in_head(model)
         if getattr(model.config, "output_router_logits", False):
             why_not = "the router's auxiliary loss is computed together with the logits."
@@ -284,6 +285,11 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
 
 
 def _refuse_leaks(model: nn.Module) -> None:
+    if models.has_virtual_tokens(model):
+        raise ValueError(
+            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the first would see "
+            "them. Set packing=False and padding_free=False, or train an adapter in the layers, such as peft.LoraConfig."
+        )
     leak = documents_leak(model)
     if leak > 1e-4:
         raise ValueError(
