@@ -62,6 +62,7 @@ __all__ = [
     "unwrap",
 ]
 
+BITS = ("load_in_4bit", "load_in_8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -218,7 +219,8 @@ def load_causal_lm(
 
     Args:
         model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
-        quantization_config: e.g. a `transformers.BitsAndBytesConfig`.
+        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or a dict of
+            what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one by one.
         auto_class: the class of transformers to load with.
 
     Raises:
@@ -230,15 +232,38 @@ def load_causal_lm(
     kwargs = dict(model_init_kwargs or {})
     dtype = kwargs.pop("torch_dtype", None) or "float32"
     kwargs["dtype"] = _checked_dtype(kwargs.get("dtype") or dtype)
-    if quantization_config is not None:
-        if kwargs.get("quantization_config") is not None:
-            raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
-        kwargs["quantization_config"] = quantization_config
+    kwargs |= _quantization(kwargs, quantization_config)
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
     check_indices(path)
     with _explain_missing(path, "model"):
         return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
+
+
+def _quantization(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
+    """The `quantization_config` of ``from_pretrained``; what describes one is taken out of `kwargs`."""
+    fields = {
+        name: kwargs.pop(name) for name in list(kwargs) if name.startswith(("load_in_", "bnb_4bit_", "llm_int8_"))
+    }
+    inside = kwargs.pop("quantization_config", None)
+    if given is not None and inside is not None:
+        raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
+    config = inside if given is None else given
+    asked = [name for name in BITS if fields.get(name)]
+    if config is None:
+        config = fields if asked else None
+    elif asked and not any(
+        config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in asked
+    ):
+        raise ValueError(
+            f"model_init_kwargs has {asked[0]}=True beside a quantization_config that says otherwise. Keep one."
+        )
+    if isinstance(config, dict) and any(config.get(name) for name in BITS):
+        require("bitsandbytes", "posttrain-core[quantization]", why="load_in_4bit and load_in_8bit")
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(**{name: value for name, value in config.items() if name != "quant_method"})
+    return {} if config is None else {"quantization_config": config}
 
 
 def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code: bool = False, **kwargs: Any) -> Any:
