@@ -1,3 +1,7 @@
+import importlib.machinery
+import sys
+import types
+
 import pytest
 import torch
 import transformers
@@ -179,6 +183,54 @@ def test_dropout_drops_from_the_weights():
     value = torch.ones(1, 2, 400, 8)
     out = segment_attention(value * 0, value * 0, value, Segments.documents([400]), scale=1.0, dropout=0.5)
     assert out[0, :, 200:].mean().item() == pytest.approx(1.0, abs=0.05) and out[0, :, 200:].std() > 0.01
+
+
+#: What a GPU computes, computed here; the kernels themselves are not verified by these.
+ON_A_GPU = [{}, {"window": 3}, {"softcap": 1.5, "window": 4}]
+
+
+def heads_of(segments, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shape = segments.num_tokens, 8
+    return [torch.randn(1, heads, *shape, generator=generator).to(dtype) for heads in (6, 2, 2)]
+
+
+@pytest.mark.parametrize("segments", [TREE, Segments.documents([5, 1, 9, 5])])
+@pytest.mark.parametrize("rule", ON_A_GPU, ids=str)
+def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_flex_attention", lambda: flex_attention)  # not compiled
+    window, softcap = rule.get("window"), rule.get("softcap")
+    found = attention._on_cuda(*heads_of(segments), segments, 0.3, window, softcap)
+    expected = by_definition(*heads_of(segments), segments.dense_mask(window), 0.3, softcap)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ON_A_GPU, ids=str)
+def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
+    segments = Segments.documents([5, 1, 9, 5])
+
+    def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale, causal, window_size, softcap):
+        """`flash_attn.flash_attn_varlen_func` as its documentation has it: (T, H, D), a window of positions to the left."""
+        assert causal and window_size[1] in (-1, 0) and longest_q == longest_k == 9 and ends_q.dtype == torch.int32
+        outputs = []
+        for start, end in zip(ends_q.tolist(), ends_q.tolist()[1:], strict=False):
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+            parts = (tensor[start:end].transpose(0, 1)[None].float() for tensor in (q, k, v))
+            outputs.append(by_definition(*parts, mask, softmax_scale, softcap)[0].transpose(0, 1))
+        return torch.cat(outputs).to(q.dtype)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func, module.__spec__ = varlen, importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    window, softcap = rule.get("window"), rule.get("softcap")
+    inputs = heads_of(segments, torch.bfloat16)
+    found = attention._on_cuda(*inputs, segments, 0.3, window, softcap)
+    expected = by_definition(*(tensor.float() for tensor in inputs), segments.dense_mask(window), 0.3, softcap)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

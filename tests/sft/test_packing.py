@@ -172,14 +172,19 @@ def test_the_documents_of_a_batch_are_there_for_models_that_read_segments():
 
 
 @pytest.mark.parametrize("padding_free", [False, True], ids=["packed", "padding_free"])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "segments"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_packed_documents_logits_are_those_of_the_document_alone(arch, attention, padding_free):
+def test_a_packed_documents_logits_are_those_of_the_document_alone(arch, attention, strategy, padding_free):
     lm, dataset = model(arch, "sdpa" if attention == "segments" else attention), prepared([12, 7, 20, 1, 9, 15])
     if attention == "segments":
         enable_segments(lm)
-    packed = list(pack_dataset(dataset, 40))
-    assert len(packed) == 2 and len(packed[0]["input_ids"]) != len(packed[1]["input_ids"])
+    capacity = 40 if strategy == "bfd" else 18  # which cuts the longest
+    packed = list(pack_dataset(dataset, capacity, strategy))
+    assert max(len(row["seq_lengths"]) for row in packed) > 1
+    assert len({len(row["input_ids"]) for row in packed}) > 1 and (
+        strategy == "bfd" or sum(len(row["seq_lengths"]) for row in packed) > len(dataset)
+    )
     batch = SFTCollator(pad_token_id=0, padding_free=padding_free, seq_lengths=attention == "segments")(packed)
     batch = with_segments(batch)
     batch.pop("labels")

@@ -293,6 +293,20 @@ def test_gradient_checkpointing_changes_no_weight(arch, lora, tmp_path):
         torch.testing.assert_close(trained[1][name], value, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("changes", [{}, {"packing": True, "bf16": True}, {"gradient_checkpointing": True}], ids=str)
+def test_activations_in_host_memory_change_no_weight(changes, tmp_path, monkeypatch, caplog):
+    with caplog.at_level("INFO", "posttrain"):
+        plain = make(tmp_path / "plain", COMPLETIONS, activation_offloading=True, **changes)
+    assert "activation_offloading=True has no effect: Activations are in host memory already" in caplog.text
+    monkeypatch.setattr("posttrain.sft.trainer.offloading_problem", lambda device: None)  # they are copied all the same
+    moved = make(tmp_path / "moved", COMPLETIONS, activation_offloading=True, **changes)
+    for trainer in (plain, moved):
+        trainer.train()
+    assert plain._offload is None and moved._offload.moved > 0
+    expected = weights(plain.model)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(moved.model).items())
+
+
 # ---------------------------------------------------------------------------------------------------- adapters
 
 

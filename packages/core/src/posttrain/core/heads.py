@@ -35,6 +35,11 @@ def is_peft_model(model: nn.Module) -> bool:
     return any(kind.__name__ in ("PeftModel", "PeftMixedModel") for kind in type(unwrap(model)).__mro__)
 
 
+def has_virtual_tokens(model: nn.Module) -> bool:
+    """Whether an adapter puts tokens of its own before each row: prompt tuning, prefix tuning and kin."""
+    return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """The model of transformers below all wrappers and adapters."""
     model = unwrap(model)
@@ -216,7 +221,7 @@ def _behind_virtual_tokens(
 ) -> torch.Tensor:
     """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs."""
     extra = hidden.shape[1] - targets.shape[1]
-    if extra > 0 and is_peft_model(model) and getattr(unwrap(model).active_peft_config, "is_prompt_learning", False):
+    if extra > 0 and has_virtual_tokens(model):
         return F.pad(targets, (extra, 0), value=ignore_index)
     return targets
 

@@ -24,6 +24,7 @@ from posttrain.core.heads import (
     CausalHead,
     base_model,
     causal_head,
+    has_virtual_tokens,
     id_limits,
     is_peft_model,
     logps_in_head,
@@ -44,9 +45,11 @@ __all__ = [
     "base_model",
     "causal_head",
     "check_trainable",
+    "checkpointing_problem",
     "disable_dropout",
     "enable_gradient_checkpointing",
     "ensure_pad_token",
+    "has_virtual_tokens",
     "id_limits",
     "is_peft_model",
     "is_quantized",
@@ -59,6 +62,7 @@ __all__ = [
     "unwrap",
 ]
 
+BITS = ("load_in_4bit", "load_in_8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -215,7 +219,8 @@ def load_causal_lm(
 
     Args:
         model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
-        quantization_config: e.g. a `transformers.BitsAndBytesConfig`.
+        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or a dict of
+            what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one by one.
         auto_class: the class of transformers to load with.
 
     Raises:
@@ -227,15 +232,38 @@ def load_causal_lm(
     kwargs = dict(model_init_kwargs or {})
     dtype = kwargs.pop("torch_dtype", None) or "float32"
     kwargs["dtype"] = _checked_dtype(kwargs.get("dtype") or dtype)
-    if quantization_config is not None:
-        if kwargs.get("quantization_config") is not None:
-            raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
-        kwargs["quantization_config"] = quantization_config
+    kwargs |= _quantization(kwargs, quantization_config)
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
     check_indices(path)
     with _explain_missing(path, "model"):
         return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
+
+
+def _quantization(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
+    """The `quantization_config` of ``from_pretrained``; what describes one is taken out of `kwargs`."""
+    fields = {
+        name: kwargs.pop(name) for name in list(kwargs) if name.startswith(("load_in_", "bnb_4bit_", "llm_int8_"))
+    }
+    inside = kwargs.pop("quantization_config", None)
+    if given is not None and inside is not None:
+        raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
+    config = inside if given is None else given
+    asked = [name for name in BITS if fields.get(name)]
+    if config is None:
+        config = fields if asked else None
+    elif asked and not any(
+        config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in asked
+    ):
+        raise ValueError(
+            f"model_init_kwargs has {asked[0]}=True beside a quantization_config that says otherwise. Keep one."
+        )
+    if isinstance(config, dict) and any(config.get(name) for name in BITS):
+        require("bitsandbytes", "posttrain-core[quantization]", why="load_in_4bit and load_in_8bit")
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(**{name: value for name, value in config.items() if name != "quant_method"})
+    return {} if config is None else {"quantization_config": config}
 
 
 def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code: bool = False, **kwargs: Any) -> Any:
@@ -374,11 +402,18 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError for quantized weights without an adapter: rounded weights cannot take small updates."""
+    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from taking
+    small updates, and an adapter that is frozen."""
+    name = type(base_model(model)).__name__
     if is_quantized(model) and not is_peft_model(model) and not getattr(base_model(model), "_hf_peft_config_loaded", 0):
         raise ValueError(
-            f"This {type(base_model(model)).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            f"This {name} is quantized, and quantized weights cannot be trained themselves. "
             "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
+        )
+    if is_peft_model(model) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"The adapter of this {name} is frozen, so there is nothing to train. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
 
 
@@ -412,13 +447,29 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 # ------------------------------------------------------------------------------------------- what training does to it
 
 
+def checkpointing_problem(model: nn.Module) -> str | None:
+    """Why layers of `model` cannot be recomputed, and what to set, as a sentence; None if they can."""
+    kind = unwrap(model).active_peft_config.peft_type if is_peft_model(model) else None
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):  # the names of peft's enumeration, which are strings
+        return (
+            f"{kind.value} hands its prefix to the model as a key/value cache, which gradient checkpointing switches off. Set "
+            "gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or peft.LoraConfig."
+        )
+    return None
+
+
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
     """Recompute the activations of each layer in the backward; also switches the key/value cache off.
 
     Args:
         kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; besides them
             `every_n_layers` and `offload`, where the installed transformers has them.
+
+    Raises:
+        ValueError: where `checkpointing_problem` says why not, and for a model without a method for it.
     """
+    if problem := checkpointing_problem(model):
+        raise ValueError(problem)
     base = base_model(model)
     options = {"use_reentrant": False} | (kwargs or {})
     extras = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}

@@ -61,6 +61,10 @@ class Resuming:
         model = models.unwrap(self.model)
         if not self.dist.saves_in_parts or models.is_peft_model(model):
             self.save_model(str(directory), _internal_call=True)
+            if models.is_peft_model(model) and weights.has_encoder(model):
+                whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
+                if self.args.should_save:
+                    weights.save_encoder(model, directory, whole)
             if not self._adapters_checked:
                 self._check_adapters(directory)
             return

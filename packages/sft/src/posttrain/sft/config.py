@@ -20,6 +20,10 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
+    activation_offloading: bool = opt(
+        False,
+        "Keep activations in host memory between forward and backward: far less memory of the GPU, somewhat slower.",
+    )
     bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
 
     model_init_kwargs: dict[str, Any] | str | None = opt(

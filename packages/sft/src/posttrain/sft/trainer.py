@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -17,6 +18,7 @@ from posttrain.core import Trainer, TrainingArguments, attention, chat, models
 from posttrain.core.data import check_dataset
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
+from posttrain.core.offload import OffloadActivations, offloading_problem
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
@@ -113,6 +115,7 @@ class SFTTrainer(GeneratesText, Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             **old_names,
         )
+        self._offload = self._make_offload()
         self._reads_segments = self._enable_segments()
         if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
             _refuse_leaks(self.model)
@@ -151,6 +154,15 @@ class SFTTrainer(GeneratesText, Trainer):
         self.metrics.add_sum("entropy", entropy.detach(), items)
         return loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
 
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
+        if self._offload is None:
+            return super().compute_loss_context_manager()
+        stack = contextlib.ExitStack()
+        stack.enter_context(super().compute_loss_context_manager())
+        stack.enter_context(self._offload)
+        return stack
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As the core's; rows that were not prepared at construction are prepared here."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
@@ -186,8 +198,9 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info(done)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
-        elif models.is_quantized(model) and not models.is_peft_model(model):
-            raise ValueError("A quantised model cannot be trained by itself; pass peft_config to train adapters on it.")
+        models.check_trainable(model)
+        if args.activation_checkpointing and (problem := models.checkpointing_problem(model)):
+            raise ValueError(problem)
         why_not = models.supports_loss_in_head(model)
         if getattr(model.config, "output_router_logits", False):
             why_not = "the router's auxiliary loss is computed together with the logits."
@@ -195,6 +208,15 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
+
+    def _make_offload(self) -> OffloadActivations | None:
+        if not self.args.activation_offloading:
+            return None
+        if problem := offloading_problem(self.dist.device):
+            logger.info("activation_offloading=True has no effect: %s", problem)
+            return None
+        head = models.base_model(self.model).get_output_embeddings()
+        return OffloadActivations(self.model, self.dist.device, stays=[] if head is None else [head])
 
     def _enable_segments(self) -> bool:
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
@@ -284,6 +306,11 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
 
 
 def _refuse_leaks(model: nn.Module) -> None:
+    if models.has_virtual_tokens(model):
+        raise ValueError(
+            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the first would see "
+            "them. Set packing=False and padding_free=False, or train an adapter in the layers, such as peft.LoraConfig."
+        )
     leak = documents_leak(model)
     if leak > 1e-4:
         raise ValueError(

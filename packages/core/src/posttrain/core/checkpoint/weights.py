@@ -17,6 +17,7 @@ from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+ENCODER = "prompt_encoder.safetensors"
 PARTS = "weights"  # the tree of weights that every process writes its part of
 
 
@@ -200,8 +201,31 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
         _refuse(f"the adapter {adapter!r}", file, misfits, [name for name in own if name not in tensors], [])
+        if (file.parent / ENCODER).is_file():
+            trained = codec.read_tensors(file.parent / ENCODER)
+            model.load_state_dict(sharded.fitted_to(trained, model.state_dict()), strict=False)
+            continue
         outcome = set_peft_model_state_dict(model, sharded.fitted_to(tensors, own), adapter_name=adapter)
-        _refuse(f"the adapter {adapter!r}", file, [], [], list(getattr(outcome, "unexpected_keys", None) or ()))
+        unknown = getattr(outcome, "unexpected_keys", None) or ()  # peft counts the virtual tokens that it has just set
+        _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether virtual tokens of `model` come out of a network that is trained, as in p-tuning and projected prefixes. The file
+    of the adapter holds the tokens alone, from which training cannot go on."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return any(name.startswith("prompt_encoder.") and not name.endswith(".embedding.weight") for name in names)
+
+
+def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Write what a run needs to go on where `has_encoder`, beside the adapter.
+
+    Args:
+        state_dict: the weights put together, where `model` holds pieces of them.
+    """
+    state_dict = model.state_dict() if state_dict is None else state_dict
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    codec.write_tensors({name: state_dict[name] for name in names}, Path(directory) / ENCODER)
 
 
 def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torch.Tensor]) -> list[str]:

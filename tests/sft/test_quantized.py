@@ -1,0 +1,219 @@
+"""Adapters on a base of 4 or 8 bits, on the CPU build of bitsandbytes: loaded as asked, trained, resumed to the bit."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from posttrain.core import models
+from posttrain.core.cli import main
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+
+pytest.importorskip("bitsandbytes")
+
+ROWS = [{"prompt": text[:30], "completion": text[30:60]} for text in tiny.CORPUS] * 2
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+DORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], use_dora=True)
+FOUR = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+EIGHT = {"load_in_8bit": True}
+#: How a script may ask for it: what becomes an argument of the trainer, and what becomes `model_init_kwargs`.
+WAYS = {
+    "argument": lambda bits: (BitsAndBytesConfig(**bits), None),
+    "argument as a dict": lambda bits: (bits, None),
+    "in model_init_kwargs": lambda bits: (None, {"quantization_config": BitsAndBytesConfig(**bits)}),
+    "in model_init_kwargs as a dict": lambda bits: (None, {"quantization_config": bits}),
+    "in model_init_kwargs as JSON": lambda bits: (None, json.dumps({"quantization_config": bits})),
+    "field by field": lambda bits: (None, dict(bits)),
+    "both, as older scripts do": lambda bits: (
+        BitsAndBytesConfig(**bits),
+        {name: True for name in bits if "load" in name},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny.causal_lm(hidden_size=64, head_dim=16, intermediate_size=128).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def make(base, out, bits, way="argument", peft_config=LORA, **changes):
+    config, kwargs = WAYS[way](bits)
+    usual = dict(
+        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64,
+        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, model_init_kwargs=kwargs,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    args = SFTConfig(**(usual | changes))
+    return SFTTrainer(base, args, train_dataset=ROWS, peft_config=peft_config, quantization_config=config)
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def state(trainer):
+    return {name: value for name, value in trainer.model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def kinds(trainer):
+    return {type(module).__name__ for module in trainer.model.get_base_model().modules()} & {
+        "Linear4bit",
+        "Linear8bitLt",
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bits", [FOUR, EIGHT], ids=["4 bits", "8 bits"])
+def test_a_base_is_quantized_however_it_is_asked_for(bits, way, base, tmp_path):
+    trainer = make(base, tmp_path, bits, way)
+    assert kinds(trainer) == {"Linear4bit" if bits is FOUR else "Linear8bitLt"}
+    config = trainer.model.get_base_model().config.quantization_config
+    if bits is FOUR:
+        assert config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_compute_dtype == torch.bfloat16
+        if way != "both, as older scripts do":
+            assert config.bnb_4bit_use_double_quant
+            quantized = next(
+                m for m in trainer.model.modules() if type(m).__name__ == "Linear4bit" and m.weight.dtype == torch.uint8
+            )
+            assert quantized.weight.quant_state.nested
+
+
+CHANGES = [{}, {"gradient_checkpointing": False}, {"bf16": True}, {"packing": True}]
+# Of 8 bits that were never on a GPU, peft 0.21 cannot tell the magnitudes that DoRA begins with.
+LEARNED = [(bits, changes) for bits in (FOUR, EIGHT) for changes in CHANGES] + [(FOUR, {"peft_config": DORA})]
+
+
+@pytest.mark.parametrize(
+    ("bits", "changes"), LEARNED, ids=lambda value: "DoRA" if "peft_config" in value else str(value)
+)
+def test_adapters_learn_on_it_and_a_run_goes_on_to_the_same_bits(bits, changes, base, tmp_path):
+    straight = make(base, tmp_path, bits, **changes)
+    before = {name: value.clone() for name, value in state(straight).items()}
+    straight.train()
+    assert losses(straight)[-1] < losses(straight)[0] - 0.02
+    changed = {name for name, value in state(straight).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name, p in straight.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in straight.model.parameters() if p.requires_grad} == {torch.bfloat16}
+    resumed = make(base, tmp_path, bits, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected = state(straight)
+    assert [name for name, value in state(resumed).items() if not torch.equal(value, expected[name])] == []
+    assert losses(resumed) == losses(straight)
+    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+
+
+def test_recomputed_layers_change_no_adapter(base, tmp_path):
+    trained = []
+    for on in (False, True):
+        trainer = make(base, tmp_path / str(on), FOUR, gradient_checkpointing=on)
+        trainer.train()
+        trained.append({name: p for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(parameter, trained[1][name]) for name, parameter in trained[0].items())
+
+
+def test_what_was_trained_is_what_peft_puts_on_a_base_of_the_same_bits(base, tmp_path):
+    trainer = make(base, tmp_path, FOUR)
+    trainer.train()
+    ids = torch.arange(4, 20)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(**FOUR), dtype=torch.float32
+    )
+    loaded = PeftModel.from_pretrained(loaded, tmp_path / "checkpoint-4").eval()
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=0, atol=5e-3)  # float32 adapters there
+        with loaded.disable_adapter():
+            assert (loaded(input_ids=ids).logits - expected).abs().max() > 0.05
+
+
+def test_a_model_that_was_quantized_before_is_trained_too(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(**FOUR), dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "four")
+    tiny.tokenizer().save_pretrained(tmp_path / "four")
+    args = SFTConfig(
+        str(tmp_path / "out"), max_steps=3, use_cpu=True, report_to="none", logging_steps=1, learning_rate=1e-2
+    )
+    trainer = SFTTrainer(str(tmp_path / "four"), args, train_dataset=ROWS, peft_config=LORA)
+    assert kinds(trainer) == {"Linear4bit"}
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    with pytest.raises(ValueError, match="Pass peft_config"):
+        SFTTrainer(str(tmp_path / "four"), args, train_dataset=ROWS)
+
+
+def test_quantized_weights_alone_are_refused_with_the_remedy(base, tmp_path):
+    with pytest.raises(ValueError, match=r"quantized weights cannot be trained themselves. Pass peft_config"):
+        make(base, tmp_path, FOUR, peft_config=None)
+
+
+def test_two_descriptions_that_differ_are_refused(base):
+    for config in (BitsAndBytesConfig(load_in_8bit=True), {"load_in_8bit": True}):
+        with pytest.raises(ValueError, match="load_in_4bit=True beside a quantization_config that says otherwise"):
+            models.load_causal_lm(base, {"load_in_4bit": True}, config)
+    plain = models.load_causal_lm(base, {"load_in_4bit": False, "load_in_8bit": False})
+    assert not models.is_quantized(plain)
+
+
+def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_path):
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    def run():
+        args = SFTConfig(
+            str(tmp_path),
+            max_steps=4,
+            save_steps=2,
+            use_cpu=True,
+            report_to="none",
+            logging_steps=1,
+            learning_rate=1e-2,
+        )
+        torch.manual_seed(1)
+        quantized = TorchAoConfig(Int8WeightOnlyConfig())
+        return SFTTrainer(base, args, train_dataset=ROWS, peft_config=LORA, quantization_config=quantized)
+
+    straight, resumed = run(), run()
+    assert models.is_quantized(straight.model)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]
+    expected = dict(straight.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters() if p.requires_grad)
+
+
+def test_other_methods_reach_transformers_as_they_are(base, monkeypatch):
+    from transformers import AwqConfig, GPTQConfig
+
+    given = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path, **kwargs: given.append(kwargs))
+    configs = GPTQConfig(bits=4, dataset=["a"], tokenizer=base), AwqConfig(bits=4), {"quant_method": "fp8"}
+    for config in configs:
+        models.load_causal_lm(base, quantization_config=config)
+        models.load_causal_lm(base, {"quantization_config": config})
+    assert [kwargs["quantization_config"] for kwargs in given] == [
+        each for config in configs for each in (config, config)
+    ]
+
+
+def test_the_command_line_trains_on_four_bits(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = f"sft --model_name_or_path {base} --dataset_name rows.jsonl --output_dir out --use_peft --load_in_4bit --lora_r 4"
+    words += " --use_bnb_nested_quant --lora_target_modules q_proj v_proj --max_steps 2 --use_cpu --report_to none --max_length 64"
+    assert main(words.split()) == 0
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4
+    assert json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
