@@ -24,7 +24,7 @@ FLOORS = {
         predictions segments state
     """.split(),
     1: """
-        arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
+        arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
         heads hub interrupts loader models optim optimizers registry report samplers trackers
     """.split(),
     2: """

@@ -61,8 +61,9 @@ class SFTTrainer(GeneratesText, Trainer):
 
     config_class = SFTConfig
     fixed_at_construction = (
-        "assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eos_token",
-        "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "truncation_mode",
+        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eos_token",
+        "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on",
+        "truncation_mode",
     )  # fmt: skip
     signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask")
 
@@ -236,8 +237,11 @@ class SFTTrainer(GeneratesText, Trainer):
                 text_field=args.dataset_text_field,
                 max_length=None if packing and args.packing_strategy != "bfd" else args.max_length,
                 truncation=args.truncation_mode,
+                too_long=args.too_long,
                 completion_only_loss=args.completion_only_loss,
                 assistant_only_loss=args.assistant_only_loss,
+                train_on=args.train_on,
+                chat_template_kwargs=args.chat_template_kwargs,
                 formatting_func=self._formatting_func,
                 eos_token=args.eos_token,
                 num_proc=args.dataset_num_proc,
