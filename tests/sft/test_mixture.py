@@ -188,6 +188,7 @@ def test_streams_draw_by_weight(tmp_path):
         ({}, {}, "an empty dict"),
         ({"train": MATHS, "test": TALES}, {}, r"dict of splits \(train, test\)"),
         (DatasetDict(a=Dataset.from_list(MATHS)), {}, "dict of splits"),
+        ({"text": ["a", "b"]}, {}, "a list of strs and not of rows"),
         (PARTS, {"dataset_weights": {"maths": 1}}, "has None for 'tales'"),
         (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "weight above 0"),
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),

@@ -46,6 +46,12 @@ def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
     """
     if not parts:
         raise DataError(f"{name}_dataset is an empty dict. Pass a dataset, or several by name.")
+    for part, rows in parts.items():
+        if isinstance(rows, list) and rows and not isinstance(rows[0], Mapping):
+            raise DataError(
+                f"{name}_dataset is a dict whose {part!r} is a list of {type(rows[0]).__name__}s and not of rows. Columns are "
+                "passed as datasets.Dataset.from_dict(...)."
+            )
     splits = SPLITS & set(map(str, parts))
     if splits or type(parts).__name__ in ("DatasetDict", "IterableDatasetDict"):
         raise DataError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, chat, models, objective
+from posttrain.core import Trainer, TrainingArguments, attention, models, objective
 from posttrain.core.data import check_dataset
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
@@ -24,7 +24,7 @@ from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.mixture import Mixture, check_parts
 from posttrain.sft.packing import documents_leak
-from posttrain.sft.preparing import prepare_rows
+from posttrain.sft.preparing import prepare_rows, set_up_tokenizer
 from posttrain.sft.report import DataReport
 
 logger = logging.getLogger(__name__)
@@ -197,16 +197,7 @@ class SFTTrainer(GeneratesText, Trainer):
         _refuse_other_models(model)
         if tokenizer is None:
             tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
-        if args.chat_template_path is not None:
-            tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
-        for name in ("eos_token", "pad_token"):
-            token = getattr(args, name)
-            if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-                raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
-            if token is not None:
-                setattr(tokenizer, name, token)
-        if done := models.ensure_pad_token(tokenizer):
-            logger.info(done)
+        set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
         elif models.is_quantized(model) and not models.is_peft_model(model):
