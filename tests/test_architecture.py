@@ -24,8 +24,8 @@ FLOORS = {
         predictions segments state
     """.split(),
     1: """
-        arguments attention callbacks changes chat checkpoint data distributed ema evaluation generation
-        heads hub interrupts loader models optim optimizers registry report samplers trackers
+        arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
+        heads hub interrupts loader models optim optimizers preview registry report samplers trackers
     """.split(),
     2: """
         cli generating incidents leaving lifecycle questions resuming search trainer

@@ -421,3 +421,66 @@ def test_the_tiled_loss_is_the_plain_one_on_shifted_labels():
     plain = cross_entropy(hidden @ weight.t(), labels, num_items=11, label_smoothing=0.1)
     tiled = linear_cross_entropy(hidden, weight, losses.shift_labels(labels), label_smoothing=0.1) / 11
     assert_close(tiled, plain)
+
+
+# ---- Dynamic Fine-Tuning, and losses by group
+
+
+def dft_reference(hidden, weight, bias, labels, **options):
+    """The equation, on whole logits: each log-probability times the probability, a constant."""
+    logps = plain_logits(hidden, weight, bias, **options).double().log_softmax(-1)
+    chosen = logps[labels != -100].gather(1, labels[labels != -100][:, None]).squeeze(1)
+    return -(chosen.detach().exp() * chosen).sum()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.3}, {"softcap": 2.0, "scale": 1.5}])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_dft_is_cross_entropy_times_the_probability(dtype, relative, reduction, options, bias):
+    hidden, weight, offset, labels = problem(dtype, bias=bias)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, bias=offset, reduction=reduction, dft=True, chunk_size=10, **options
+    )
+    expected = dft_reference(hidden, weight, offset, labels, **options)
+    if reduction == "mean":
+        expected = expected / (labels != -100).sum()
+    loss, expected = (loss.sum(), expected.to(loss.dtype))
+    assert_near([loss], [expected], max(relative, 1e-6))
+    tensors = hidden, weight, offset
+    assert_near(grads(loss, *tensors), grads(expected, *tensors), relative)
+
+
+def test_dft_on_whole_logits_is_the_same_and_a_certain_target_costs_nothing():
+    hidden, weight, bias, labels = problem()
+    logits = plain_logits(hidden, weight, bias)
+    expected = linear_cross_entropy(hidden, weight, losses.shift_labels(labels), bias=bias, dft=True)
+    assert cross_entropy(logits, labels, 1, dft=True).item() == pytest.approx(expected.item(), rel=1e-6)
+    uniform = cross_entropy(torch.zeros(1, 3, VOCAB), torch.tensor([[1, 2, 3]]), 1, dft=True)
+    assert uniform.item() == pytest.approx(2 * math.log(VOCAB) / VOCAB, rel=1e-6)  # p log(1/p), twice
+    assert losses.dynamic_weights(torch.tensor([0.0, math.inf])).tolist() == [1.0, 0.0]
+
+
+def test_dft_and_label_smoothing_are_refused_together():
+    hidden, weight, _, labels = problem()
+    with pytest.raises(ValueError, match="Set it to 0"):
+        linear_cross_entropy(hidden, weight, labels, dft=True, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("dft", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_losses_of_groups_are_told_and_sum_up_to_the_loss(dft, reduction):
+    hidden, weight, _, labels = problem()
+    groups = torch.randint(3, labels.shape, generator=torch.Generator().manual_seed(1))
+    options = {"reduction": reduction, "dft": dft, "chunk_size": 10}
+    loss, stats, (sums, counts) = linear_cross_entropy(
+        hidden, weight, labels, return_stats=True, groups=groups, num_groups=4, **options
+    )
+    each = linear_cross_entropy(hidden, weight, labels, reduction="none", dft=dft).detach()
+    for group in range(4):
+        assert sums[group].item() == pytest.approx(each[groups == group].sum().item(), rel=1e-6)
+        assert counts[group] == ((groups == group) & (labels != -100)).sum()
+    assert sums.sum().item() == pytest.approx(loss.sum().item(), rel=1e-6) and not sums.requires_grad
+    plain = linear_cross_entropy(hidden, weight, labels, return_stats=True, **options)
+    assert_close(plain[0], loss)
+    assert plain[1] == stats

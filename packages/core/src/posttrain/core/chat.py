@@ -12,15 +12,28 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from posttrain.core.encoding import (
+    Encoding,
+    Span,
+    encode_fast,
+    encode_texts,
+    has_doubled_bos,
+    special_tokens_around,
+    token_at,
+)
 from posttrain.core.errors import DataError
 
+__all__ = [
+    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat", "encode_texts",
+    "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice", "sharegpt_to_messages",
+    "special_tokens_around", "to_messages", "to_tools",
+]  # fmt: skip
+
 Message = dict[str, Any]
-Span = tuple[int, int]
-"""Where something starts and stops in a text, in characters."""
 
 FORMATS: dict[str, tuple[frozenset[str], ...]] = {
     "tokenized": (frozenset({"input_ids"}),),
@@ -49,8 +62,12 @@ ROLES = {
 }
 """ShareGPT's speakers -> the roles of a chat template."""
 
+MESSAGE_FLAGS = ("train", "weight")
+"""Keys of a message that say whether it is trained on. They are never shown to a chat template."""
+
 # A text that no conversation contains and no template changes, put in a message's place to find where it is rendered.
 PLACEHOLDER = "posttrain4f1c9a"
+UNCLEAR = "the chat template does not show where the messages that are trained on start and stop"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -128,8 +145,46 @@ def to_messages(value: Any, name: str = "messages") -> list[Message]:
             raise DataError(f"the content of a message in {name} is null")
         if not isinstance(content, (str, list, type(None))):
             raise DataError(f"the content of a message in {name} is neither text nor a list of parts")
-        messages.append({"content": ""} | _without_none(message))
+        kept = {key: value for key, value in message.items() if key not in MESSAGE_FLAGS}
+        messages.append({"content": ""} | _without_none(kept))
     return messages
+
+
+def message_choice(
+    value: Sequence[Mapping[str, Any]], train_on: str | Sequence[str] | None = None
+) -> list[bool] | None:
+    """Which messages of a conversation are trained on; None for all of its text, headers of turns included.
+
+    Args:
+        value: messages or ShareGPT turns, as the row has them. A message's own flag, ``"train": true`` or ``"weight": 1``
+            (OpenAI's name), goes before its role.
+        train_on: a role or several; "all"; or "last", the assistant's last message. None: all, and the assistant's in a
+            conversation whose messages have a key for a flag.
+
+    Raises:
+        DataError: a flag that is neither true nor false.
+    """
+    flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
+    if not flagged and train_on in (None, "all"):
+        return None
+    roles = [message["role"] if "role" in message else ROLES.get(message.get("from")) for message in value]
+    if train_on == "last":
+        last = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
+        chosen = [i == last for i in range(len(roles))]
+    else:
+        wanted = {train_on or "assistant"} if isinstance(train_on, str | None) else set(train_on)
+        chosen = [role in wanted or "all" in wanted for role in roles]
+    flags = [_flag(message) for message in value]
+    return [by_role if flag is None else flag for by_role, flag in zip(chosen, flags, strict=True)]
+
+
+def _flag(message: Mapping[str, Any]) -> bool | None:
+    for name in MESSAGE_FLAGS:
+        if (flag := message.get(name)) is not None:
+            if isinstance(flag, str) or flag not in (0, 1):
+                raise DataError(f"the {name} of a message is neither true nor false (1 nor 0)")
+            return bool(flag)
+    return None
 
 
 def _without_none(value: Any) -> Any:
@@ -216,18 +271,20 @@ class Template:
         except Exception as error:  # a template is a program of its own: what it raises is up to its author
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
 
-    def prompt_length(self, prompt: Sequence[Message], text: str) -> int:
+    def prompt_length(self, prompt: Sequence[Message], text: str, next_role: str = "assistant") -> int:
         """How many characters of `text`, a rendered conversation that begins with `prompt`, the prompt takes.
 
         The prompt is what the model is given before it writes: with the generation prompt, or, where it ends in an
         unfinished turn of the assistant, with that turn left open. Templates that render the end of a prompt
-        otherwise in a longer conversation (an empty thought, for example) are followed as far as they agree.
+        otherwise in a longer conversation (an empty thought, for example) are followed as far as they agree. Where
+        the completion begins with a message of another role, `next_role`, the prompt is what its messages render to.
 
         Raises:
             DataError: the template renders the prompt's messages otherwise in the conversation than alone.
         """
-        unfinished = prompt[-1]["role"] == "assistant"
-        asked = self.render(prompt, add_generation_prompt=not unfinished, continue_final_message=unfinished)
+        answers = next_role == "assistant"
+        unfinished = answers and prompt[-1]["role"] == "assistant"
+        asked = self.render(prompt, add_generation_prompt=answers and not unfinished, continue_final_message=unfinished)
         if text.startswith(asked):
             return len(asked)
         agreed = len(os.path.commonprefix([asked, text]))
@@ -236,25 +293,41 @@ class Template:
         return agreed
 
     def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what in it the assistant wrote, end-of-turn token included.
+        """The text of a conversation, and what in it the assistant wrote, end-of-turn token included; see `trained_spans`."""
+        return self.trained_spans(messages, [message["role"] == "assistant" for message in messages])
 
-        A template that marks it with ``{% generation %}`` is believed. For any other the turn is what comes between
-        the rendering of all before it with the generation prompt, and the rendering of all up to it. Where the text
-        does not begin with these (templates that drop the thoughts of earlier turns), the turn is found by rendering
-        the conversation with a placeholder in its place.
+    def trained_spans(self, messages: Sequence[Message], chosen: Sequence[bool]) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the `chosen` messages stand, end-of-turn token included.
+
+        What the assistant wrote begins where the generation prompt ends. A template that marks it with ``{% generation %}``
+        is believed. For any other the turn is what comes between the rendering of all before it with the generation
+        prompt, and the rendering of all up to it; its content must be found in there. Where that fails (templates that
+        drop the thoughts of earlier turns), and for other roles, the message is found by rendering the conversation
+        with a placeholder in its place: what is before and after it must be rendered the same.
 
         Raises:
-            DataError: neither way tells where a turn starts and stops.
+            DataError: neither way tells where a message starts and stops.
         """
+        spans: list[Span] = []
         if self._marks_generation:
-            return self._marked_spans(messages)
-        text, spans = self.render(messages), []
+            text, marks = self._marked_spans(messages)
+            if all(take == (message["role"] == "assistant") for take, message in zip(chosen, messages, strict=True)):
+                return text, marks
+        else:
+            text, marks = self.render(messages), None
         for i, message in enumerate(messages):
+            if not chosen[i]:
+                continue
+            earlier, span = spans[-1][1] if spans else 0, None
             if message["role"] == "assistant":
-                earlier = spans[-1][1] if spans else 0
-                spans.append(self._turn_by_prefix(messages, i, text) or self._turn_by_placeholder(messages, i, text))
-                if not earlier <= spans[-1][0] <= spans[-1][1]:
-                    raise DataError("the chat template does not show where the assistant's turns start and stop")
+                span = self._turn_by_prefix(messages, i, text)
+            start, stop = span or self._turn_by_placeholder(messages, i, text, earlier)
+            if not earlier <= start <= stop:
+                raise DataError(UNCLEAR)
+            if marks is not None and message["role"] == "assistant":
+                spans += [(max(a, start), min(b, stop)) for a, b in marks if a < stop and b > start]
+            else:
+                spans.append((start, stop))
         return text, spans
 
     def _turn_by_prefix(self, messages: Sequence[Message], i: int, text: str) -> Span | None:
@@ -262,25 +335,44 @@ class Template:
             return None
         before = self.render(messages[:i], add_generation_prompt=True)
         after = text if i + 1 == len(messages) else self.render(messages[: i + 1])
-        if text.startswith(before) and text.startswith(after) and len(before) <= len(after):
-            return len(before), len(after)
-        return None
+        if not text.startswith(before) or not text.startswith(after) or len(before) > len(after):
+            return None
+        content = messages[i]["content"]
+        # The last line, for thoughts before it may have been moved into the prompt or dropped.
+        if isinstance(content, str) and content.strip().rpartition("\n")[2] not in text[len(before) : len(after)]:
+            return None  # the template renders the turn elsewhere, or leaves its content out
+        return len(before), len(after)
 
-    def _turn_by_placeholder(self, messages: Sequence[Message], i: int, text: str) -> Span:
-        turn = {"role": "assistant", "content": PLACEHOLDER}
+    def _turn_by_placeholder(self, messages: Sequence[Message], i: int, text: str, earlier: int) -> Span:
+        role = messages[i]["role"]
+        shown = [{"type": "text", "text": PLACEHOLDER}] if isinstance(messages[i]["content"], list) else PLACEHOLDER
+        # Thoughts and calls are of the assistant's turn, and so are left out where the turn is; other keys name things.
+        turn = {"role": role, "content": shown} if role == "assistant" else {**messages[i], "content": shown}
         head, found, rest = self.render([*messages[:i], turn, *messages[i + 1 :]]).partition(PLACEHOLDER)
-        _, _, ending = self.render([*messages[:i], turn]).partition(PLACEHOLDER)
         if not found or not text.endswith(rest):
-            raise DataError("the chat template does not show where the assistant's turns start and stop")
+            raise DataError(UNCLEAR)
         stop = len(text) - len(rest)
         start = len(os.path.commonprefix([head, text[:stop]]))
-        if i > 0:  # what the template itself puts after the generation prompt (a thought) is the model's to write
+        begins = text.startswith(head)
+        if (
+            i > 0 and role == "assistant"
+        ):  # what the template itself puts after the generation prompt is the model's to write
             history, asked = (self.render(messages[:i], add_generation_prompt=ask) for ask in (False, True))
             opening = asked[len(history) :] if asked.startswith(history) else ""
-            opened = text.rfind(opening, 0, start) if opening else -1
-            if opened >= 0:
-                start = opened + len(opening)
-        return start, stop + self._agree_on_tokens(ending, rest)
+            opened = text.rfind(opening, earlier, start) if opening else -1
+            start = opened + len(opening) if opened >= 0 else start
+            # A prompt with a thought of its own, which the turn replaces, is followed as far as they agree.
+            begins |= opened >= 0 or len(history) < len(os.path.commonprefix([asked, text])) <= start
+        if not begins:
+            raise DataError(UNCLEAR)  # what is before the message depends on what it says
+        return start, stop + self._agree_on_tokens(self._ending([*messages[:i], turn]), rest)
+
+    def _ending(self, messages: Sequence[Message]) -> str:
+        """What ends the last of `messages`, whose content is the placeholder; nothing where they cannot stand alone."""
+        try:
+            return self.render(messages).partition(PLACEHOLDER)[2]
+        except DataError:
+            return ""
 
     def _agree_on_tokens(self, ending: str, rest: str) -> int:
         """How many characters two texts begin with in common, without the beginning of a token that differs."""
@@ -288,9 +380,10 @@ class Template:
         if agreed and getattr(
             self.tokenizer, "is_fast", False
         ):  # "<|end|>" and "<|eos|>" agree on nothing, not on "<|"
-            encoding = _encode_fast(self.tokenizer, [rest[: agreed + 64]])[0]
-            token, crosses = _token_at(encoding, agreed, len(rest))
-            return encoding.token_to_chars(token)[0] if crosses else agreed
+            for text in (ending, rest):
+                encoding = encode_fast(self.tokenizer, [text[: agreed + 64]])[0]
+                token, crosses = token_at(encoding, agreed, min(len(text), agreed + 64))
+                agreed = encoding.token_to_chars(token)[0] if crosses else agreed
         return agreed
 
     @cached_property
@@ -325,101 +418,7 @@ class Template:
     @cached_property
     def _turn_ending(self) -> str:
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
-        try:
-            return self.render(turn).partition(PLACEHOLDER)[2]
-        except DataError:
-            return ""
-
-
-class Encoding(NamedTuple):
-    """A text as tokens.
-
-    ids: the token ids. mask: True where a token is trained on, None for everywhere.
-    cut: the text was tokenized in pieces, because a token would have crossed the start or stop of a span.
-    """
-
-    ids: list[int]
-    mask: np.ndarray | None
-    cut: bool
-
-
-def encode_texts(
-    tokenizer: Any, texts: Sequence[str], spans: Sequence[list[Span] | None] | None = None
-) -> list[Encoding]:
-    """Tokenize texts, without special tokens around them, in one call.
-
-    Args:
-        tokenizer: a fast one does all texts at once on all its threads; a slow one works too.
-        texts: N texts.
-        spans: for each text what is to be trained on, sorted; None for all of it.
-
-    Where a token would cross the edge of a span, the text is tokenized piece by piece between the edges: a prompt's
-    tokens are then those that the model will be given. If that changes the text (tokenizers that put a space before
-    each text), it stays whole and the token that crosses is trained on.
-    """
-    spans = spans or [None] * len(texts)
-    if not getattr(tokenizer, "is_fast", False):
-        whole = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-        return [
-            Encoding(ids, None, False) if marks is None else _encode_pieces(tokenizer, text, marks, ids)
-            for text, marks, ids in zip(texts, spans, whole, strict=True)
-        ]
-    bare = [i for i, marks in enumerate(spans) if marks is None]
-    results: list[Any] = [None] * len(texts)
-    for i, encoding in zip(bare, _encode_fast(tokenizer, [texts[i] for i in bare], positions=False), strict=True):
-        results[i] = Encoding(encoding.ids, None, False)
-    marked = [i for i, marks in enumerate(spans) if marks is not None]
-    for i, encoding in zip(marked, _encode_fast(tokenizer, [texts[i] for i in marked]), strict=True):
-        mask, crossing = np.zeros(len(encoding.ids), dtype=bool), False
-        for start, stop in spans[i]:
-            first, crosses_start = _token_at(encoding, start, len(texts[i]))
-            last, crosses_stop = _token_at(encoding, stop, len(texts[i]))
-            mask[first : last + crosses_stop] = True
-            crossing |= crosses_start or crosses_stop
-        whole = Encoding(encoding.ids, mask, False)
-        results[i] = _encode_pieces(tokenizer, texts[i], spans[i], *whole[:2]) if crossing else whole
-    return results
-
-
-def _encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> list[Any]:
-    backend = tokenizer.backend_tokenizer
-    # An earlier call of the tokenizer may have left its truncation or padding on. A post-processor adds special
-    # tokens, and that of GPT-2 and Llama-3 takes white space out of the positions, where a turn's first line break is.
-    backend.no_truncation()
-    backend.no_padding()
-    encode = backend.encode_batch if positions else backend.encode_batch_fast
-    processor, backend.post_processor = backend.post_processor, None
-    try:
-        return encode(texts, add_special_tokens=False) if texts else []
-    finally:
-        backend.post_processor = processor
-
-
-def _token_at(encoding: Any, position: int, length: int) -> tuple[int, bool]:
-    """The token that holds the character at `position`, and whether the token began before it."""
-    while position < length:
-        token = encoding.char_to_token(position)
-        if token is not None:
-            return token, encoding.token_to_chars(token)[0] < position
-        position += 1  # a character that the tokenizer's normalizer removed
-    return len(encoding.ids), False
-
-
-def _encode_pieces(
-    tokenizer: Any, text: str, spans: list[Span], whole: list[int], mask: np.ndarray | None = None
-) -> Encoding:
-    edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    encoded = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-    ids = [token for piece in encoded for token in piece]
-    if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole):
-        inside = [
-            any(start <= a and b <= stop for start, stop in spans) for a, b in zip(edges, edges[1:], strict=False)
-        ]
-        return Encoding(ids, np.repeat(inside, [len(piece) for piece in encoded]), ids != whole)
-    if mask is None:
-        raise DataError("this slow tokenizer cannot tell which tokens to train on; use its fast version")
-    return Encoding(whole, mask, True)
+        return self._ending(turn)
 
 
 def encode_chat(
@@ -456,16 +455,6 @@ def assistant_mask(
     return encoding.ids, encoding.mask
 
 
-def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before (bos) and after (eos) a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids = tokenizer("a")["input_ids"]
-    for start in range(len(ids) - len(bare) + 1):
-        if ids[start : start + len(bare)] == bare:
-            return ids[:start], ids[start + len(bare) :]
-    return [], []
-
-
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
     """The ids after which generation stops: eos, and what the chat template ends the assistant's turn with."""
     ends = {tokenizer.eos_token_id, eos_token_id} - {None}
@@ -473,8 +462,3 @@ def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
         ending = tokenizer(Template(tokenizer).turn_ending().strip(), add_special_tokens=False)["input_ids"]
         ends.update(token for token in ending if token in tokenizer.added_tokens_decoder)
     return ends
-
-
-def has_doubled_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether the tokens begin with bos twice: the template writes one and the tokenizer adds another."""
-    return len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id

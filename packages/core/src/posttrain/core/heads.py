@@ -139,6 +139,9 @@ def loss_in_head(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 256,
     return_stats: bool = True,
+    dft: bool = False,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 0,
 ) -> Iterator[None]:
     """Within this context the model's head takes the loss itself: no logits are made, whatever wraps the model.
 
@@ -146,16 +149,20 @@ def loss_in_head(
     labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, without, how many
     targets are the most probable token and the summed entropy in nats (`LossStats`); of 1 number, the loss, without
     `return_stats`. ``model(**inputs).loss`` does not exist: add what it would have held besides, such as the auxiliary
-    loss of a mixture of experts.
+    loss of a mixture of experts. With `groups` 2 G more numbers follow: the summed loss of each group, and its targets.
 
     Args:
         labels: (B, T), for the inputs of the forward.
         shifted: the labels are aligned with the logits already, as after `shift_labels`.
+        dft: weight each loss as `posttrain.core.losses.dynamic_weights` has it.
+        groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
 
     Raises:
         ValueError: where `supports_loss_in_head` says why not.
     """
     targets = labels if shifted else shift_labels(labels, ignore_index)
+    if groups is not None and not shifted:
+        groups = shift_labels(groups, 0)
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
         loss = linear_cross_entropy(
@@ -169,8 +176,14 @@ def loss_in_head(
             scale=head.scale,
             label_smoothing=label_smoothing,
             return_stats=return_stats,
+            dft=dft,
+            groups=None if groups is None else _behind_virtual_tokens(model, groups, hidden, 0),
+            num_groups=num_groups,
         )
-        return torch.stack([loss[0], *loss[1]]) if return_stats else loss.unsqueeze(0)
+        if not return_stats:
+            return loss.unsqueeze(0)
+        loss, stats, *by_group = loss
+        return torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
 
     with _head_replaced(model, loss):
         yield

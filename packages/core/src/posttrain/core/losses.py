@@ -73,6 +73,7 @@ def cross_entropy(
     shift: bool = True,
     label_smoothing: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
+    dft: bool = False,
 ) -> torch.Tensor:
     r"""Cross-entropy of logits that are there already, in float32.
 
@@ -83,6 +84,7 @@ def cross_entropy(
         logits: (B, T, V) or (N, V). labels: (B, T) or (N,).
         num_items: what the sum is divided by; the number of targets in `labels` when None.
         shift: the logits at t predict the label at t + 1 (a causal model); False when labels are aligned already.
+        dft: weight each loss as `dynamic_weights` has it.
 
     Returns:
         0-d. Zero, with zero gradients, where no position has a label.
@@ -90,7 +92,12 @@ def cross_entropy(
     labels = shift_labels(labels, ignore_index) if shift else labels
     labels = labels.reshape(-1).to(logits.device)
     logits = logits.reshape(-1, logits.shape[-1]).to(_statistics_dtype(logits.dtype))
-    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if dft:
+        losses = F.cross_entropy(logits, labels, reduction="none", **options)
+        total = (losses * dynamic_weights(losses)).sum()
+    else:
+        total = F.cross_entropy(logits, labels, reduction="sum", **options)
     return total / _divisor(count_targets(labels, True, ignore_index) if num_items is None else num_items, total.device)
 
 
@@ -98,6 +105,23 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Te
     """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) -> (...)."""
     logits = logits.to(_statistics_dtype(logits.dtype))
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
+    r"""What Dynamic Fine-Tuning multiplies cross-entropies with, Wu et al. 2025, https://arxiv.org/abs/2508.05629, eq. 9.
+
+    .. math:: L = -\sum_t \operatorname{sg}(p_t) \log p_t, \quad p_t = \exp(-\mathrm{loss}_t)
+
+    The gradient of cross-entropy is that of a policy whose reward is 1 / p, which is large where the model finds the
+    target improbable; the weight p, a constant to the gradient (sg), takes that out.
+
+    Args:
+        losses: of any shape, -log p of each target.
+
+    Returns:
+        p, detached, in the shape of `losses`.
+    """
+    return losses.detach().neg().exp()
 
 
 def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
@@ -122,7 +146,10 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "sum",
     return_stats: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, LossStats]:
+    dft: bool = False,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 0,
+) -> torch.Tensor | tuple[torch.Tensor, LossStats] | tuple[torch.Tensor, LossStats, tuple[torch.Tensor, torch.Tensor]]:
     """Cross-entropy of ``hidden @ weight.T + bias`` without the (N, V) logits, labels smoothed as in `cross_entropy`.
 
     Gradients for hidden, weight and bias are made in the forward, each only if it is required: a frozen head costs no
@@ -139,13 +166,20 @@ def linear_cross_entropy(
         reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" makes the tiles again
             in the backward, as `token_logps` does.
         return_stats: also return `LossStats`, at the price of two more passes over the logits.
+        dft: weight each loss as `dynamic_weights` has it.
+        groups: in the shape of labels, the group of each, from 0 to `num_groups` - 1; needs `return_stats`.
 
     Returns:
-        The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``.
+        The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``; with `groups` besides,
+        ``(loss, stats, (losses, targets))``, the summed loss and the number of targets of each group, as `group_sums` has them.
     """
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of sum, mean, none.")
-    options = _Options(_compute_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing)
+    if dft and label_smoothing:
+        raise ValueError(
+            f"dft weights a target by its probability; label_smoothing={label_smoothing} has several. Set it to 0."
+        )
+    options = _Options(_compute_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
@@ -154,6 +188,10 @@ def linear_cross_entropy(
     loss, *stats = function.apply(
         hidden, weight, bias, targets, rows, options, names, _needs_grad(hidden, weight, bias)
     )
+    if wait:
+        losses = loss = loss * dynamic_weights(loss) if dft else loss
+    else:
+        losses, *stats = stats
     if reduction == "none":
         loss = _scatter(loss, rows, labels)
     elif wait:
@@ -162,7 +200,20 @@ def linear_cross_entropy(
         loss = loss / max(targets.numel(), 1)
     if not return_stats:
         return loss
-    return loss, LossStats(*(stat.sum() for stat in stats))
+    found = LossStats(*(stat.sum() for stat in stats))
+    if groups is None:
+        return loss, found
+    groups = groups.reshape(-1).to(losses.device)
+    return loss, found, group_sums(losses.detach(), groups if rows is None else groups[rows], num_groups)
+
+
+def group_sums(values: torch.Tensor, groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of `values`, how many they are) of each group, both (G,) in float32: (N,) values, (N,) groups from 0 to G - 1.
+
+    Never waits for the device, and adds in a fixed order, as scattering does not.
+    """
+    member = groups == torch.arange(num_groups, device=groups.device)[:, None]
+    return torch.where(member, values.float(), 0.0).sum(1), member.sum(1).float()
 
 
 def token_logps(
@@ -209,6 +260,7 @@ class _Options(NamedTuple):
     scale: float
     temperature: float
     label_smoothing: float
+    dft: bool = False
 
 
 def _targets(
@@ -448,7 +500,7 @@ class _Gradients:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses, with the gradients made on the way. Returns (loss, and each of `stats` (M,))."""
+    """Sum of the losses, with the gradients made on the way. Returns (sum, losses (M,), and each of `stats` (M,))."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
@@ -457,6 +509,7 @@ class _SummedLoss(torch.autograd.Function):
             gradients = _Gradients(tiles, weight, needs)
             factor = options.scale / options.temperature
             scores = tiles.scores(1 + len(stats))
+            weights = tiles.scores(1)[0] if options.dft else None
             for start, stop in tiles:
                 states = tiles.hidden_at(start, stop)
                 tile = tiles.multiply(states)
@@ -464,14 +517,20 @@ class _SummedLoss(torch.autograd.Function):
                     rows_here = slice(start + a, start + b)
                     logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
                     _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
+                    if weights is not None:
+                        weights[rows_here] = dynamic_weights(scores[0, rows_here])
                     if any(needs):
-                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, None)
+                        of_rows = None if weights is None else weights[rows_here]
+                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, of_rows)
                 if any(needs):
-                    gradients.of_tile(tiles, start, stop, states, tile, None)
+                    of_rows = None if weights is None else weights[start:stop]
+                    gradients.of_tile(tiles, start, stop, states, tile, of_rows)
+            if weights is not None:
+                scores[0] *= weights
             losses, *found = scores
         ctx.gradients, ctx.factor = gradients, factor
-        ctx.mark_non_differentiable(*found)
-        return losses.sum(), *found
+        ctx.mark_non_differentiable(losses, *found)
+        return losses.sum(), losses, *found
 
     @staticmethod
     @once_differentiable

@@ -49,6 +49,8 @@ class Method:
         config: where its config class is, ``"module:Class"``; imported only when it is needed.
         run: trains.
         needs: fields of the three configs that must be given.
+        preview: ``(run, count)`` -> the first `count` rows as they would be trained on (`posttrain.core.preview.Row`), and the
+            lines of a data report; None where there is no such view.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Method:
     config: str
     run: Callable[[Run], None]
     needs: tuple[str, ...] = ("model_name_or_path", "dataset_name")
+    preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
 
     @property
     def config_class(self) -> type:

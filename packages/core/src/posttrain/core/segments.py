@@ -144,14 +144,15 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
 
     Args:
         batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with ``position_ids`` and
-            ``seq_lengths``, as for `with_segments`.
+            ``seq_lengths``, as for `with_segments`. ``sources`` (B, T), a number for each token, may be there too.
 
     Returns:
-        ``input_ids`` and ``labels`` of (1, N), where N counts tokens that are no padding, and `Segments.model_inputs`. The
+        ``input_ids`` and ``labels`` (and ``sources``) of (1, N), where N counts tokens that are no padding, and `Segments.model_inputs`. The
         label of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or
         whose rows do not begin with a token, comes back as `with_segments` has it.
     """
-    batch, kinds = dict(batch), {"input_ids", "labels"}
+    batch = dict(batch)
+    kinds = {"input_ids", "labels"} | ({"sources"} & set(batch))
     if set(batch) == kinds | {"position_ids", "seq_lengths"}:
         documents = batch["seq_lengths"].tolist()
     elif set(batch) == kinds | {"attention_mask"} and batch["attention_mask"].ndim == 2:
@@ -167,4 +168,5 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
     labels[:, 0] = ignore_index
     segments = Segments.documents(length for row in documents for length in row if length)
     ids = ids[shown][None]
-    return {"input_ids": ids, "labels": labels[shown][None], **segments.model_inputs(ids.shape, ids.device)}
+    sources = {"sources": batch["sources"][shown][None]} if "sources" in batch else {}
+    return {"input_ids": ids, "labels": labels[shown][None], **sources, **segments.model_inputs(ids.shape, ids.device)}

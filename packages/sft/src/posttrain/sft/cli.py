@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.registry import Method, Run
@@ -43,9 +44,17 @@ def run(run: Run) -> None:
     trainer.save_model()
 
 
+def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
+    """What `run` would be trained on; see `posttrain.sft.preview`."""
+    from posttrain.sft.preview import of_run
+
+    return of_run(run, count)
+
+
 METHOD = Method(
     name="sft",
     help="Fine-tune on examples: text, prompt and completion, or conversations.",
     config="posttrain.sft.config:SFTConfig",
     run=run,
+    preview=preview,
 )

@@ -22,6 +22,9 @@ class SFTCollator:
     tells documents apart by their positions, but only without a mask and with ``use_cache=False``. The padding at the
     end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
 
+    Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B, T), the
+    number of each token's dataset.
+
     Labels are aligned with the inputs (the model shifts them) and -100 at padding and at each packed document's first
     token.
 
@@ -43,12 +46,14 @@ class SFTCollator:
         labels = [row.get("labels", row["input_ids"]) for row in rows]
         if not self.padding_free and "seq_lengths" not in rows[0]:
             mask = [np.ones(len(row), dtype=np.int64) for row in ids]
-            return {
+            batch = {
                 "input_ids": pad_rows(ids, self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of),
                 "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
                 "attention_mask": pad_rows(mask, 0, pad_to_multiple_of=self.pad_to_multiple_of),
             }
+            return batch | self._sources(rows, [[len(row)] for row in ids])
         documents = [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]
+        sources = self._sources(rows, documents)
         if self.padding_free:
             ids, labels = ([np.concatenate(column)] for column in (ids, labels))
             documents = [[length for row in documents for length in row]]
@@ -63,4 +68,14 @@ class SFTCollator:
             starts = np.cumsum(lengths) - lengths
             batch["position_ids"][i] = torch.from_numpy(np.arange(width) - np.repeat(starts, lengths))
             batch["labels"][i, starts[starts < width]] = IGNORE_INDEX
-        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {})
+        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {}) | sources
+
+    def _sources(self, rows: list[dict[str, Any]], documents: list[list[int]]) -> dict[str, torch.Tensor]:
+        """``sources`` (B, T), or (1, T) without padding, of rows that have them; at padding 0."""
+        if "source" not in rows[0] and "sources" not in rows[0]:
+            return {}
+        numbers = [row["sources"] if "sources" in row else [row["source"]] for row in rows]
+        tokens = [np.repeat(number, lengths) for number, lengths in zip(numbers, documents, strict=True)]
+        if self.padding_free:
+            tokens = [np.concatenate(tokens)]
+        return {"sources": pad_rows(tokens, 0, pad_to_multiple_of=self.pad_to_multiple_of)}

@@ -37,6 +37,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
 
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
+    dataset_weights: dict[str, float] | str | None = opt(
+        None, 'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row once an epoch.'
+    )  # fmt: skip
     dataset_kwargs: dict[str, Any] | str | None = opt(
         None, '{"skip_prepare_dataset": True} takes the rows as they are.'
     )
@@ -49,6 +52,13 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     )  # fmt: skip
     truncation_mode: str = opt(
         "keep_start", "Which end of a row longer than max_length is kept.", choices=("keep_start", "keep_end")
+    )
+    too_long: str = opt(
+        "truncate", "What becomes of a row longer than max_length: cut as truncation_mode says, left out, cut into several "
+        "rows, or an error.", choices=("truncate", "drop", "split", "error"),
+    )  # fmt: skip
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Variables for the chat template, as JSON; a row's own column of that name goes before them."
     )
     shuffle_dataset: bool = opt(False, "Shuffle the training rows once before they are packed.")
     packing: bool = opt(False, "Lay several documents into each row of max_length, without one seeing another.")
@@ -65,9 +75,13 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         None, "Train on completions alone. None: on for rows of prompt and completion, off for others."
     )
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
+    train_on: str | list[str] | None = opt(
+        None, "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or all. A "
+        "message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
+    )  # fmt: skip
     loss_type: str = opt(
-        "nll", "Token cross-entropy; the logits of a batch are never held whole, so both names mean the same.",
-        choices=("nll", "chunked_nll"),
+        "nll", "nll: token cross-entropy, chunked_nll the same, as the logits of a batch are never held whole; dft: each "
+        "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).", choices=("nll", "chunked_nll", "dft"),
     )  # fmt: skip
 
     def _normalize(self) -> None:
@@ -84,10 +98,24 @@ class SFTConfig(GenerationArguments, TrainingArguments):
                 yield f"predict_with_generate=True needs a row of its own for each prompt; set {name}=False"
         if (self.packing or self.eval_packing) and self.max_length is None:
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
+        if self.packing and self.packing_strategy != "bfd" and self.too_long in ("drop", "error"):
+            yield (
+                f"packing_strategy={self.packing_strategy!r} cuts long rows into pieces, and too_long={self.too_long!r} keeps "
+                "them out; set packing_strategy=bfd or too_long=split"
+            )
+        if self.loss_type == "dft" and self.label_smoothing_factor:
+            yield (
+                f"loss_type='dft' weights a token by its probability, and label_smoothing_factor={self.label_smoothing_factor} "
+                "names several tokens; set label_smoothing_factor=0"
+            )
+        if self.assistant_only_loss and self.train_on not in (None, "assistant", ["assistant"]):
+            yield f"assistant_only_loss=True and train_on={self.train_on!r} contradict each other; keep one"
+        if isinstance(self.train_on, list) and (not self.train_on or {"last", "all"} & set(self.train_on)):
+            yield f"train_on={self.train_on!r} must name roles; last and all stand alone, as in train_on=last"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
             yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
-        for name in ("dataset_kwargs", "model_init_kwargs"):
+        for name in ("chat_template_kwargs", "dataset_kwargs", "dataset_weights", "model_init_kwargs"):
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ def prepare_dataset(
     too_long: str = "truncate",
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
+    train_on: str | Sequence[str] | None = None,
     formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     eos_token: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -59,7 +60,8 @@ def prepare_dataset(
         too_long: what becomes of it: "truncate", "drop", "split" into rows (each begins with the last token of the one
             before, which it is not trained on), or "error".
         completion_only_loss: train on completions only; None does so where there are completions.
-        assistant_only_loss: train on what the assistant wrote only.
+        assistant_only_loss: train on what the assistant wrote only; the same as ``train_on="assistant"``.
+        train_on: the messages of a conversation to train on, see `posttrain.core.chat.message_choice`.
         formatting_func: makes a text, a list of texts or a conversation of a row.
         eos_token: ends texts and completions; the tokenizer's by default. Conversations end as their template says.
         chat_template_kwargs: variables for the chat template; a row's own column of that name goes before them.
@@ -84,6 +86,7 @@ def prepare_dataset(
         too_long=too_long,
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
+        train_on=train_on,
         formatting_func=formatting_func,
         eos_token=eos_token,
         chat_template_kwargs=chat_template_kwargs,

@@ -156,19 +156,19 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
     """Pack a prepared dataset.
 
     Args:
-        dataset: rows of ``input_ids`` and ``labels``.
+        dataset: rows of ``input_ids`` and ``labels``, and of ``source`` where several datasets are mixed.
         capacity: tokens of a packed row; usually ``max_length``.
         strategy: see `pack`. Under "bfd_split" and "wrapped" rows should not have been truncated before.
 
     Returns:
         Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
-        document. Kept in datasets' cache next to `dataset`, if that is on disk.
+        document, with ``sources``, the source of each document, where `dataset` has it. Kept in datasets' cache next to `dataset`, if that is on disk.
     """
     from datasets import Dataset, Features, List, Value
 
     tokens = _TokenRows(dataset)
     packing = pack(tokens.lengths, capacity, strategy)
-    columns = ("input_ids", "labels", "seq_lengths")
+    columns = ("input_ids", "labels", "seq_lengths", *(("sources",) if tokens.sources is not None else ()))
     features = Features({name: List(Value("int32")) for name in columns})
     cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy)
     bins = Dataset.from_dict({"bin": np.arange(len(packing))})
@@ -231,6 +231,7 @@ class _TokenRows:
         table = dataset.with_format("arrow")[:]
         self.columns = {name: self._flatten(table.column(name)) for name in ("input_ids", "labels")}
         self.lengths = np.concatenate([np.diff(offsets) for _, offsets in self.columns["input_ids"]] or [[]])
+        self.sources = table.column("source").to_numpy() if "source" in table.column_names else None
 
     @staticmethod
     def _flatten(column) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -262,10 +263,13 @@ class _TokenRows:
         labels[first] = -100
         documents = (bounds - bounds[0]).astype(np.int32)
         tokens = np.concatenate([first, [len(ids)]]).astype(np.int32)[documents]
-        return pa.table(
-            {
-                "input_ids": pa.ListArray.from_arrays(tokens, ids),
-                "labels": pa.ListArray.from_arrays(tokens, labels),
-                "seq_lengths": pa.ListArray.from_arrays(documents, lengths),
-            }
-        )
+        columns = {
+            "input_ids": pa.ListArray.from_arrays(tokens, ids),
+            "labels": pa.ListArray.from_arrays(tokens, labels),
+            "seq_lengths": pa.ListArray.from_arrays(documents, lengths),
+        }
+        if self.sources is not None:
+            columns["sources"] = pa.ListArray.from_arrays(
+                documents, self.sources[packing.rows[pieces]].astype(np.int32)
+            )
+        return pa.table(columns)

@@ -13,7 +13,7 @@ import numpy as np
 INDICES_SHOWN = 5
 ENOUGH_ENDINGS = 0.5
 
-FACTS = ("row", "fault", "truncated", "doubled_bos", "cut", "ends", "trained")
+FACTS = ("row", "fault", "truncated", "split", "doubled_bos", "cut", "ends", "trained")
 """Columns that a prepared row carries until the report is made: its row, why it was dropped ("" if kept), and so on."""
 
 
@@ -23,6 +23,7 @@ class DataReport:
 
     rows_in: rows read. rows_kept: rows to train on (more than were read where rows are split).
     dropped: reason -> (count, first row indices). truncated: rows cut to the maximum length.
+    split: rows cut into several.
     tokens: of the kept rows. trained_tokens: those that the loss predicts. longest: tokens of the longest kept row.
     eos_share: share of kept rows whose last trained token ends a text or a turn; without it a model does not stop.
     doubled_bos: rows that began with bos twice; one was taken out.
@@ -34,6 +35,7 @@ class DataReport:
     rows_kept: int = 0
     dropped: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     truncated: int = 0
+    split: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     ended: int = 0
@@ -72,6 +74,7 @@ class DataReport:
             count, first = self.dropped.get(reason, (0, []))
             self.dropped[reason] = (count + len(rows), (first + rows.tolist())[:INDICES_SHOWN])
         self.truncated += int(facts["truncated"].sum())
+        self.split += int(facts["split"].sum())
         self.tokens += int(lengths[kept].sum())
         self.trained_tokens += int(facts["trained"][kept].sum())
         self.ended += int(facts["ends"][kept].sum())
@@ -93,6 +96,8 @@ class DataReport:
         ]
         if self.truncated:
             lines.append(f"  truncated: {self.truncated:,} rows")
+        if self.split:
+            lines.append(f"  split: {self.split:,} rows")
         for reason, (count, first) in self.dropped.items():
             more = ", ..." if count > len(first) else ""
             lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more})")

@@ -5,7 +5,6 @@ Labels are aligned with the inputs (the model shifts them, not the data) and -10
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +36,7 @@ class Draft:
     labels: np.ndarray | None = None
     fault: str = ""
     truncated: bool = False
+    split: bool = False
     doubled_bos: bool = False
     cut: bool = False
     ends: bool = False
@@ -54,6 +54,7 @@ class Preparation:
     too_long: str = "truncate"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
+    train_on: str | Sequence[str] | None = None
     formatting_func: Callable[[dict[str, Any]], Any] | None = None
     eos_token: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -65,6 +66,8 @@ class Preparation:
             raise ValueError(f"too_long={self.too_long!r} is not one of {', '.join(TOO_LONG)}")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length} must be >= 2: one token to read and one to predict")
+        if self.train_on is None and self.assistant_only_loss:
+            self.train_on = "assistant"
         # A processor (of a model that also sees) holds its tokenizer.
         self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         self.eos_token_id = self.tokenizer.eos_token_id
@@ -148,42 +151,47 @@ class Preparation:
             return self._read_completion(row, index)
         for name in ("messages", "conversations"):
             if name in row and not isinstance(row.get(self.text_field), str):
-                return self._read_chat(chat.to_messages(row[name], name), row, index)
+                return self._read_chat(row[name], name, row, index)
         text = row.get(self.text_field)
         if isinstance(text, list):
-            return self._read_chat(chat.to_messages(text, self.text_field), row, index)
-        if self.assistant_only_loss:
-            raise DataError("assistant_only_loss=True needs conversations, and the row is a text")
+            return self._read_chat(text, self.text_field, row, index)
+        self._needs_no_messages()
         return Draft(index, text=_text(text, self.text_field))
 
-    def _read_chat(self, messages: list[chat.Message], row: Mapping[str, Any], index: int) -> Draft:
-        template = self._template(row)
-        if self.assistant_only_loss:
-            text, spans = template.assistant_spans(messages)
-            return Draft(index, text, spans, is_chat=True)
-        return Draft(index, template.render(messages), is_chat=True)
+    def _read_chat(self, value: Any, name: str, row: Mapping[str, Any], index: int) -> Draft:
+        messages, template = chat.to_messages(value, name), self._template(row)
+        chosen = chat.message_choice(value, self.train_on)
+        if chosen is None:
+            return Draft(index, template.render(messages), is_chat=True)
+        return Draft(index, *template.trained_spans(messages, chosen), is_chat=True)
+
+    def _needs_no_messages(self) -> None:
+        if self.train_on not in (None, "all"):
+            option = "assistant_only_loss=True" if self.assistant_only_loss else f"train_on={self.train_on!r}"
+            raise DataError(f"{option} needs conversations, and the row is a text")
 
     def _read_completion(self, row: Mapping[str, Any], index: int) -> Draft:
         prompt, completion = row["prompt"], row["completion"]
         completion_only = self.completion_only_loss is not False
         if not isinstance(prompt, list) and not isinstance(completion, list):
-            if self.assistant_only_loss:
-                raise DataError("assistant_only_loss=True needs conversations, and the row is a text")
+            self._needs_no_messages()
             text = _text(prompt, "prompt", may_be_empty=True) + _text(completion, "completion")
             return Draft(index, text, [(len(prompt), len(text))] if completion_only else None)
-        prompt, completion = chat.to_messages(prompt, "prompt"), chat.to_messages(completion, "completion")
-        messages = prompt + completion
-        if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # the completion goes on where the prompt stops
-            turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
-            messages = [*prompt[:-1], turn, *completion[1:]]
+        messages = chat.to_messages(prompt, "prompt") + chat.to_messages(completion, "completion")
+        shown, chosen = len(prompt), chat.message_choice([*prompt, *completion], self.train_on)
+        asked, last, first = messages[:shown], messages[shown - 1], messages[shown]
+        if last["role"] == first["role"] == "assistant":  # the completion goes on where the prompt stops
+            turn = first | {"content": last["content"] + first["content"]}
+            messages = [*asked[:-1], turn, *messages[shown + 1 :]]
+            chosen = chosen and [*chosen[: shown - 1], *chosen[shown:]]
         template = self._template(row)
-        if self.assistant_only_loss:
-            text, spans = template.assistant_spans(messages)
-        else:
+        if chosen is None:
             text = template.render(messages)
             spans = [(0, len(text))]
+        else:
+            text, spans = template.trained_spans(messages, chosen)
         if completion_only:
-            start = template.prompt_length(prompt, text)
+            start = template.prompt_length(asked, text, first["role"])
             spans = [(max(start, a), b) for a, b in spans if b > start]
         return Draft(index, text, spans, is_chat=True)
 
@@ -237,17 +245,19 @@ class Preparation:
             return [draft]
         if self.too_long == "error":
             raise DataError(
-                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set what "
+                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set too_long to what "
                 "becomes of such rows: truncate, drop or split."
             )
         if self.too_long == "drop":
             draft.fault = f"longer than max_length={most}"
             return [draft]
         if self.too_long == "split":  # a piece begins with the last token of the one before, so that all are predicted
-            return [
-                dataclasses.replace(draft, ids=draft.ids[i : i + most], labels=draft.labels[i : i + most])
+            pieces = [
+                Draft(draft.row, ids=draft.ids[i : i + most], labels=draft.labels[i : i + most])
                 for i in range(0, length - 1, most - 1)
             ]
+            pieces[0].split, pieces[0].doubled_bos, pieces[0].cut = True, draft.doubled_bos, draft.cut
+            return pieces
         kept = slice(0, most) if self.truncation == "keep_start" else slice(length - most, length)
         draft.ids, draft.labels, draft.truncated = draft.ids[kept], draft.labels[kept], True
         return [draft]

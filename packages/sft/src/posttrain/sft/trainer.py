@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, chat, models
+from posttrain.core import Trainer, TrainingArguments, attention, models, objective
 from posttrain.core.data import check_dataset
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
+from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
 from posttrain.core.offload import OffloadActivations, offloading_problem
+from posttrain.core.samplers import is_stream
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
-from posttrain.sft.dataset import DataReport, prepare_dataset
-from posttrain.sft.packing import documents_leak, pack_dataset
+from posttrain.sft.mixture import Mixture, check_parts
+from posttrain.sft.packing import documents_leak
+from posttrain.sft.preparing import prepare_rows, set_up_tokenizer
+from posttrain.sft.report import DataReport
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,8 @@ class SFTTrainer(GeneratesText, Trainer):
         model: a causal language model, or the name or folder of one to load.
         args: an `SFTConfig`; plain `TrainingArguments` are taken over, with the defaults of `SFTConfig` for the rest.
         data_collator: makes a batch of prepared rows; by default `SFTCollator`.
-        train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`.
+        train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of several
+            datasets by name, which are mixed, each with a loss of its own in the log.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
@@ -63,10 +68,11 @@ class SFTTrainer(GeneratesText, Trainer):
 
     config_class = SFTConfig
     fixed_at_construction = (
-        "assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eos_token",
-        "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "truncation_mode",
+        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "dataset_weights",
+        "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on",
+        "truncation_mode",
     )  # fmt: skip
-    signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask")
+    signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources")
 
     def __init__(
         self,
@@ -89,22 +95,31 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> None:
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
-        for name, dataset in (("train", train_dataset), *_named(eval_dataset)):
+        if isinstance(train_dataset, Mapping):
+            check_parts(train_dataset)
+        for name, dataset in (*_named(train_dataset, "train"), *_named(eval_dataset)):
             if dataset is not None:
                 check_dataset(dataset, f"{name}_dataset")
         if formatting_func is not None and not callable(formatting_func):
             raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
         tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
         model, tokenizer = self._load(model, tokenizer, args, quantization_config, peft_config)
-        self._formatting_func = formatting_func
+        self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
+        if self._dft and getattr(model.config, "output_router_logits", False):
+            raise ValueError(
+                "loss_type='dft' leaves out the router's auxiliary loss, which model.config.output_router_logits=True asks "
+                "for. Set one of the two otherwise."
+            )
         self.data_reports: dict[str, DataReport] = {}
+        self.mixture: Mixture | None = None
+        self._sources: tuple[str, ...] = ()
         self._prepared: list[Any] = []
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator or _collator(args, tokenizer),
-            train_dataset=train_dataset,
+            train_dataset=_representative(train_dataset),
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
             compute_loss_func=compute_loss_func,
@@ -135,21 +150,29 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Cross-entropy of the labelled tokens, shape (). Logits exist only where `return_outputs` asks for them.
 
-        Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary.
+        Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary; and of several
+        datasets ``loss/NAME`` and ``token_share/NAME``, the share of the trained tokens that are of it.
         """
         items = self.count_items(inputs)
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
+        inputs, sources = self._without_sources(inputs)
         if whole:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if self._dft and self.compute_loss_func is None:
+                count = items if num_items_in_batch is None else num_items_in_batch
+                loss, outputs = objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
+            else:
+                loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             if "labels" in inputs:
-                self._log_statistics(outputs, inputs["labels"], items)
+                self._log_statistics(outputs, inputs["labels"], items, sources)
             return (loss, outputs) if return_outputs else loss
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         smoothing = self.args.label_smoothing_factor
-        with models.loss_in_head(model, inputs["labels"], label_smoothing=smoothing):
-            loss_sum, correct, entropy = model(**unlabelled).logits
+        options = {"label_smoothing": smoothing, "dft": self._dft, "groups": sources, "num_groups": len(self._sources)}
+        with models.loss_in_head(model, inputs["labels"], **options):
+            loss_sum, correct, entropy, *by_source = model(**unlabelled).logits
+        self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
         self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
         self.metrics.add_sum("entropy", entropy.detach(), items)
         return loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
@@ -186,16 +209,7 @@ class SFTTrainer(GeneratesText, Trainer):
         _refuse_other_models(model)
         if tokenizer is None:
             tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
-        if args.chat_template_path is not None:
-            tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
-        for name in ("eos_token", "pad_token"):
-            token = getattr(args, name)
-            if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-                raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
-            if token is not None:
-                setattr(tokenizer, name, token)
-        if done := models.ensure_pad_token(tokenizer):
-            logger.info(done)
+        set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
         models.check_trainable(model)
@@ -231,7 +245,9 @@ class SFTTrainer(GeneratesText, Trainer):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
 
-    def _log_statistics(self, outputs: Any, labels: torch.Tensor, items: torch.Tensor | int) -> None:
+    def _log_statistics(
+        self, outputs: Any, labels: torch.Tensor, items: torch.Tensor | int, sources: torch.Tensor | None
+    ) -> None:
         """Log what `loss_in_head` counts on the way, from logits that are there whole."""
         logits = outputs["logits"] if isinstance(outputs, dict) and "logits" in outputs else None
         if not isinstance(logits, torch.Tensor) or logits.shape[1] < labels.shape[1]:
@@ -239,45 +255,71 @@ class SFTTrainer(GeneratesText, Trainer):
         logits = logits.detach()[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
         targets = labels[:, 1:].to(logits.device)
         correct = entropy = torch.zeros((), device=logits.device)
+        losses = []
         for places in (targets != -100).nonzero().split(POSITIONS_AT_ONCE):
             logps = logits[places[:, 0], places[:, 1]].float().log_softmax(-1)
-            correct = correct + (logps.argmax(-1) == targets[places[:, 0], places[:, 1]]).sum()
+            chosen = targets[places[:, 0], places[:, 1]]
+            losses.append(-logps.gather(1, chosen[:, None]).squeeze(1))
+            correct = correct + (logps.argmax(-1) == chosen).sum()
             entropy = entropy - (logps.exp() * logps).sum()
         self.metrics.add_sum("mean_token_accuracy", correct, items)
         self.metrics.add_sum("entropy", entropy, items)
+        if sources is not None and losses:
+            losses = torch.cat(losses)
+            losses = losses * dynamic_weights(losses) if self._dft else losses
+            groups = sources[:, 1:].to(logits.device)[targets != -100]
+            self._log_sources(*group_sums(losses, groups, len(self._sources)), items)
+
+    def _without_sources(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The inputs of the model, and (B, T) the number of each token's dataset where several are mixed."""
+        if "sources" not in inputs and "source" not in inputs:
+            return inputs, None
+        sources = inputs["sources"] if "sources" in inputs else None
+        if sources is None and "labels" in inputs and len(inputs["source"]) == len(inputs["labels"]):
+            sources = inputs["source"][:, None].expand_as(inputs["labels"])  # another collator than ours
+        return {name: value for name, value in inputs.items() if name not in ("source", "sources")}, sources
+
+    def _log_sources(self, losses: Any, counts: Any, items: torch.Tensor | int) -> None:
+        if len(losses):
+            for name, loss, count in zip(self._sources, losses, counts, strict=True):
+                self.metrics.add_sum(f"loss/{name}", loss.detach(), count.detach())
+                self.metrics.add_sum(f"token_share/{name}", count.detach(), items)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the core's; a dataset of a mixture that gave no token since the last record has no loss to log."""
+        empty = {f"loss/{name}" for name in self._sources if logs.get(f"token_share/{name}") == 0}
+        super().log({name: value for name, value in logs.items() if name not in empty}, start_time)
 
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
         """`dataset` tokenised, masked and packed; what happened to its rows is logged and kept in `data_reports`."""
+        if self._skip_preparation and isinstance(dataset, Mapping):
+            raise DataError(
+                "skip_prepare_dataset takes the rows as they are, and several datasets are mixed after they were prepared. "
+                "Pass one dataset, or leave skip_prepare_dataset out."
+            )
         if self._skip_preparation or any(dataset is ready for ready in self._prepared):
             return dataset
-        args = self.args
         with self.dist.main_first():  # one process writes the cache, the others read it
-            dataset, report = prepare_dataset(
+            done = prepare_rows(
                 dataset,
                 self.processing_class,
-                text_field=args.dataset_text_field,
-                max_length=None if packing and args.packing_strategy != "bfd" else args.max_length,
-                truncation=args.truncation_mode,
-                completion_only_loss=args.completion_only_loss,
-                assistant_only_loss=args.assistant_only_loss,
-                formatting_func=self._formatting_func,
-                eos_token=args.eos_token,
-                num_proc=args.dataset_num_proc,
-                limits=models.id_limits(self.model),
+                self.args,
                 name=name,
+                packing=bool(packing),
+                formatting_func=self._formatting_func,
+                limits=models.id_limits(self.model),
             )
-            if packing and not hasattr(dataset, "__len__"):
-                raise DataError(
-                    f"{name}: packing fits whole documents together, so it must know them all, and a stream ends nobody "
-                    "knows where. Set packing=False, or load the rows with streaming=False."
-                )
-            if packing:
-                dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset and name == "train" else dataset
-                dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        self.data_reports[name], self._prepared = report, [*self._prepared, dataset]
-        if self.dist.is_main and report.rows_in:
-            report.tell(logger)
-        return dataset
+        self.data_reports |= done.reports
+        self._prepared.append(done.dataset)
+        if done.sources:
+            self._sources, self.mixture = done.sources, done.mixture
+        if self.dist.is_main:
+            for report in done.reports.values():
+                if report.rows_in:
+                    report.tell(logger)
+            if done.mixture is not None:
+                logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
+        return done.dataset
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
@@ -327,8 +369,19 @@ def _collator(args: SFTConfig, tokenizer: Any) -> SFTCollator:
     return SFTCollator(tokenizer.pad_token_id, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
-def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
-    return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]
+def _named(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:
+    return list(dataset.items()) if isinstance(dataset, Mapping) else [(name, dataset)]
+
+
+def _representative(dataset: Any) -> Any:
+    """One of several datasets in their place, a stream if there is one, until they are mixed."""
+    parts = list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
+    return next((part for part in parts if part is not None and is_stream(part)), parts[0])
+
+
+def _dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
+    logits = outputs["logits"][:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
+    return cross_entropy(logits, labels, num_items_in_batch, dft=True)
 
 
 def _refuse_unknown(old_names: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
+    "preview": "Show what a run would be trained on, token by token.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
     "env": "Versions and hardware, for a bug report.",
@@ -74,6 +75,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import verify
 
         return verify.run(words[1:])
+    elif words[0] == "preview":
+        from posttrain.core.cli import show
+
+        show.run(words[1:], _read)
     elif words[0] == "consolidate":
         from posttrain.core.cli import consolidate
 
@@ -85,30 +90,40 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_method(name: str, words: list[str]) -> int:
     from posttrain.core import registry
-    from posttrain.core.cli import help, parse
-    from posttrain.core.cli.source import DataSource
+    from posttrain.core.cli import help
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
     method = registry.method(name)
-    from posttrain.core.models import ModelConfig  # after the name is known to be right: this imports torch
-
-    classes = (method.config_class, ModelConfig, DataSource)
     if {"-h", "--help"} & set(words):
-        print(help.of_method(method, classes))
+        print(help.of_method(method, _classes(method)))
         return 0
-    smoke = "--smoke" in words
-    settings, problems = _settings([word for word in words if word != "--smoke"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", FutureWarning)
-        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
-        configs = parse.configs(classes, settings, problems, method.needs)
-    run = registry.Run(*configs)
-    if smoke:
+    run = _read(method, [word for word in words if word != "--smoke"])
+    if "--smoke" in words:
         _smoke(method, run)
     else:
         method.run(run)
     return 0
+
+
+def _classes(method: Any) -> tuple[type, type, type]:
+    """The configs that the words of a method are read into."""
+    from posttrain.core.cli.source import DataSource
+    from posttrain.core.models import ModelConfig  # after the method is known to be there: this imports torch
+
+    return method.config_class, ModelConfig, DataSource
+
+
+def _read(method: Any, words: list[str]) -> Any:
+    """The `Run` of a method that `words`, its files and flags, ask for."""
+    from posttrain.core import registry
+    from posttrain.core.cli import parse
+
+    settings, problems = _settings(words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FutureWarning)
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        return registry.Run(*parse.configs(_classes(method), settings, problems, method.needs))
 
 
 def _settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:

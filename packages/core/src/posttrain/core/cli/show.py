@@ -1,0 +1,87 @@
+"""``posttrain preview run.yaml``: what a run would be trained on, token by token, without training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from posttrain.core import preview, registry
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import Method, Run
+
+ROWS = 3
+
+
+def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
+    """Prepare the data of a run as training does, and show its first rows below the data report.
+
+    Args:
+        words: a method (it may be left out: then the first that has a preview, sft if it is installed), files and flags, among
+            them ``--rows N`` and ``--html FILE``.
+        read: makes a run of a method and its words.
+    """
+    words, options = _take_options(words)
+    found = _method(words)
+    words = words[1:] if words and words[0] == found.name else words
+    rows, report = found.preview(read(found, words), options["rows"])
+    if options["html"] is not None:
+        path = Path(options["html"]).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(preview.as_html(rows, report), encoding="utf-8")
+        print("\n".join(report))
+        print(f"The first {len(rows)} rows are shown in {path}.")
+        return
+    color = wants_color(sys.stdout)
+    print("\n".join([*report, "", preview.legend(color), preview.as_text(rows, color)]))
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Whether to colour what is written to `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR, or on a
+    terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def _method(words: list[str]) -> Method:
+    having = {name: found for name, found in registry.methods().items() if found.preview is not None}
+    if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
+        found = registry.method(words[0])
+        if found.preview is None:
+            raise ConfigError(
+                "posttrain preview", [f"{found.name} has no preview; {', '.join(having) or 'no method'} has"]
+            )
+        return found
+    if not having:
+        raise ConfigError(
+            "posttrain preview", ["no installed method has a preview; pip install posttrain-sft adds one"]
+        )
+    return having.get("sft") or next(iter(having.values()))
+
+
+def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    options: dict[str, Any] = {"rows": ROWS, "html": None}
+    rest: list[str] = []
+    problems = []
+    at = iter(words)
+    for word in at:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in options:
+            rest.append(word)
+            continue
+        value = value if equals else next(at, "")
+        if not value or value.startswith("--"):
+            problems.append(f"--{name} needs a value")
+        elif name == "rows":
+            if not value.isdecimal() or not int(value):
+                problems.append(f"--rows {value} must be a whole number above 0")
+            else:
+                options["rows"] = int(value)
+        else:
+            options[name] = value
+    if problems:
+        raise ConfigError("posttrain preview", problems)
+    return rest, options

@@ -1,0 +1,119 @@
+"""Text to tokens: with a mask of what is trained on, and without special tokens that the text already has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posttrain.core.errors import DataError
+
+Span = tuple[int, int]
+"""Where something starts and stops in a text, in characters."""
+
+
+class Encoding(NamedTuple):
+    """A text as tokens.
+
+    ids: the token ids. mask: True where a token is trained on, None for everywhere.
+    cut: the text was tokenized in pieces, because a token would have crossed the start or stop of a span.
+    """
+
+    ids: list[int]
+    mask: np.ndarray | None
+    cut: bool
+
+
+def encode_texts(
+    tokenizer: Any, texts: Sequence[str], spans: Sequence[list[Span] | None] | None = None
+) -> list[Encoding]:
+    """Tokenize texts, without special tokens around them, in one call.
+
+    Args:
+        tokenizer: a fast one does all texts at once on all its threads; a slow one works too.
+        texts: N texts.
+        spans: for each text what is to be trained on, sorted; None for all of it.
+
+    Where a token would cross the edge of a span, the text is tokenized piece by piece between the edges: a prompt's
+    tokens are then those that the model will be given. If that changes the text (tokenizers that put a space before
+    each text), it stays whole and the token that crosses is trained on.
+    """
+    spans = spans or [None] * len(texts)
+    if not getattr(tokenizer, "is_fast", False):
+        whole = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return [
+            Encoding(ids, None, False) if marks is None else _encode_pieces(tokenizer, text, marks, ids)
+            for text, marks, ids in zip(texts, spans, whole, strict=True)
+        ]
+    bare = [i for i, marks in enumerate(spans) if marks is None]
+    results: list[Any] = [None] * len(texts)
+    for i, encoding in zip(bare, encode_fast(tokenizer, [texts[i] for i in bare], positions=False), strict=True):
+        results[i] = Encoding(encoding.ids, None, False)
+    marked = [i for i, marks in enumerate(spans) if marks is not None]
+    for i, encoding in zip(marked, encode_fast(tokenizer, [texts[i] for i in marked]), strict=True):
+        mask, crossing = np.zeros(len(encoding.ids), dtype=bool), False
+        for start, stop in spans[i]:
+            first, crosses_start = token_at(encoding, start, len(texts[i]))
+            last, crosses_stop = token_at(encoding, stop, len(texts[i]))
+            mask[first : last + crosses_stop] = True
+            crossing |= crosses_start or crosses_stop
+        whole = Encoding(encoding.ids, mask, False)
+        results[i] = _encode_pieces(tokenizer, texts[i], spans[i], *whole[:2]) if crossing else whole
+    return results
+
+
+def encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> list[Any]:
+    backend = tokenizer.backend_tokenizer
+    # An earlier call of the tokenizer may have left its truncation or padding on. A post-processor adds special
+    # tokens, and that of GPT-2 and Llama-3 takes white space out of the positions, where a turn's first line break is.
+    backend.no_truncation()
+    backend.no_padding()
+    encode = backend.encode_batch if positions else backend.encode_batch_fast
+    processor, backend.post_processor = backend.post_processor, None
+    try:
+        return encode(texts, add_special_tokens=False) if texts else []
+    finally:
+        backend.post_processor = processor
+
+
+def token_at(encoding: Any, position: int, length: int) -> tuple[int, bool]:
+    """The token that holds the character at `position`, and whether the token began before it."""
+    while position < length:
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return token, encoding.token_to_chars(token)[0] < position
+        position += 1  # a character that the tokenizer's normalizer removed
+    return len(encoding.ids), False
+
+
+def _encode_pieces(
+    tokenizer: Any, text: str, spans: list[Span], whole: list[int], mask: np.ndarray | None = None
+) -> Encoding:
+    edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    encoded = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    ids = [token for piece in encoded for token in piece]
+    if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole):
+        inside = [
+            any(start <= a and b <= stop for start, stop in spans) for a, b in zip(edges, edges[1:], strict=False)
+        ]
+        return Encoding(ids, np.repeat(inside, [len(piece) for piece in encoded]), ids != whole)
+    if mask is None:
+        raise DataError("this slow tokenizer cannot tell which tokens to train on; use its fast version")
+    return Encoding(whole, mask, True)
+
+
+def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before (bos) and after (eos) a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    for start in range(len(ids) - len(bare) + 1):
+        if ids[start : start + len(bare)] == bare:
+            return ids[:start], ids[start + len(bare) :]
+    return [], []
+
+
+def has_doubled_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether the tokens begin with bos twice: the template writes one and the tokenizer adds another."""
+    return len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id

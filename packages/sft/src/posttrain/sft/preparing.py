@@ -1,0 +1,113 @@
+"""The rows of a run as its arguments want them: tokenized, masked, mixed, packed. What the trainer and the preview share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core import chat, models
+from posttrain.core.errors import DataError
+from posttrain.sft.config import SFTConfig
+from posttrain.sft.dataset import prepare_dataset
+from posttrain.sft.mixture import Mixture, mix_datasets
+from posttrain.sft.packing import pack_dataset
+from posttrain.sft.report import DataReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Prepared:
+    """Rows to train or evaluate on.
+
+    dataset: the rows. reports: what became of those that went in, by the name of each dataset.
+    sources: the names of the datasets that are mixed, none where it is one. mixture: how an epoch is made up of them.
+    """
+
+    dataset: Any
+    reports: dict[str, DataReport] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    mixture: Mixture | None = None
+
+
+def set_up_tokenizer(tokenizer: Any, args: SFTConfig) -> None:
+    """Give `tokenizer` the chat template and the special tokens that `args` name, and a pad token if it has none.
+
+    Raises:
+        ValueError: a token that is not in its vocabulary. FileNotFoundError: no chat template there.
+    """
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
+        if token is not None:
+            setattr(tokenizer, name, token)
+    if done := models.ensure_pad_token(tokenizer):
+        logger.info(done)
+
+
+def prepare_rows(
+    dataset: Any,
+    tokenizer: Any,
+    args: SFTConfig,
+    *,
+    name: str = "train",
+    packing: bool = False,
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+    limits: Mapping[str, int] | None = None,
+) -> Prepared:
+    """Prepare a dataset, or a dict of several by name, which are mixed.
+
+    Args:
+        name: "train", or the name of an evaluation set. packing: whether its rows are packed.
+        formatting_func, limits: as for `prepare_dataset`.
+
+    Raises:
+        DataError: as `prepare_dataset` and `mix_datasets`, or a stream is to be packed.
+    """
+    several = isinstance(dataset, Mapping)
+    if args.dataset_weights is not None and name == "train" and not several:
+        raise DataError(
+            "dataset_weights mixes several datasets, and train_dataset is one. Pass a dict of datasets by name."
+        )
+    # What is cut where a packed row is full must not be cut before.
+    max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
+    parts, reports = {}, {}
+    for part, rows in dataset.items() if several else [(name, dataset)]:
+        label = f"{name}/{part}" if several else name
+        parts[str(part)], reports[label] = prepare_dataset(
+            rows,
+            tokenizer,
+            text_field=args.dataset_text_field,
+            max_length=max_length,
+            truncation=args.truncation_mode,
+            too_long=args.too_long,
+            completion_only_loss=args.completion_only_loss,
+            assistant_only_loss=args.assistant_only_loss,
+            train_on=args.train_on,
+            chat_template_kwargs=args.chat_template_kwargs,
+            formatting_func=formatting_func,
+            eos_token=args.eos_token,
+            num_proc=args.dataset_num_proc,
+            limits=limits,
+            name=label,
+        )
+    done = Prepared(next(iter(parts.values())), reports)
+    if several:
+        done.sources = tuple(parts)
+        done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed)
+    if not packing:
+        return done
+    if not hasattr(done.dataset, "__len__"):
+        raise DataError(
+            f"{name}: packing fits whole documents together, so it must know them all, and a stream ends nobody "
+            "knows where. Set packing=False, or load the rows with streaming=False."
+        )
+    if args.shuffle_dataset and name == "train":
+        done.dataset = done.dataset.shuffle(seed=args.seed)
+    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy)
+    return done

@@ -1,0 +1,227 @@
+"""Several datasets in one run: exact shares, a fixed order, a loss for each, and an exact resume."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from posttrain.core.collators import DataCollatorForSeq2Seq
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.sft import SFTConfig, SFTTrainer
+from posttrain.sft.mixture import mix_rows
+from tests import tiny
+
+MATHS = [{"prompt": f"{i} and {i}?", "completion": f" {2 * i}"} for i in range(12)]
+TALES = [{"text": text} for text in tiny.CORPUS]
+PARTS = {"maths": MATHS, "tales": TALES}
+
+
+def trainer(tmp_path, parts=None, model=None, collator=None, **changes):
+    usual = dict(
+        per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    args = SFTConfig(str(tmp_path), **(usual | changes))
+    return SFTTrainer(
+        model or tiny.causal_lm(), args, collator, parts or dict(PARTS), processing_class=tiny.tokenizer()
+    )
+
+
+def records(trainer):
+    return [record for record in trainer.state.log_history if "loss" in record]
+
+
+# Which rows, in which order
+
+
+def test_without_weights_each_row_comes_once_and_sources_are_spread_evenly():
+    order, source, drawn = mix_rows([2, 6])
+    assert sorted(order) == list(range(8)) and drawn.tolist() == [2, 6]
+    assert source.tolist() == [1, 0, 1, 1, 1, 0, 1, 1]  # at 1/4 and 3/4 of the way
+    assert order[source == 0].tolist() == [0, 1] and order[source == 1].tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_weights_are_shares_of_an_epoch_that_stays_as_long():
+    order, source, drawn = mix_rows([10, 90], np.array([0.75, 0.25]), seed=3)
+    assert drawn.tolist() == [75, 25] and len(order) == 100 and (source == 0).sum() == 75
+    counts = np.bincount(order, minlength=100)
+    assert set(counts[:10]) == {7, 8} and set(counts[10:]) == {0, 1}  # seven passes and a half; a part, no row twice
+    again, other = (mix_rows([10, 90], np.array([0.75, 0.25]), seed=seed)[0] for seed in (3, 4))
+    assert (order == again).all() and (order != other).any()
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [1 / 3] * 3, [0.98, 0.01, 0.01]])
+def test_the_rows_of_an_epoch_are_those_of_the_shares_to_the_row(weights):
+    lengths = [7, 100, 1]
+    order, source, drawn = mix_rows(lengths, np.array(weights))
+    assert drawn.sum() == len(order) == 108 and np.abs(drawn - np.array(weights) * 108).max() <= 1
+    first = np.cumsum([0, *lengths])
+    assert all(first[s] <= row < first[s + 1] for row, s in zip(order, source, strict=True))
+
+
+# In the trainer
+
+
+def test_each_dataset_is_prepared_by_its_own_format_and_reported(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        made = trainer(tmp_path, dataset_weights={"maths": 3, "tales": 1})
+    assert set(made.data_reports) == {"train/maths", "train/tales"}
+    assert made.data_reports["train/maths"].rows_in == 12 and made.mixture.drawn == (13, 4)
+    assert len(made.train_dataset) == 17 and set(made.train_dataset.column_names) == {"input_ids", "labels", "source"}
+    assert "maths: 13 rows an epoch (76.5%), each of its 12 rows 1.08 times" in caplog.text
+    tok = tiny.tokenizer()
+    row = next(row for row in made.train_dataset if row["source"] == 0)
+    assert tok.decode([label for label in row["labels"] if label != -100]).startswith(" ")  # the completion alone
+
+
+def source_losses(made):
+    """The loss of each source under the weights of now, on whole logits, over the rows of the next batch."""
+    batch = next(iter(made.get_train_dataloader()))
+    made.model.train()
+    logits = made.model(
+        input_ids=batch["input_ids"],
+        **{name: batch[name] for name in ("attention_mask", "position_ids") if name in batch},
+        use_cache=False,
+    ).logits[:, :-1]
+    labels, sources = batch["labels"][:, 1:], batch["sources"][:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    if made.args.loss_type == "dft":
+        losses = losses * (-losses).exp()
+    taken = [(sources == i) & (labels != -100) for i in range(2)]
+    return [losses[mask].mean().item() for mask in taken], [mask.sum().item() for mask in taken]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": True},
+        {"packing": True, "packing_strategy": "wrapped", "max_length": 24},
+        {"padding_free": True},
+        {"loss_type": "dft"},
+        {"torch_compile": False, "compute_loss_func": True},
+    ],
+    ids=["padded", "packed", "wrapped", "padding free", "dft", "whole logits"],
+)
+def test_the_loss_and_the_share_of_each_dataset_are_logged(tmp_path, options):
+    options = dict(options)
+    whole = options.pop("compute_loss_func", False)
+    made = trainer(tmp_path, max_steps=1, **options)
+    if whole:
+        made._needs_logits = True
+    expected, counts = source_losses(trainer(tmp_path, max_steps=1, **options))
+    made.train()
+    (record,) = records(made)
+    for name, loss, count in zip(PARTS, expected, counts, strict=True):
+        assert record[f"loss/{name}"] == pytest.approx(loss, rel=1e-4)
+        assert record[f"token_share/{name}"] == pytest.approx(count / sum(counts), rel=1e-4)
+    assert record["loss"] == pytest.approx(np.average(expected, weights=counts), rel=1e-4)
+
+
+def test_a_dataset_without_a_token_in_a_record_has_no_loss_there(tmp_path):
+    parts = {"maths": MATHS, "tales": TALES[:1]}
+    made = trainer(tmp_path, parts, per_device_train_batch_size=1, max_steps=13, train_sampling_strategy="sequential")
+    made.train()
+    with_tales = [record for record in records(made) if "loss/tales" in record]
+    assert len(with_tales) == 1 and with_tales[0]["token_share/tales"] == 1.0 and "loss/maths" not in with_tales[0]
+    assert all(record["token_share/tales"] == 0 for record in records(made) if record not in with_tales)
+
+
+def test_a_collator_of_others_serves_too(tmp_path):
+    made = trainer(tmp_path, collator=DataCollatorForSeq2Seq(tiny.tokenizer()), max_steps=1)
+    made.train()
+    ours = trainer(tmp_path, max_steps=1)
+    ours.train()
+    for name in ("loss", "loss/maths", "loss/tales"):
+        assert records(made)[0][name] == pytest.approx(records(ours)[0][name], rel=1e-5)
+
+
+def test_the_mixture_trains_as_its_rows_do(tmp_path):
+    """The numbers of the sources change nothing: the same rows as one dataset give the same weights."""
+    made = trainer(tmp_path, dataset_weights={"maths": 1, "tales": 1})
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in made.train_dataset]
+    plain = trainer(tmp_path, rows)
+    made.train()
+    plain.train()
+    for (name, a), (_, b) in zip(made.model.state_dict().items(), plain.model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def stream(rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed", "streams"])
+def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
+    def make(folder, **changes):
+        parts = {name: stream(rows) for name, rows in PARTS.items()} if kind == "streams" else dict(PARTS)
+        options = {"dataset_weights": {"maths": 2, "tales": 1}, "packing": kind == "packed", "max_length": 48}
+        return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, max_steps=6, **options, **changes)
+
+    straight = make("straight")
+    straight.train()
+    stopped = make("stopped", save_strategy="steps", save_steps=3)
+    stopped.train()
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    for (name, a), (_, b) in zip(straight.model.state_dict().items(), resumed.model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    kept = [{key: value for key, value in record.items() if key.startswith(("loss", "token_share"))}
+            for made in (straight, resumed) for record in records(made)]  # fmt: skip
+    assert kept[:6] == kept[6:] and any("loss/tales" in record for record in kept)
+
+
+def test_streams_draw_by_weight(tmp_path):
+    parts = {name: stream(rows * 40) for name, rows in PARTS.items()}
+    made = trainer(tmp_path, parts, dataset_weights={"maths": 3, "tales": 1})
+    sources = [row["source"] for row in made.train_dataset.take(400)]
+    assert 0.68 < 1 - np.mean(sources) < 0.82
+    assert sources == [row["source"] for row in made.train_dataset.take(400)]
+
+
+# What cannot be mixed
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "message"),
+    [
+        ({}, {}, "an empty dict"),
+        ({"train": MATHS, "test": TALES}, {}, r"dict of splits \(train, test\)"),
+        (DatasetDict(a=Dataset.from_list(MATHS)), {}, "dict of splits"),
+        ({"text": ["a", "b"]}, {}, "a list of strs and not of rows"),
+        (PARTS, {"dataset_weights": {"maths": 1}}, "has None for 'tales'"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "weight above 0"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
+        ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
+        ({"a": stream(MATHS), "b": TALES}, {"dataset_weights": {"a": 1, "b": 1}, "packing": True}, "a stream ends nobody"),
+        (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
+        (PARTS, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "skip_prepare_dataset takes the rows as they are"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_mixed_is_refused(tmp_path, parts, options, message):
+    with pytest.raises(DataError, match=message):
+        SFTTrainer(
+            tiny.causal_lm(),
+            SFTConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=2, **options),
+            train_dataset=parts,
+            processing_class=tiny.tokenizer(),
+        )
+
+
+def test_dft_is_refused_with_label_smoothing():
+    with pytest.raises(ConfigError, match="set label_smoothing_factor=0"):
+        SFTConfig("out", loss_type="dft", label_smoothing_factor=0.1)
+
+
+def test_dft_learns_and_is_the_same_with_and_without_whole_logits(tmp_path):
+    made = [trainer(tmp_path, loss_type="dft", max_steps=8, max_grad_norm=0.0) for _ in range(2)]
+    made[1]._needs_logits = True
+    for one in made:
+        one.train()
+    for a, b in zip(records(made[0]), records(made[1]), strict=True):
+        for name in ("loss", "loss/maths", "loss/tales", "entropy", "mean_token_accuracy"):
+            assert (name in a) == (name in b) and a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-4), name
+    untrained = trainer(tmp_path).evaluate(TALES)
+    assert made[0].evaluate(TALES)["eval_mean_token_accuracy"] > untrained["eval_mean_token_accuracy"] + 0.1
+    evaluated = made[0].evaluate(TALES)["eval_loss"]
+    assert evaluated == pytest.approx(made[1].evaluate(TALES)["eval_loss"], rel=1e-5)
