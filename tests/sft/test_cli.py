@@ -85,3 +85,45 @@ def test_what_cannot_be_proved_says_why(run_file, capsys):
     assert main(["verify-resume", "sft", "run.yaml", "--steps", "1"]) == 2
     assert main(["verify-resume", "sft", "run.yaml", "--model_name_or_path", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_script_of_trl_parses_its_arguments_and_trains(run_file, tmp_path):
+    """The usual three configs and helpers, imported from here, by both parsers."""
+    from transformers import HfArgumentParser
+
+    from posttrain.sft import (
+        ModelConfig,
+        ScriptArguments,
+        SFTConfig,
+        SFTTrainer,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+
+    words = ["--output_dir", str(tmp_path / "script"), "--model_name_or_path", str(run_file.read_text().split()[1]),
+             "--dataset_name", "train.jsonl", "--use_peft", "--lora_target_modules", "q_proj", "--max_seq_length", "32",
+             "--train_on", "assistant", "--dataset_weights", '{"a": 1}', "--max_steps", "1", "--use_cpu", "--report_to", "none",
+             "--save_strategy", "no"]  # fmt: skip
+    classes = (ScriptArguments, SFTConfig, ModelConfig)
+    for parsed in (
+        HfArgumentParser(classes).parse_args_into_dataclasses(words),
+        TrlParser(classes).parse_args_and_config(words),
+    ):
+        script, args, model = parsed
+        assert (args.max_length, args.train_on, args.dataset_weights) == (32, "assistant", {"a": 1})
+        args.model_init_kwargs = {
+            "revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+            "device_map": get_kbit_device_map() if get_quantization_config(model) is not None else None,
+            "quantization_config": get_quantization_config(model),
+        }  # fmt: skip
+        args.train_on = args.dataset_weights = None
+        trainer = SFTTrainer(
+            model.model_name_or_path,
+            args,
+            train_dataset=[json.loads(line) for line in (tmp_path / script.dataset_name).read_text().splitlines()],
+            peft_config=get_peft_config(model),
+        )
+        trainer.train()
+        assert trainer.state.global_step == 1

@@ -111,6 +111,25 @@ def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], di
     }
 
 
+def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
+    """What YAML files and flags set, by name, and what is wrong with how they are written."""
+    problems: list[str] = []
+    files, flags = read_flags(words, problems)
+    if "config" in flags:
+        named = flags.pop("config").value
+        files += named if isinstance(named, list) else [named]
+    settings: dict[str, Setting] = {}
+    for file in files:
+        settings |= read_yaml(file, problems)
+    return settings | flags, problems
+
+
+def unknown(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:
+    """The names among `settings` that no class has a field for."""
+    known = {name for config_class in classes for name in _names(config_class)}
+    return [name for name in settings if name not in known and name.removeprefix("no_") not in known]
+
+
 def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
     """Read the text `value` as the first of bool, int, float, None, dict, str and list that is `allowed` and fits.
 

@@ -17,13 +17,13 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "c
 class DataSource(metaclass=ConfigMeta):
     """Which dataset is trained on and evaluated on."""
 
-    dataset_name: str | list[str] | None = opt(
+    dataset_name: list[str] | str | None = opt(
         None, "Rows to train on: files (json, jsonl, parquet, csv, txt), a folder, or a name on the hub."
     )
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
     dataset_test_split: str = opt("test", "Split to evaluate on, where the dataset has it.")
-    eval_dataset_name: str | list[str] | None = opt(
+    eval_dataset_name: list[str] | str | None = opt(
         None, "Rows to evaluate on, named as in `dataset_name`; None: the test split or `eval_share`."
     )
     eval_share: float = opt(
