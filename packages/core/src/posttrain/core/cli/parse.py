@@ -177,7 +177,7 @@ def configs(
         classes: dataclasses.
         settings: names, which may be old ones, and their values as text.
         problems: found before; whatever is wrong here is added.
-        needs: names of fields that must have a value.
+        needs: names of fields that must have a value; ``"a|b"``: one of the two.
 
     Raises:
         ConfigError: listing every problem of every config together.
@@ -206,9 +206,14 @@ def configs(
             fields.validate(made[-1])
         except ConfigError as error:
             problems += (_located(problem, settings) for problem in error.problems)
-    for name in needs:
-        if name not in settings or settings[name].value in (None, ""):
-            problems.append(f"{name} is needed; write `{name}: ...` in the YAML file or --{name} on the command line")
+    for need in needs:
+        names = need.split("|")
+        if all(name not in settings or settings[name].value in (None, "") for name in names):
+            name = names[0]
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            problems.append(
+                f"{name} is needed{others}; write `{name}: ...` in the YAML file or --{name} on the command line"
+            )
     if problems:
         raise ConfigError("posttrain", dict.fromkeys(problems))
     return made
