@@ -212,7 +212,7 @@ def check_script(words: list[str], where: str) -> None:
 
 def check_posttrain(words: list[str], where: str) -> None:
     from posttrain.core import registry
-    from posttrain.core.cli import COMMANDS, _settings, parse
+    from posttrain.core.cli import COMMANDS, parse
     from posttrain.core.cli.source import DataSource
     from posttrain.core.models import ModelConfig
 
@@ -221,7 +221,7 @@ def check_posttrain(words: list[str], where: str) -> None:
     assert words[0] in registry.methods(), f"{where}: no method or command {words[0]!r}"
     if "--help" in words:
         return
-    settings, problems = _settings([word for word in words[1:] if word != "--smoke"])
+    settings, problems = parse.read_words([word for word in words[1:] if word != "--smoke"])
     method = registry.method(words[0])
     # Raises with every wrong name, value and missing file.
     parse.configs((method.config_class, ModelConfig, DataSource), settings, problems, method.needs)

@@ -85,3 +85,103 @@ def test_what_cannot_be_proved_says_why(run_file, capsys):
     assert main(["verify-resume", "sft", "run.yaml", "--steps", "1"]) == 2
     assert main(["verify-resume", "sft", "run.yaml", "--model_name_or_path", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_a_script_of_trl_parses_its_arguments_and_trains(run_file, tmp_path):
+    """The usual three configs and helpers, imported from here, by both parsers."""
+    from transformers import HfArgumentParser
+
+    from posttrain.sft import (
+        ModelConfig,
+        ScriptArguments,
+        SFTConfig,
+        SFTTrainer,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+
+    words = ["--output_dir", str(tmp_path / "script"), "--model_name_or_path", str(run_file.read_text().split()[1]),
+             "--dataset_name", "train.jsonl", "--use_peft", "--lora_target_modules", "q_proj", "--max_seq_length", "32",
+             "--train_on", "assistant", "--dataset_weights", '{"a": 1}', "--max_steps", "1", "--use_cpu", "--report_to", "none",
+             "--save_strategy", "no"]  # fmt: skip
+    classes = (ScriptArguments, SFTConfig, ModelConfig)
+    for parsed in (
+        HfArgumentParser(classes).parse_args_into_dataclasses(words),
+        TrlParser(classes).parse_args_and_config(words),
+    ):
+        script, args, model = parsed
+        assert (args.max_length, args.train_on, args.dataset_weights) == (32, "assistant", {"a": 1})
+        args.model_init_kwargs = {
+            "revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+            "device_map": get_kbit_device_map() if get_quantization_config(model) is not None else None,
+            "quantization_config": get_quantization_config(model),
+        }  # fmt: skip
+        args.train_on = args.dataset_weights = None
+        trainer = SFTTrainer(
+            model.model_name_or_path,
+            args,
+            train_dataset=[json.loads(line) for line in (tmp_path / script.dataset_name).read_text().splitlines()],
+            peft_config=get_peft_config(model),
+        )
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+@pytest.fixture
+def mixture_file(run_file, tmp_path):
+    """The same run on two files of which the second has three times the weight."""
+    rows = [{"prompt": f"{i} and {i}?", "completion": f" {2 * i}", "id": i} for i in range(8)]
+    (tmp_path / "maths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = run_file.read_text().replace("dataset_name: train.jsonl", "", 1)
+    (tmp_path / "mixed.yaml").write_text(
+        text + "dataset_mixture:\n  tales: {path: train.jsonl, weight: 1, fraction: 0.5}\n"
+        "  maths: {path: maths.jsonl, columns: [prompt, completion], weight: 3}\n"
+    )
+    return tmp_path / "mixed.yaml"
+
+
+def test_a_mixture_trains_with_a_loss_for_each_dataset(mixture_file, tmp_path):
+    assert main(["sft", "mixed.yaml"]) == 0
+    history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    shares = [record["token_share/maths"] for record in history if "token_share/maths" in record]
+    assert len(shares) == 4 and all("loss/maths" in r or "loss/tales" in r for r in history if "loss" in r)
+
+
+def test_a_mixture_is_previewed_with_its_shares(mixture_file, capsys):
+    assert main(["preview", "mixed.yaml", "--rows", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "train/tales: 6 rows read" in shown and "maths: 10 rows an epoch (71.4%)" in shown  # 3/4 of 14, to the row
+    assert "row 0: maths, " in shown
+
+
+def test_a_list_of_datasets_is_named_after_its_files(run_file, tmp_path):
+    from posttrain.core.cli.source import DataSource
+
+    data = DataSource(dataset_mixture=[{"path": "train.jsonl"}, "eval.jsonl"], eval_share=0.25, max_rows=6)
+    train, held_out = data.load()
+    assert {name: len(rows) for name, rows in train.items()} == {"train": 6, "eval": 3}
+    assert {name: len(rows) for name, rows in held_out.items()} == {"train": 3, "eval": 1} and data.weights() is None
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        ("{a: {pth: train.jsonl}}", "unknown key 'pth', did you mean 'path'"),
+        ("{a: {weight: 2}}", "a has no path"),
+        ("{a: {path: none.jsonl}}", "'none.jsonl' of a does not exist"),
+        ("{a: {path: train.jsonl, weight: 1}, b: eval.jsonl}", "a has a weight and b has none"),
+        ("{a: {path: train.jsonl, weight: -1}}", "the weight -1 of a must be above 0"),
+        ("{a: {path: train.jsonl, fraction: 2}}", "the fraction 2 of a must be above 0 and at most 1"),
+        ("[train.jsonl, {path: train.jsonl}]", "two datasets are called 'train'"),
+    ],
+)
+def test_a_mixture_that_cannot_be_read_says_why(run_file, capsys, mixture, message):
+    words = ["sft", "run.yaml", "--dataset_name", "null", "--dataset_mixture", mixture]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert main(["sft", "run.yaml", "--dataset_mixture", mixture]) == 2
+    assert "keep one" in capsys.readouterr().err
+    assert main(["sft", "--model_name_or_path", "x"]) == 2
+    assert "dataset_name is needed (or dataset_mixture" in capsys.readouterr().err

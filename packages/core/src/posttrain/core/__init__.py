@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from posttrain.core.data import enable_full_determinism, set_seed
     from posttrain.core.evaluation import StreamingMetric
     from posttrain.core.fields import opt
+    from posttrain.core.models import ModelConfig
+    from posttrain.core.scripts import (
+        ScriptArguments,
+        ScriptParser,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -51,6 +60,15 @@ _HOMES = {
     "data": ("enable_full_determinism", "set_seed"),
     "evaluation": ("StreamingMetric",),
     "fields": ("opt",),
+    "models": ("ModelConfig",),
+    "scripts": (
+        "ScriptArguments",
+        "ScriptParser",
+        "TrlParser",
+        "get_kbit_device_map",
+        "get_peft_config",
+        "get_quantization_config",
+    ),
     "state": (
         "EvalLoopOutput",
         "EvalPrediction",

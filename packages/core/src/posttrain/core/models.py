@@ -127,7 +127,9 @@ class ModelConfig(metaclass=ConfigMeta):
 
     model_name_or_path: str | None = opt(None, "Model to train: a folder, or a name on the Hugging Face Hub.")
     model_revision: str = opt("main", "Branch, tag or commit on the Hub.")
-    dtype: str | None = opt("float32", "Type of the weights; auto takes that of the checkpoint.", choices=DTYPES)
+    dtype: str | None = opt(
+        "float32", "Type of the weights; auto takes that of the checkpoint.", choices=DTYPES, aliases=("torch_dtype",)
+    )
     attn_implementation: str | None = opt(None, "Attention implementation, e.g. sdpa, eager or flash_attention_2.")
     use_peft: bool = opt(False, "Train a LoRA adapter instead of all weights.")
     lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
@@ -157,6 +159,11 @@ class ModelConfig(metaclass=ConfigMeta):
             yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             yield "quantized weights cannot be trained themselves; set use_peft=True to train an adapter on them"
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """`dtype` under the name that older scripts read."""
+        return self.dtype
 
     def model_init_kwargs(self) -> dict[str, Any]:
         """What `load_causal_lm` takes as `model_init_kwargs`."""

@@ -48,7 +48,7 @@ class Method:
         help: one sentence for ``posttrain --help``.
         config: where its config class is, ``"module:Class"``; imported only when it is needed.
         run: trains.
-        needs: fields of the three configs that must be given.
+        needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
         preview: ``(run, count)`` -> the first `count` rows as they would be trained on (`posttrain.core.preview.Row`), and the
             lines of a data report; None where there is no such view.
     """

@@ -6,13 +6,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.core.models import ModelConfig
+    from posttrain.core.scripts import (
+        ScriptArguments,
+        ScriptParser,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
     from posttrain.sft.config import SFTConfig
     from posttrain.sft.trainer import SFTTrainer
 
-__all__ = ["SFTConfig", "SFTTrainer"]
+_HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.trainer"}
+# Scripts import these beside their trainer.
+_HOME_OF |= {"ModelConfig": "posttrain.core.models"} | dict.fromkeys(
+    (
+        "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+    ),
+    "posttrain.core.scripts",
+)  # fmt: skip
+#: Names of earlier versions of trl, and what does their work now.
+_GONE = {
+    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set SFTConfig(assistant_only_loss=True) or train_on",
+    "ConstantLengthDataset": "set SFTConfig(packing=True)",
+    "setup_chat_format": "set SFTConfig(chat_template_path=...), and add tokens with tokenizer.add_special_tokens",
+}
+
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"posttrain.sft has no {name!r}; it has {' and '.join(__all__)}")
-    return getattr(importlib.import_module("posttrain.sft." + {"SFTConfig": "config"}.get(name, "trainer")), name)
+    if name in _GONE:
+        raise AttributeError(f"posttrain.sft has no {name!r}: {_GONE[name]}.")
+    if name not in _HOME_OF:
+        raise AttributeError(f"posttrain.sft has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.registry import Method, Run
 
 
@@ -17,7 +17,7 @@ def run(run: Run) -> None:
     """
     from posttrain.sft.trainer import SFTTrainer
 
-    config, model = run.config, run.model
+    config, model = with_weights(run), run.model
     train_rows, eval_rows = run.data.load()
     if config.eval_strategy != "no" and eval_rows is None:
         raise DataError(
@@ -44,11 +44,27 @@ def run(run: Run) -> None:
     trainer.save_model()
 
 
+def with_weights(run: Run) -> Any:
+    """The config of `run`, with the weights that its mixture of datasets was given.
+
+    Raises:
+        ConfigError: dataset_weights gives others.
+    """
+    weights = run.data.weights()
+    if weights is None or run.config.dataset_weights == weights:
+        return run.config
+    if run.config.dataset_weights is not None:
+        raise ConfigError(
+            "posttrain sft", ["dataset_weights and the weights in dataset_mixture both say how to mix; keep one"]
+        )
+    return dataclasses.replace(run.config, dataset_weights=weights)
+
+
 def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
     """What `run` would be trained on; see `posttrain.sft.preview`."""
     from posttrain.sft.preview import of_run
 
-    return of_run(run, count)
+    return of_run(dataclasses.replace(run, config=with_weights(run)), count)
 
 
 METHOD = Method(
@@ -56,5 +72,6 @@ METHOD = Method(
     help="Fine-tune on examples: text, prompt and completion, or conversations.",
     config="posttrain.sft.config:SFTConfig",
     run=run,
+    needs=("model_name_or_path", "dataset_name|dataset_mixture|datasets"),
     preview=preview,
 )

@@ -75,7 +75,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         None, "Train on completions alone. None: on for rows of prompt and completion, off for others."
     )
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
-    train_on: str | list[str] | None = opt(
+    train_on: list[str] | str | None = opt(
         None, "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or all. A "
         "message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
     )  # fmt: skip

@@ -119,26 +119,11 @@ def _read(method: Any, words: list[str]) -> Any:
     from posttrain.core import registry
     from posttrain.core.cli import parse
 
-    settings, problems = _settings(words)
+    settings, problems = parse.read_words(words)
     with warnings.catch_warnings():
         warnings.simplefilter("always", FutureWarning)
         warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
         return registry.Run(*parse.configs(_classes(method), settings, problems, method.needs))
-
-
-def _settings(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What YAML files and flags set, by name, and what is wrong with how they are written."""
-    from posttrain.core.cli import parse
-
-    problems: list[str] = []
-    files, flags = parse.read_flags(words, problems)
-    if "config" in flags:
-        named = flags.pop("config").value
-        files += named if isinstance(named, list) else [named]
-    settings: dict[str, Any] = {}
-    for file in files:
-        settings |= parse.read_yaml(file, problems)
-    return settings | flags, problems
 
 
 def _smoke(method: Any, run: Any) -> None:

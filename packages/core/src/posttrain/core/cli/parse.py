@@ -111,6 +111,25 @@ def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], di
     }
 
 
+def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
+    """What YAML files and flags set, by name, and what is wrong with how they are written."""
+    problems: list[str] = []
+    files, flags = read_flags(words, problems)
+    if "config" in flags:
+        named = flags.pop("config").value
+        files += named if isinstance(named, list) else [named]
+    settings: dict[str, Setting] = {}
+    for file in files:
+        settings |= read_yaml(file, problems)
+    return settings | flags, problems
+
+
+def unknown(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:
+    """The names among `settings` that no class has a field for."""
+    known = {name for config_class in classes for name in _names(config_class)}
+    return [name for name in settings if name not in known and name.removeprefix("no_") not in known]
+
+
 def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
     """Read the text `value` as the first of bool, int, float, None, dict, str and list that is `allowed` and fits.
 
@@ -158,7 +177,7 @@ def configs(
         classes: dataclasses.
         settings: names, which may be old ones, and their values as text.
         problems: found before; whatever is wrong here is added.
-        needs: names of fields that must have a value.
+        needs: names of fields that must have a value; ``"a|b"``: one of the two.
 
     Raises:
         ConfigError: listing every problem of every config together.
@@ -187,9 +206,14 @@ def configs(
             fields.validate(made[-1])
         except ConfigError as error:
             problems += (_located(problem, settings) for problem in error.problems)
-    for name in needs:
-        if name not in settings or settings[name].value in (None, ""):
-            problems.append(f"{name} is needed; write `{name}: ...` in the YAML file or --{name} on the command line")
+    for need in needs:
+        names = need.split("|")
+        if all(name not in settings or settings[name].value in (None, "") for name in names):
+            name = names[0]
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            problems.append(
+                f"{name} is needed{others}; write `{name}: ...` in the YAML file or --{name} on the command line"
+            )
     if problems:
         raise ConfigError("posttrain", dict.fromkeys(problems))
     return made

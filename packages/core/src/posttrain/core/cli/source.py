@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import DataError, require
+from posttrain.core.errors import DataError, did_you_mean, require
 from posttrain.core.fields import ConfigMeta, opt, validate
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture.
+
+    path: files, a folder, or a name on the hub. config, split: as for `DataSource`. columns: those to keep, None for all.
+    fraction: share of its rows that is used, from the first on. weight: its share of the rows of an epoch.
+    """
+
+    path: str | list[str]
+    config: str | None = None
+    split: str | None = None
+    columns: list[str] | None = None
+    fraction: float | None = None
+    weight: float | None = None
 
 
 @dataclass
 class DataSource(metaclass=ConfigMeta):
     """Which dataset is trained on and evaluated on."""
 
-    dataset_name: str | list[str] | None = opt(
+    dataset_name: list[str] | str | None = opt(
         None, "Rows to train on: files (json, jsonl, parquet, csv, txt), a folder, or a name on the hub."
     )
+    dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
+        None, "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, split, "
+        "columns, fraction and weight.", aliases=("datasets",),
+    )  # fmt: skip
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
     dataset_test_split: str = opt("test", "Split to evaluate on, where the dataset has it.")
-    eval_dataset_name: str | list[str] | None = opt(
+    eval_dataset_name: list[str] | str | None = opt(
         None, "Rows to evaluate on, named as in `dataset_name`; None: the test split or `eval_share`."
     )
     eval_share: float = opt(
@@ -36,6 +57,7 @@ class DataSource(metaclass=ConfigMeta):
         validate(self)
 
     def _problems(self) -> Iterator[str]:
+        yield from self._mixture_problems()
         for field in ("dataset_name", "eval_dataset_name"):
             names = _as_list(getattr(self, field))
             for name in names:
@@ -46,25 +68,101 @@ class DataSource(metaclass=ConfigMeta):
         if self.eval_share and self.dataset_streaming:
             yield "eval_share cannot be taken from a stream; set dataset_streaming=False or give eval_dataset_name"
 
+    def _mixture_problems(self) -> Iterator[str]:
+        if self.dataset_mixture is None:
+            return
+        if self.dataset_name is not None:
+            yield "dataset_name and dataset_mixture both say what to train on; keep one"
+        try:
+            parts = self.parts()
+        except DataError as error:
+            yield str(error)
+            return
+        weighted = [name for name, part in parts.items() if part.weight is not None]
+        for name, part in parts.items():
+            if weighted and part.weight is None:
+                yield f"dataset_mixture: {weighted[0]} has a weight and {name} has none; give all of them one, or none"
+            for field, most in (("weight", float("inf")), ("fraction", 1)):
+                value = getattr(part, field)
+                if value is not None and (isinstance(value, (bool, str)) or not 0 < value <= most):
+                    yield f"dataset_mixture: the {field} {value!r} of {name} must be above 0{' and at most 1' * (most == 1)}"
+            for path in _as_list(part.path):
+                if _is_file_name(path) and not Path(path).expanduser().exists():
+                    yield f"dataset_mixture: {path!r} of {name} does not exist (looked in {Path.cwd()})"
+
+    def parts(self) -> dict[str, Part]:
+        """The datasets of `dataset_mixture` by name; those of a list are named after their files or folders.
+
+        Raises:
+            DataError: a part without a path, with a key that is none, or two of one name.
+        """
+        given = self.dataset_mixture or {}
+        if isinstance(given, str):
+            raise DataError(
+                f"dataset_mixture={given!r} must be a mapping of names to datasets; for one set dataset_name"
+            )
+        known = [field.name for field in dataclasses.fields(Part)]
+        found: dict[str, Part] = {}
+        for name, value in given.items() if isinstance(given, dict) else ((None, value) for value in given):
+            value = value if isinstance(value, dict) else {"path": value}
+            for key in value:
+                if key not in known:
+                    raise DataError(
+                        f"dataset_mixture: unknown key {key!r}{did_you_mean(key, known)} (known: {', '.join(known)})"
+                    )
+            if not value.get("path"):
+                raise DataError(f"dataset_mixture: {name or 'a dataset'} has no path")
+            name = name or Path(_as_list(value["path"])[0]).name.partition(".")[0]
+            if name in found:
+                raise DataError(
+                    f"dataset_mixture: two datasets are called {name!r}; write a mapping, with a name for each"
+                )
+            found[str(name)] = Part(**value)
+        return found
+
+    def weights(self) -> dict[str, float] | None:
+        """The weights of `dataset_mixture` by name, None where it has none."""
+        weights = {name: part.weight for name, part in self.parts().items() if part.weight is not None}
+        return weights or None
+
     def load(self) -> tuple[Any, Any | None]:
         """Read the training rows and the evaluation rows.
 
         Returns:
-            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None where nothing was named for it.
+            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None where nothing was named for it. Of a
+            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
 
         Raises:
             DataError: naming the splits that exist where the one asked for does not.
         """
-        train, held_out = self._sets()
+        train, held_out = self._sets() if self.dataset_mixture is None else self._mixed()
         return self._first(train), None if held_out is None else self._first(held_out)
+
+    def _mixed(self) -> tuple[dict[str, Any], Any | None]:
+        train, held_out = {}, {}
+        for name, part in self.parts().items():
+            split = part.split or self.dataset_train_split
+            splits = self._read(part.path, part.config, split)
+            rows = _split(splits, split, part.path, f"the split of {name}")
+            rows = rows if part.columns is None else rows.select_columns(part.columns)
+            if part.fraction is not None:
+                if self.dataset_streaming:
+                    raise DataError(
+                        f"dataset_mixture: the fraction of {name} cannot be taken of a stream, whose length nobody knows; set "
+                        "max_rows, or dataset_streaming=False"
+                    )
+                rows = rows.take(max(1, round(part.fraction * len(rows))))
+            if self.eval_share and not self.eval_dataset_name:
+                halves = rows.train_test_split(test_size=self.eval_share, seed=0)
+                rows, held_out[name] = halves["train"], halves["test"]
+            train[name] = rows
+        return train, self._held_out() if self.eval_dataset_name else held_out or None
 
     def _sets(self) -> tuple[Any, Any | None]:
         splits = self._read(self.dataset_name)
         train = _split(splits, self.dataset_train_split, self.dataset_name, "dataset_train_split")
         if self.eval_dataset_name:
-            held_out = self._read(self.eval_dataset_name)
-            name = self.dataset_test_split if len(held_out) > 1 else next(iter(held_out))
-            return train, _split(held_out, name, self.eval_dataset_name, "dataset_test_split")
+            return train, self._held_out()
         if self.dataset_test_split in splits and self.dataset_test_split != self.dataset_train_split:
             return train, splits[self.dataset_test_split]
         if self.eval_share:
@@ -72,12 +170,19 @@ class DataSource(metaclass=ConfigMeta):
             return parts["train"], parts["test"]
         return train, None
 
+    def _held_out(self) -> Any:
+        held_out = self._read(self.eval_dataset_name)
+        name = self.dataset_test_split if len(held_out) > 1 else next(iter(held_out))
+        return _split(held_out, name, self.eval_dataset_name, "dataset_test_split")
+
     def _first(self, dataset: Any) -> Any:
-        """The first `max_rows` rows of `dataset`, a `Dataset` or an `IterableDataset`."""
+        """The first `max_rows` rows of `dataset`, a `Dataset` or an `IterableDataset`, or of each in a dict."""
+        if isinstance(dataset, dict):
+            return {name: self._first(part) for name, part in dataset.items()}
         return dataset if self.max_rows is None else dataset.take(self.max_rows)
 
-    def _read(self, name: str | list[str]) -> dict[str, Any]:
-        """``{split: dataset}`` of the files, folder or hub dataset `name`."""
+    def _read(self, name: str | list[str], config: str | None = None, split: str | None = None) -> dict[str, Any]:
+        """``{split: dataset}`` of the files, folder or hub dataset `name`; rows without splits are called `split`."""
         datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
         names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(name)]
         if Path(names[0]).is_dir() and any(
@@ -87,8 +192,8 @@ class DataSource(metaclass=ConfigMeta):
         elif _builder(names[0]) and Path(names[0]).is_file():
             found = datasets.load_dataset(_builder(names[0]), data_files=names, streaming=self.dataset_streaming)
         else:
-            found = datasets.load_dataset(names[0], self.dataset_config, streaming=self.dataset_streaming)
-        return dict(found) if isinstance(found, dict) else {self.dataset_train_split: found}
+            found = datasets.load_dataset(names[0], config or self.dataset_config, streaming=self.dataset_streaming)
+        return dict(found) if isinstance(found, dict) else {split or self.dataset_train_split: found}
 
 
 def _split(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:

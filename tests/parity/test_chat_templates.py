@@ -1,0 +1,72 @@
+"""Real chat templates: what is found by rendering alone is what trl's templates, patched by hand, mark as the assistant's.
+
+Run with a Python that has trl: ``python -m pytest tests/parity/test_chat_templates.py``.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.core import chat
+from posttrain.core.errors import DataError
+from tests import tiny
+
+trl = pytest.importorskip("trl")
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+PATCHED = sorted(path.stem.removesuffix("_training") for path in FOLDER.glob("*_training.jinja"))
+# They end a turn of the history by another token than the model does: only what both have is trained on here.
+ENDS_OTHERWISE = ("glm4moe", "gptoss")
+TURNS = [
+    {"role": "user", "content": "Q one"},
+    {"role": "assistant", "content": "A one"},
+    {"role": "user", "content": "Q two"},
+    {"role": "assistant", "content": "A two"},
+]
+CONVERSATIONS = {
+    "plain": TURNS,
+    "system": [{"role": "system", "content": "Be kind."}, *TURNS],
+    "thoughts": [m | {"reasoning_content": "hm " + m["content"]} if m["role"] == "assistant" else m for m in TURNS],
+}
+
+
+def template(name):
+    source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tok = copy.deepcopy(tiny.tokenizer(chat_template=source))
+    tok.bos_token = "<s>"
+    tok.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|\w+\|>", source)))})
+    return chat.Template(tok)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", PATCHED)
+def test_turns_are_found_where_they_are_marked(name, conversation):
+    messages = copy.deepcopy(CONVERSATIONS[conversation])
+    try:
+        text, marks = template(f"{name}_training").assistant_spans(copy.deepcopy(messages))
+    except DataError as error:
+        pytest.skip(f"the patched template refuses it: {error}")
+    try:
+        plain, spans = template(name).assistant_spans(messages)
+    except DataError as error:  # it must be a refusal of content that the template does not show
+        assert "A one" not in text or "refused" in str(error)
+        return
+    assert len(spans) == 2
+    marked = [[(a, b) for a, b in marks if start <= b and a < stop] for start, stop in turns(text)]
+    for (a, b), group, answer in zip(spans, marked, ("A one", "A two"), strict=True):
+        ours, theirs = plain[a:b].strip(), text[group[0][0] : group[-1][1]].strip()
+        assert answer in ours
+        if name in ENDS_OTHERWISE:
+            ours, theirs = (piece[: piece.rindex(answer) + len(answer)] for piece in (ours, theirs))
+        if plain == text:  # they mark what the generation prompt says, too, which the model never writes
+            assert theirs.endswith(ours) and "Q" not in theirs[: len(theirs) - len(ours)]
+        else:  # the patch keeps thoughts that the template drops
+            assert theirs[theirs.rindex(answer) :] == ours[ours.rindex(answer) :]
+
+
+def turns(text):
+    """Where the two turns lie: each from behind its question on."""
+    first, second = text.index("Q one") + 5, text.index("Q two") + 5
+    return [(first, second - 5), (second, len(text))]
