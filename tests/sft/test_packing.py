@@ -3,13 +3,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
 from posttrain.core.attention import enable_segments
 from posttrain.core.errors import DataError
 from posttrain.core.segments import Segments, with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
-from posttrain.sft.packing import documents_leak, pack, pack_dataset
+from posttrain.sft.packing import documents_leak, pack, pack_dataset, pack_stream
 from tests.tiny import causal_lm
 
 ARCHITECTURES = ["qwen3", "llama", "mistral", "gemma", "gpt2"]
@@ -228,3 +228,21 @@ def test_models_that_let_documents_see_each_other_are_found_out():
     size = {"vocab_size": 384, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
     opt = AutoModelForCausalLM.from_config(OPTConfig(**size, num_hidden_layers=2, num_attention_heads=4))
     assert documents_leak(opt) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_a_stream_is_packed_window_by_window(strategy, monkeypatch):
+    monkeypatch.setattr("posttrain.sft.packing.ROWS_PER_WINDOW", 7)
+    lengths = [3, 8, 1, 0, 5, 8, 2, 4, 4, 6, 1, 7, 3, 3, 2, 8, 5]
+    rows = [{"input_ids": list(range(100 * i, 100 * i + n)), "labels": list(range(100 * i, 100 * i + n))}
+            for i, n in enumerate(lengths)]  # fmt: skip
+    features = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    dataset = Dataset.from_list(rows, features=features)
+    packed = list(pack_stream(dataset.to_iterable_dataset(), 8, strategy))
+    windows = [
+        pack_dataset(dataset.select(range(i, min(i + 7, len(rows)))), 8, strategy) for i in range(0, len(rows), 7)
+    ]
+    assert packed == [row for window in windows for row in window]
+    assert sorted(token for row in packed for token in row["input_ids"]) == sorted(
+        token for row in rows for token in row["input_ids"]
+    )

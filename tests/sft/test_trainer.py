@@ -448,9 +448,16 @@ def test_the_users_rows_and_arguments_are_left_as_they_were(tmp_path):
     assert rows == COMPLETIONS and dataset.column_names == ["prompt", "completion"] and args.to_dict() == before
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_a_stream_of_texts_resumes_where_it_stopped(step, tmp_path):
-    changes = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}  # an epoch is three steps
+def test_a_stream_of_texts_resumes_where_it_stopped(step, packing, monkeypatch, tmp_path):
+    monkeypatch.setattr("posttrain.sft.packing.ROWS_PER_WINDOW", 3)
+    changes = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "packing": packing,
+    }  # an epoch is three steps, or two
     stream = datasets.IterableDataset.from_generator(lambda: iter(TEXTS))
     straight = make(tmp_path, stream, **changes)
     straight.train()

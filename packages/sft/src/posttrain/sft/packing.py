@@ -17,10 +17,12 @@ from posttrain.core.errors import DataError
 
 if TYPE_CHECKING:
     import torch
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 BINS_PER_BATCH = 256
+#: Rows of a stream that are packed together: enough to fill bins, few enough to begin soon and to be read again on resume.
+ROWS_PER_WINDOW = 1000
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,11 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
         Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
         document, with ``sources``, the source of each document, where `dataset` has it. Kept in datasets' cache next to `dataset`, if that is on disk.
     """
-    from datasets import Dataset, Features, List, Value
+    from datasets import Dataset
 
-    tokens = _TokenRows(dataset)
+    tokens = _TokenRows(dataset.with_format("arrow")[:])
     packing = pack(tokens.lengths, capacity, strategy)
-    columns = ("input_ids", "labels", "seq_lengths", *(("sources",) if tokens.sources is not None else ()))
-    features = Features({name: List(Value("int32")) for name in columns})
+    features = _packed_features(tokens.sources is not None)
     cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy)
     bins = Dataset.from_dict({"bin": np.arange(len(packing))})
     return bins.map(
@@ -183,6 +184,40 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
         new_fingerprint=fingerprint,
         desc="Packing",
     )
+
+
+def pack_stream(stream: IterableDataset, capacity: int, strategy: str = "bfd") -> IterableDataset:
+    """Pack a prepared stream, `ROWS_PER_WINDOW` rows at a time, for where it ends nobody knows.
+
+    Arguments and rows are those of `pack_dataset`. The last packed row of each window is less full than the others.
+    """
+    names = stream.column_names
+    has_sources = "source" in names
+
+    def pack_window(columns: dict[str, list]) -> dict[str, list]:
+        import pyarrow as pa
+
+        kinds = {"source": pa.int32()}
+        tokens = _TokenRows(pa.table({n: pa.array(columns[n], kinds.get(n, pa.list_(pa.int32()))) for n in names}))
+        packing = pack(tokens.lengths, capacity, strategy)
+        if not len(packing):
+            return {name: [] for name in _packed_features(has_sources)}
+        return tokens.gather(packing, list(range(len(packing)))).to_pydict()
+
+    return stream.map(
+        pack_window,
+        batched=True,
+        batch_size=ROWS_PER_WINDOW,
+        remove_columns=names,
+        features=_packed_features(has_sources),
+    )
+
+
+def _packed_features(has_sources: bool):
+    from datasets import Features, List, Value
+
+    columns = ("input_ids", "labels", "seq_lengths", *(("sources",) if has_sources else ()))
+    return Features({name: List(Value("int32")) for name in columns})
 
 
 def documents_leak(model: torch.nn.Module, length: int = 8) -> float:
@@ -225,10 +260,9 @@ def cache_location(dataset: Dataset, *what: object) -> tuple[str | None, str]:
 
 
 class _TokenRows:
-    """The token columns of a dataset as slices of flat arrays, read from disk only where they are used."""
+    """The token columns of an Arrow table as slices of flat arrays, read from disk only where they are used."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        table = dataset.with_format("arrow")[:]
+    def __init__(self, table) -> None:
         self.columns = {name: self._flatten(table.column(name)) for name in ("input_ids", "labels")}
         self.lengths = np.concatenate([np.diff(offsets) for _, offsets in self.columns["input_ids"]] or [[]])
         self.sources = table.column("source").to_numpy() if "source" in table.column_names else None

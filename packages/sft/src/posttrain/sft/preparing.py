@@ -12,7 +12,7 @@ from posttrain.core.errors import DataError
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import prepare_dataset
 from posttrain.sft.mixture import Mixture, mix_datasets
-from posttrain.sft.packing import pack_dataset
+from posttrain.sft.packing import pack_dataset, pack_stream
 from posttrain.sft.report import DataReport
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def prepare_rows(
         formatting_func, limits: as for `prepare_dataset`.
 
     Raises:
-        DataError: as `prepare_dataset` and `mix_datasets`, or a stream is to be packed.
+        DataError: as `prepare_dataset` and `mix_datasets`.
     """
     several = isinstance(dataset, Mapping)
     if args.dataset_weights is not None and name == "train" and not several:
@@ -103,10 +103,8 @@ def prepare_rows(
     if not packing:
         return done
     if not hasattr(done.dataset, "__len__"):
-        raise DataError(
-            f"{name}: packing fits whole documents together, so it must know them all, and a stream ends nobody "
-            "knows where. Set packing=False, or load the rows with streaming=False."
-        )
+        done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
+        return done
     if args.shuffle_dataset and name == "train":
         done.dataset = done.dataset.shuffle(seed=args.seed)
     done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy)
