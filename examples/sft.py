@@ -2,18 +2,36 @@
 
 python examples/sft.py                                        # a few minutes on one GPU
 torchrun --nproc-per-node 4 examples/sft.py                   # the same on four
-python examples/sft.py --model my/model --data my/dataset     # your own: rows with "messages"
+python examples/sft.py --model my/model --data my/dataset     # your own: rows with "messages", or "question" and "answer"
+python examples/sft.py --data path/to/gsm8k/train.jsonl       # a file
 """
 
 from __future__ import annotations
 
 import argparse
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from peft import LoraConfig
 
 from posttrain.core.report import loss_curve
 from posttrain.sft import SFTConfig, SFTTrainer
+
+
+def read(name: str) -> Dataset:
+    """Rows of a JSON Lines file or of a dataset on the Hub, as conversations."""
+    is_file = name.endswith((".json", ".jsonl"))
+    rows = load_dataset("json", data_files=name, split="train") if is_file else load_dataset(name, split="train")
+    if "question" not in rows.column_names:
+        return rows
+    return rows.map(
+        lambda row: {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        },
+        remove_columns=rows.column_names,
+    )
 
 
 def main() -> None:
@@ -24,12 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     given = parser.parse_args()
 
-    is_file = given.data.endswith((".json", ".jsonl"))
-    rows = (
-        load_dataset("json", data_files=given.data, split="train")
-        if is_file
-        else load_dataset(given.data, split="train")
-    )
+    rows = read(given.data)
     parts = rows.train_test_split(test_size=min(200, len(rows) // 10), seed=0)
     trainer = SFTTrainer(
         model=given.model,

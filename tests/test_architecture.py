@@ -25,7 +25,7 @@ FLOORS = {
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
-        heads hub interrupts loader models optim optimizers preview registry report samplers trackers
+        heads hub interrupts loader merging models optim optimizers preview registry report samplers trackers
     """.split(),
     2: """
         cli generating incidents leaving lifecycle questions resuming scripts search trainer

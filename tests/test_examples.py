@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
 
+from posttrain.core.cli import main
 from tests import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -74,6 +76,49 @@ def test_sft(model_folder, tmp_path, monkeypatch, capsys):
     load("sft").main()
     assert "Loss curve:" in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_sft_on_the_whole_of_gsm8k_by_path(model_folder, tmp_path, monkeypatch, capsys):
+    whole = Path(os.environ.get("POSTTRAIN_DATA", EXAMPLES / "data")) / "gsm8k" / "train.jsonl"
+    argv = ["sft.py", "--model", model_folder, "--data", str(whole), "--output", str(tmp_path / "out"), "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    module, seen = load("sft"), []
+    read = module.read
+    monkeypatch.setattr(module, "read", lambda name: few(read(name), seen))
+    module.main()
+    assert seen == [sum(1 for _ in whole.open(encoding="utf-8"))]
+    assert "Loss curve:" in capsys.readouterr().out
+
+
+def few(rows, seen):
+    seen.append(len(rows))
+    return rows.select(range(40))
+
+
+@pytest.mark.parametrize("name", ["sft_lora", "sft_qlora"])
+def test_recipes_of_sft(name, model_folder, tmp_path, monkeypatch, capsys):
+    if name == "sft_qlora":
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(EXAMPLES.parent)
+    out = tmp_path / "out"
+    words = [
+        "sft",
+        f"examples/{name}.yaml",
+        "--model_name_or_path",
+        model_folder,
+        "--output_dir",
+        str(out),
+        "--max_rows",
+        "12",
+    ]
+    words += "--max_steps 2 --eval_steps 2 --save_steps 2 --logging_steps 1 --use_cpu --report_to none --dtype float32".split()
+    assert main(words) == 0
+    history = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert {"eval_loss", "loss"} <= {key for record in history for key in record}
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 16
+    assert main(["merge", str(out), str(tmp_path / "merged")]) == 0
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert f"Merged into {model_folder} in float32" in capsys.readouterr().out
 
 
 def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):

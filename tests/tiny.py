@@ -57,7 +57,14 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides):
     if arch == "gpt2":
         size = dict(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, eos_token_id=1)
         size |= dict(bos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    name = {"qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "gemma": "Gemma", "gpt2": "GPT2"}[arch]
+    name = {
+        "qwen3": "Qwen3",
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "gemma": "Gemma",
+        "gpt2": "GPT2",
+        "qwen3_moe": "Qwen3Moe",
+    }[arch]
     config = getattr(transformers, f"{name}Config")(**(size | overrides))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config)

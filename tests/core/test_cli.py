@@ -372,3 +372,18 @@ def test_values_are_read_by_the_first_type_that_fits():
     assert parse.convert("[1, 2]", (dict, list)) == [1, 2]
     with pytest.raises(ValueError, match="must be of type bool"):
         parse.convert("maybe", (bool,))
+
+
+def test_columns_can_be_called_otherwise(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": str(i), "answer": "a", "id": i}) + "\n" for i in range(3)))
+    names = {"question": "prompt", "answer": "completion"}
+    for streaming in (False, True):
+        source = DataSource(dataset_name=str(rows), rename_columns=names, dataset_streaming=streaming)
+        assert list(source.load()[0])[1] == {"prompt": "1", "completion": "a", "id": 1}
+    with pytest.raises(DataError, match="no column 'text'; the columns are question, answer, id"):
+        DataSource(dataset_name=str(rows), rename_columns={"text": "prompt"}).load()
+    with pytest.raises(DataError, match="a column 'id' already"):
+        DataSource(dataset_name=str(rows), rename_columns={"question": "id"}).load()
+    with pytest.raises(ConfigError, match="rename_columns='question' is not a mapping"):
+        DataSource(dataset_name=str(rows), rename_columns="question")

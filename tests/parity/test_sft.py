@@ -48,6 +48,7 @@ RUNS = {
     "whole logits there, chunks here": (TEXTS, {"loss_type": "nll"}),
     "bf16": (TEXTS, {"bf16": True}),
 }
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=0.5)
 ADAPTERS = {
     "lora": {},
     "dora": {"use_dora": True},
@@ -56,7 +57,7 @@ ADAPTERS = {
 }
 
 
-def run(trainer_class, config_class, output_dir, rows, adapter=None, **changes):
+def run(trainer_class, config_class, output_dir, rows, adapter=None, arch="qwen3", model=None, **changes):
     from datasets import Dataset
 
     usual = dict(
@@ -64,7 +65,7 @@ def run(trainer_class, config_class, output_dir, rows, adapter=None, **changes):
         logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, max_length=128,
         gradient_checkpointing=False, train_sampling_strategy="sequential",
     )  # fmt: skip
-    model = tiny.causal_lm(initializer_range=0.2)
+    model = tiny.causal_lm(arch, initializer_range=0.2, **(model or {}))
     if adapter is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -106,14 +107,20 @@ def test_with_adapters_too(name, tmp_path):
     assert_equal_logs(run(SFTTrainer, SFTConfig, tmp_path / "ours", COMPLETIONS, **options), theirs)
 
 
+@pytest.mark.parametrize("coef", [None, 2.0, 0.0])
+def test_with_the_loss_of_a_router_too(coef, tmp_path):
+    options = {"arch": "qwen3_moe", "model": EXPERTS, "router_aux_loss_coef": coef}
+    theirs = run(trl.SFTTrainer, trl.SFTConfig, tmp_path / "theirs", TEXTS, **options)
+    ours = run(SFTTrainer, SFTConfig, tmp_path / "ours", TEXTS, **options)
+    assert ("aux_loss" in theirs[0]) == (coef != 0)
+    assert_equal_logs(ours, theirs, compared=COMPARED + (("aux_loss",) if coef != 0 else ()))
+
+
 def test_every_argument_of_trl_is_known_with_its_default():
-    theirs, ours = trl.SFTConfig("out", use_cpu=True, bf16=False), SFTConfig("out", use_cpu=True, bf16=False)
+    theirs, ours = ({f.name: f.default for f in dataclasses.fields(config)} for config in (trl.SFTConfig, SFTConfig))
     common = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    own = {field.name for field in dataclasses.fields(trl.SFTConfig)} - common
-    assert len(own) >= 19
-    missing = {name for name in own if not hasattr(ours, name)}
-    assert missing == set()
-    different = {name for name in own if getattr(ours, name) != getattr(theirs, name)}
-    assert different == set()
-    for name in ("learning_rate", "logging_steps", "gradient_checkpointing"):
-        assert getattr(ours, name) == getattr(theirs, name)
+    own = (theirs.keys() - common) | {"learning_rate", "logging_steps"}
+    assert len(own) >= 20
+    assert {name: ours[name] for name in own} == {name: theirs[name] for name in own}
+    args = trl.SFTConfig("out", use_cpu=True), SFTConfig("out", use_cpu=True)
+    assert args[0].gradient_checkpointing == args[1].gradient_checkpointing

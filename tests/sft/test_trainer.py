@@ -307,6 +307,46 @@ def test_activations_in_host_memory_change_no_weight(changes, tmp_path, monkeypa
     assert all(torch.equal(value, expected[name]) for name, value in weights(moved.model).items())
 
 
+def mixture_of_experts():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    size |= dict(num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, router_aux_loss_coef=0.25, pad_token_id=0, eos_token_id=1))
+
+
+@pytest.mark.parametrize("coef", [None, 0.0, 2.0])
+def test_the_routers_loss_is_weighted_as_asked_with_and_without_logits(coef, tmp_path):
+    trainer = make(tmp_path, COMPLETIONS, model=mixture_of_experts(), router_aux_loss_coef=coef)
+    batch, model = batch_of(trainer), trainer.model
+    plain = model(**batch, output_router_logits=False).loss
+    aux = model(**batch, output_router_logits=True).aux_loss
+    weight = {None: 0.25}.get(coef, coef)
+    items = trainer.count_items(batch)
+    for total in (None, items, 3 * items):  # a third of an update has a third of its loss
+        share = 1 if total is None else float(items / total)
+        for whole in (False, True):
+            loss = trainer.compute_loss(model, batch, return_outputs=whole, num_items_in_batch=total)
+            loss = loss[0] if whole else loss
+            assert loss.item() == pytest.approx(share * (plain + weight * aux).item(), rel=1e-5)
+    assert aux > 1 and ("aux_loss" in trainer.metrics.drain()) == bool(weight)
+
+
+def test_the_routers_loss_is_trained_on_and_logged(tmp_path):
+    balanced = make(tmp_path / "1", TEXTS, model=mixture_of_experts(), router_aux_loss_coef=5.0, max_steps=8)
+    free = make(tmp_path / "0", TEXTS, model=mixture_of_experts(), router_aux_loss_coef=0.0, max_steps=8)
+    for trainer in (balanced, free):
+        trainer.train()
+    logged = [record["aux_loss"] for record in balanced.state.log_history if "aux_loss" in record]
+    batch = batch_of(free)
+    found = [trainer.model(**batch, output_router_logits=True).aux_loss for trainer in (balanced, free)]
+    assert len(logged) == 8 and found[0] < found[1] - 0.01
+    assert not any("aux_loss" in record for record in free.state.log_history)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has none. Leave router_aux_loss_coef out"):
+        make(tmp_path, TEXTS, router_aux_loss_coef=0.1)
+
+
 # ---------------------------------------------------------------------------------------------------- adapters
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "disable_dropout",
     "enable_gradient_checkpointing",
     "ensure_pad_token",
+    "explain_missing",
     "has_virtual_tokens",
     "id_limits",
     "is_peft_model",
@@ -243,7 +244,7 @@ def load_causal_lm(
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
     check_indices(path)
-    with _explain_missing(path, "model"):
+    with explain_missing(path, "model"):
         return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
 
 
@@ -290,7 +291,7 @@ def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code
             )
     else:
         path = os.fspath(source)
-    with _explain_missing(path, "tokenizer"):
+    with explain_missing(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
 
 
@@ -304,7 +305,12 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 @contextlib.contextmanager
-def _explain_missing(path: str, what: str) -> Iterator[None]:
+def explain_missing(path: str, what: str) -> Iterator[None]:
+    """Say of a model or tokenizer that cannot be loaded from `path` whether a folder or an answer of the Hub is missing.
+
+    Raises:
+        FileNotFoundError: in the place of what transformers raises in this context.
+    """
     looks_local = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
     if looks_local and not os.path.exists(path):
         raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")

@@ -29,6 +29,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments of from_pretrained, for a model given by name."
     )
+    router_aux_loss_coef: float | None = opt(
+        None, "Weight of the load-balancing loss of a mixture of experts; None: the model's own, 0: none.", min=0
+    )
     trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
     chat_template_path: str | None = opt(
         None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."

@@ -155,6 +155,8 @@ class SFTTrainer(GeneratesText, Trainer):
         """
         items = self.count_items(inputs)
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
+        if self._aux_loss_coef is not None:
+            inputs = {**inputs, "output_router_logits": self._aux_loss_coef > 0}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
         inputs, sources = self._without_sources(inputs)
@@ -164,6 +166,9 @@ class SFTTrainer(GeneratesText, Trainer):
                 loss, outputs = objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
             else:
                 loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+                if self._aux_loss_coef and self.compute_loss_func is None:
+                    loss = loss - self._aux_loss_coef * outputs.aux_loss  # the model added it, once for each micro-batch
+            loss = loss + self._aux_loss(outputs, items, num_items_in_batch)
             if "labels" in inputs:
                 self._log_statistics(outputs, inputs["labels"], items, sources)
             return (loss, outputs) if return_outputs else loss
@@ -171,11 +176,13 @@ class SFTTrainer(GeneratesText, Trainer):
         smoothing = self.args.label_smoothing_factor
         options = {"label_smoothing": smoothing, "dft": self._dft, "groups": sources, "num_groups": len(self._sources)}
         with models.loss_in_head(model, inputs["labels"], **options):
-            loss_sum, correct, entropy, *by_source = model(**unlabelled).logits
+            outputs = model(**unlabelled)
+        loss_sum, correct, entropy, *by_source = outputs.logits
         self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
         self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
         self.metrics.add_sum("entropy", entropy.detach(), items)
-        return loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
+        loss = loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
+        return loss + self._aux_loss(outputs, items, num_items_in_batch)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
@@ -215,13 +222,20 @@ class SFTTrainer(GeneratesText, Trainer):
         models.check_trainable(model)
         if args.activation_checkpointing and (problem := models.checkpointing_problem(model)):
             raise ValueError(problem)
-        why_not = models.supports_loss_in_head(model)
-        if getattr(model.config, "output_router_logits", False):
-            why_not = "the router's auxiliary loss is computed together with the logits."
-        if why_not:
+        self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)
+        if why_not := models.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
+
+    def _aux_loss(
+        self, outputs: Any, items: torch.Tensor | int, num_items: torch.Tensor | None
+    ) -> torch.Tensor | float:
+        """The weighted load-balancing loss of a micro-batch, as its share of the update by trained tokens."""
+        if not self._aux_loss_coef:
+            return 0.0
+        self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
+        return self._aux_loss_coef * outputs.aux_loss * (1.0 if num_items is None else items / num_items)
 
     def _make_offload(self) -> OffloadActivations | None:
         if not self.args.activation_offloading:
@@ -236,6 +250,9 @@ class SFTTrainer(GeneratesText, Trainer):
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
         documents by their positions."""
         if self.dist.device.type != "cpu" or self.args.torch_compile:
+            return False
+        if self._aux_loss_coef:
+            logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         if problem := attention.segments_problem(self.model):
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
@@ -345,6 +362,24 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     if problems:
         raise ConfigError("SFTTrainer", problems)
     return dataclasses.replace(args, **changes) if changes else args
+
+
+def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float | None:
+    """The weight of the router's loss; None for a model without routers."""
+    base = models.base_model(model)
+    config = base.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        if wanted:
+            raise ValueError(
+                f"router_aux_loss_coef={wanted} weighs the load-balancing loss of a mixture of experts, and "
+                f"{type(base).__name__} has none. Leave router_aux_loss_coef out."
+            )
+        return None
+    own = getattr(config, "router_aux_loss_coef", 0.0)
+    for holder in (config, base):  # a model may have taken it over from its config when it was made
+        if wanted is not None and hasattr(holder, "router_aux_loss_coef"):
+            holder.router_aux_loss_coef = wanted
+    return own if wanted is None else wanted
 
 
 def _refuse_leaks(model: nn.Module) -> None:

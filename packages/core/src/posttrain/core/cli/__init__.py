@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show what a run would be trained on, token by token.",
     "consolidate": "Make one model of weights that were saved in parts.",
+    "merge": "Add an adapter into the weights it was trained on, and compare.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
     "env": "Versions and hardware, for a bug report.",
 }
@@ -79,6 +80,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import show
 
         show.run(words[1:], _read)
+    elif words[0] == "merge":
+        from posttrain.core.cli import merge
+
+        merge.run(words[1:])
     elif words[0] == "consolidate":
         from posttrain.core.cli import consolidate
 

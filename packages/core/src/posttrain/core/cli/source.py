@@ -52,6 +52,9 @@ class DataSource(metaclass=ConfigMeta):
     )
     dataset_streaming: bool = opt(False, "Read rows while training instead of preparing them all before.")
     max_rows: int | None = opt(None, "Use only the first so many rows of each set.", min=1)
+    rename_columns: dict[str, Any] | str | None = opt(
+        None, 'Columns that are called otherwise here, e.g. {"question": "prompt", "answer": "completion"}.'
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -65,6 +68,8 @@ class DataSource(metaclass=ConfigMeta):
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
             if len(names) > 1 and len({_builder(name) for name in names}) > 1:
                 yield f"{field} mixes kinds of files ({', '.join(names)}); give files of one kind"
+        if isinstance(self.rename_columns, str):
+            yield f"rename_columns={self.rename_columns!r} is not a mapping of names to names"
         if self.eval_share and self.dataset_streaming:
             yield "eval_share cannot be taken from a stream; set dataset_streaming=False or give eval_dataset_name"
 
@@ -193,13 +198,24 @@ class DataSource(metaclass=ConfigMeta):
             found = datasets.load_dataset(_builder(names[0]), data_files=names, streaming=self.dataset_streaming)
         else:
             found = datasets.load_dataset(names[0], config or self.dataset_config, streaming=self.dataset_streaming)
-        return dict(found) if isinstance(found, dict) else {split or self.dataset_train_split: found}
+        sets = dict(found) if isinstance(found, dict) else {split or self.dataset_train_split: found}
+        return {name: _renamed(rows, self.rename_columns or {}) for name, rows in sets.items()}
 
 
 def _split(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:
     if name not in splits:
         raise DataError(f"{source} has no split {name!r}; it has {', '.join(splits)}. Set {field}.")
     return splits[name]
+
+
+def _renamed(rows: Any, names: dict[str, str]) -> Any:
+    known = rows.column_names  # None: a stream that nobody has looked into
+    missing = [] if known is None else [name for name in names if name not in known]
+    taken = [new for old, new in names.items() if known is not None and new in known and new not in names]
+    if missing or taken:
+        said = f"there is no column {missing[0]!r}" if missing else f"there is a column {taken[0]!r} already"
+        raise DataError(f"rename_columns: {said}; the columns are {', '.join(known)}.")
+    return rows.rename_columns(names) if names else rows
 
 
 def _as_list(name: str | list[str] | None) -> list[str]:
