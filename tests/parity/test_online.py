@@ -103,12 +103,14 @@ def test_grpo(loss_type, changes, folder):
 @pytest.mark.parametrize("changes", [
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"},
     {"delta": 1.5, "num_iterations": 2}, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True},
-    {"entropy_coef": 0.1}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
+    {"entropy_coef": 0.1}, {"entropy_coef": 0.1, "loss_type": "grpo", "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
     {"use_bias_correction_kl": False, "beta": 0.1, "num_iterations": 2}, {"steps_per_generation": 2, "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 4}, {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0},
 ], ids=str)  # fmt: skip
 def test_options_of_grpo(changes, folder):
-    compare(folder, "GRPO", SHARED, **changes)
+    bonus = ["policy_loss", "entropy_coef"] if "entropy_coef" in changes else []
+    compare(folder, "GRPO", [*SHARED, *bonus], **changes)
 
 
 @pytest.mark.parametrize("changes", [

@@ -214,7 +214,8 @@ class GRPOTrainer(RolloutTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.entropy_bonus is not None and "window_tokens" in inputs:
             mask = inputs.get("entropy_mask", inputs["loss_mask"])
-            self.log_metric("policy_loss", loss)
+            share = 1.0 if num_items_in_batch is None else self.count_items(inputs) / num_items_in_batch.clamp(min=1)
+            self.metrics.add_sum("policy_loss", loss.detach(), share)  # which add up to 1 over an update
             loss = loss - self.entropy_bonus((outputs["entropies"] * mask).sum(), mask.sum(), inputs["window_tokens"])
         return (loss, outputs) if return_outputs else loss
 
