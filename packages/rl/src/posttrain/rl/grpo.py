@@ -191,7 +191,7 @@ class GRPOTrainer(RolloutTrainer):
         """As the base's; the entropies have a gradient where they are part of the loss."""
         if self.entropy_bonus is None or not training:
             return super().logps(model, batch, with_entropy, training)
-        router = bool(self.args.router_aux_loss_coef)
+        router = bool(self.router_aux_loss_coef)
         return completion_logps(model, batch, self.temperature, True, entropy_gradient=True, router_logits=router)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
