@@ -22,7 +22,14 @@ def first_rollout(run):
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_the_routers_of_a_mixture_of_experts_are_balanced(kind, tmp_path):
     runs = [
-        trainer(tmp_path / str(coef), kind, model=tiny.mixture_of_experts(), router_aux_loss_coef=coef, max_steps=1, beta=0.0)
+        trainer(
+            tmp_path / str(coef),
+            kind,
+            model=tiny.mixture_of_experts(),
+            router_aux_loss_coef=coef,
+            max_steps=1,
+            beta=0.0,
+        )
         for coef in (0.0, 0.5)
     ]
     for run in runs:
@@ -97,7 +104,10 @@ def test_the_head_of_a_model_in_half_precision_can_be_exact(tmp_path):
 @pytest.mark.parametrize(("threshold", "passes"), [(0.5, 1.0), (0.9, 0.0)])
 def test_what_passes_is_a_matter_of_the_first_reward(threshold, passes, tmp_path):
     run = trainer(
-        tmp_path, reward=[lambda completions: [0.7] * len(completions), spread], eval_rows=ROWS[:2], pass_threshold=threshold
+        tmp_path,
+        reward=[lambda completions: [0.7] * len(completions), spread],
+        eval_rows=ROWS[:2],
+        pass_threshold=threshold,
     )
     metrics = run.evaluate()
     assert metrics["eval_pass@1"] == metrics["eval_pass@4"] == passes
@@ -108,7 +118,9 @@ def test_one_completion_of_each_prompt_can_be_shown(tmp_path, capsys):
     run.train()
     lines = capsys.readouterr().out.partition("Step 0\n")[2].splitlines()
     assert "prompt" in lines[0] and [line[:4].strip() for line in lines[2:4]] == ["0", "0"]
-    assert len([line for line in lines[2:] if line[:4].strip() == "0"]) == 2  # of two prompts with four completions each
+    assert (
+        len([line for line in lines[2:] if line[:4].strip() == "0"]) == 2
+    )  # of two prompts with four completions each
 
 
 @pytest.mark.parametrize("keeps", [True, False])

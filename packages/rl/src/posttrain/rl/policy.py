@@ -66,5 +66,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     if hasattr(config, "output_router_logits"):
         return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
     if given:
-        raise ValueError(f"router_aux_loss_coef={given}: {type(model).__name__} is no mixture of experts. Leave it out.")
+        raise ValueError(
+            f"router_aux_loss_coef={given}: {type(model).__name__} is no mixture of experts. Leave it out."
+        )
     return 0.0
