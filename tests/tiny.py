@@ -70,6 +70,17 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def mixture_of_experts(seed: int = 0, **overrides):
+    """A Qwen3 language model of 2 layers and width 32, with 2 of 4 experts for each token."""
+    import transformers
+
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    size |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1)
+    size |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**(size | overrides)))
+
+
 def classifier(num_labels: int = 3, seed: int = 0, **overrides):
     """A BERT sequence classifier of 2 layers and width 32, without dropout."""
     from transformers import BertConfig, BertForSequenceClassification

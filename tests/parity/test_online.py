@@ -40,7 +40,7 @@ def rollout(prompts, trainer):
     return ids
 
 
-def run(package, name, path, **changes):
+def run(package, name, path, model="model", **changes):
     usual = dict(
         output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
         max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
@@ -52,7 +52,7 @@ def run(package, name, path, **changes):
     options = {"processing_class": tiny.tokenizer()}
     if name == "GRPO":
         options["rollout_func"] = rollout
-    model = AutoModelForCausalLM.from_pretrained(path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path / model)
     trainer = getattr(package, f"{name}Trainer")(model, digit_sum, args, rows, **options)
     if name == "RLOO":
         engine_of(trainer, package)
@@ -78,6 +78,7 @@ def engine_of(trainer, package):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
     tiny.causal_lm(initializer_range=0.1).save_pretrained(path / "model")
+    tiny.mixture_of_experts(initializer_range=0.1).save_pretrained(path / "experts")
     return path
 
 
@@ -103,12 +104,14 @@ def test_grpo(loss_type, changes, folder):
 @pytest.mark.parametrize("changes", [
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"},
     {"delta": 1.5, "num_iterations": 2}, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True},
-    {"entropy_coef": 0.1}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
+    {"entropy_coef": 0.1}, {"entropy_coef": 0.1, "loss_type": "grpo", "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
     {"use_bias_correction_kl": False, "beta": 0.1, "num_iterations": 2}, {"steps_per_generation": 2, "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 4}, {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0},
 ], ids=str)  # fmt: skip
 def test_options_of_grpo(changes, folder):
-    compare(folder, "GRPO", SHARED, **changes)
+    bonus = ["policy_loss", "entropy_coef"] if "entropy_coef" in changes else []
+    compare(folder, "GRPO", [*SHARED, *bonus], **changes)
 
 
 @pytest.mark.parametrize("changes", [
@@ -119,3 +122,10 @@ def test_rloo(changes, folder):
     # What is replaced of trl's RLOO is also what counts tokens and lengths there.
     keys = [key for key in keys if not key.startswith("completions/") and key != "num_tokens"]
     compare(folder, "RLOO", keys, **changes)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("changes", [{}, {"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.0}], ids=str)
+def test_a_mixture_of_experts(name, changes, folder):
+    aux = [] if changes.get("router_aux_loss_coef") == 0 else ["aux_loss"]
+    compare(folder, name, ["loss", "grad_norm", "reward", *aux], model="experts", **changes)

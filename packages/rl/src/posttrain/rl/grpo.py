@@ -191,7 +191,7 @@ class GRPOTrainer(RolloutTrainer):
         """As the base's; the entropies have a gradient where they are part of the loss."""
         if self.entropy_bonus is None or not training:
             return super().logps(model, batch, with_entropy, training)
-        router = bool(self.args.router_aux_loss_coef)
+        router = bool(self.router_aux_loss_coef)
         return completion_logps(model, batch, self.temperature, True, entropy_gradient=True, router_logits=router)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
@@ -214,7 +214,8 @@ class GRPOTrainer(RolloutTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.entropy_bonus is not None and "window_tokens" in inputs:
             mask = inputs.get("entropy_mask", inputs["loss_mask"])
-            self.log_metric("policy_loss", loss)
+            share = 1.0 if num_items_in_batch is None else self.count_items(inputs) / num_items_in_batch.clamp(min=1)
+            self.metrics.add_sum("policy_loss", loss.detach(), share)  # which add up to 1 over an update
             loss = loss - self.entropy_bonus((outputs["entropies"] * mask).sum(), mask.sum(), inputs["window_tokens"])
         return (loss, outputs) if return_outputs else loss
 

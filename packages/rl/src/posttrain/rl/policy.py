@@ -53,3 +53,20 @@ def cast_head(model: nn.Module) -> None:
         )
     head.float()
     head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
+
+
+def router_coefficient(model: nn.Module, given: float | None) -> float:
+    """The weight of the load-balancing loss: `given`, or what the config of a mixture of experts says; else 0.
+
+    Raises:
+        ValueError: `model` is no mixture of experts, and a weight is given.
+    """
+    config = getattr(models.base_model(model), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "output_router_logits"):
+        return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+    if given:
+        raise ValueError(
+            f"router_aux_loss_coef={given}: {type(model).__name__} is no mixture of experts. Leave it out."
+        )
+    return 0.0

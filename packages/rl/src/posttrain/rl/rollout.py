@@ -28,7 +28,7 @@ from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.policy import load_policy
+from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
@@ -126,6 +126,7 @@ class RolloutTrainer(Trainer):
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if args.sync_ref_model:
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self._share_prompts = self._can_share_prompts()
         self._forget_rollout()
 
@@ -284,7 +285,7 @@ class RolloutTrainer(Trainer):
         total = items if num_items_in_batch is None else num_items_in_batch
         loss = loss / torch.where(total > 0, total, 1)
         if policy.aux_loss is not None:
-            loss = loss + self.args.router_aux_loss_coef * policy.aux_loss * (items / total.clamp(min=1))
+            loss = loss + self.router_aux_loss_coef * policy.aux_loss * (items / total.clamp(min=1))
             self.log_metric("aux_loss", policy.aux_loss)
         tokens = inputs["loss_mask"].sum()
         self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
@@ -417,7 +418,7 @@ class RolloutTrainer(Trainer):
 
     def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
         """Log-probabilities of the completions of a micro-batch."""
-        router = training and bool(self.args.router_aux_loss_coef)
+        router = training and bool(self.router_aux_loss_coef)
         return completion_logps(model, batch, self.temperature, with_entropy, router_logits=router)
 
     def _sample_and_score(
@@ -604,6 +605,8 @@ class RolloutTrainer(Trainer):
         if wanted is False or self.num_generations == 1 or (wanted is None and self._train_batch_size == 1):
             return False
         problem = attention.segments_problem(self.model)
+        if self.router_aux_loss_coef:
+            problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
         if problem is None:
             for model in (self.model, self.ref_model):
                 if model is not None:

@@ -106,7 +106,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     )
     trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
     router_aux_loss_coef: float | None = opt(
-        None, "Weight of the load-balancing loss of a mixture of experts; None: no such loss.", min=0
+        None, "Weight of the load-balancing loss of a mixture of experts; None: as its config says; 0: none.", min=0
     )
     disable_dropout: bool = opt(False, "Switch dropout off, so that a completion has one probability.")
     cast_lm_head_to_fp32: bool = opt(False, "Compute the output head in float32, for a model in half precision.")

@@ -1,0 +1,217 @@
+"""What each argument of online training changes, where no other test shows it."""
+
+import json
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError
+from posttrain.rl import GRPOTrainer, RLOOTrainer
+from posttrain.rl import completions as told
+from posttrain.rl.generation.transformers import TransformersGenerator
+from tests import tiny
+from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
+
+CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+
+
+def first_rollout(run):
+    return run.make_rollout(iter(run.get_train_dataloader()))
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_the_routers_of_a_mixture_of_experts_are_balanced(kind, tmp_path):
+    runs = [
+        trainer(
+            tmp_path / str(coef),
+            kind,
+            model=tiny.mixture_of_experts(),
+            router_aux_loss_coef=coef,
+            max_steps=1,
+            beta=0.0,
+        )
+        for coef in (0.0, 0.5)
+    ]
+    for run in runs:
+        run.train()
+    (plain,), (balanced,) = (logged(run, "loss") for run in runs)
+    (aux,) = logged(runs[1], "aux_loss")
+    assert not logged(runs[0], "aux_loss") and aux > 0.5
+    assert balanced - plain == pytest.approx(0.5 * aux, abs=1e-5)
+    assert trainer(tmp_path, kind, model=tiny.mixture_of_experts()).router_aux_loss_coef == 0.001  # as its config says
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        trainer(tmp_path, kind, router_aux_loss_coef=0.1)
+
+
+def test_dropout_can_be_switched_off(tmp_path):
+    model = tiny.causal_lm("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, initializer_range=0.2)
+    run = trainer(tmp_path, model=model, disable_dropout=True, max_steps=1)
+    run.train()
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert logged(run, "sampling/sampling_logp_difference/mean") == []
+
+
+def test_the_chat_template_is_given_its_variables(tmp_path):
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML + "{% if slowly %}Let us think.{% endif %}")
+    ids = {}
+    for slowly in (False, True):
+        args = config(output_dir=str(tmp_path), chat_template_kwargs={"slowly": slowly})
+        run = GRPOTrainer(tiny.causal_lm(), spread, args, CHATS, None, tokenizer)
+        ids[slowly] = run.new_samples(CHATS[:1])[0].prompt_ids
+    assert tokenizer.decode(ids[True]) == tokenizer.decode(ids[False]) + "Let us think."
+
+
+def test_rows_are_padded_to_a_multiple(tmp_path):
+    widths = {}
+    for multiple in (None, "auto", 16):
+        run = trainer(tmp_path, pad_to_multiple_of=multiple, share_prompts=False)
+        widths[multiple] = run._parts_of(first_rollout(run))[0]["input_ids"].shape[1]
+    assert widths[16] == 16 and widths[None] == widths["auto"] < 16
+
+
+def test_a_cache_of_transformers_writes_the_same(tmp_path):
+    runs = [trainer(tmp_path, cache_implementation=name) for name in (None, "static")]
+    assert isinstance(runs[1].generator, TransformersGenerator)
+    rollouts = [first_rollout(run) for run in runs]
+    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
+
+
+def test_a_model_is_loaded_by_name_with_its_arguments(tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    args = config(output_dir=str(tmp_path), model_init_kwargs={"dtype": "bfloat16"})
+    run = GRPOTrainer(str(tmp_path / "model"), spread, args, ROWS)
+    assert next(run.model.parameters()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="model_init_kwargs"):
+        GRPOTrainer(tiny.causal_lm(), spread, args, ROWS, None, tiny.tokenizer())
+
+
+def test_the_head_of_a_model_in_half_precision_can_be_exact(tmp_path):
+    model = tiny.causal_lm(initializer_range=0.3).bfloat16()
+    run = trainer(tmp_path, model=model, cast_lm_head_to_fp32=True)
+    part = run._parts_of(first_rollout(run))[0]
+    found = run.logps(model, part, with_entropy=False, training=False).logps
+    assert model.lm_head.weight.dtype == torch.float32 and found.dtype == torch.float32
+    hidden = model.model(input_ids=part["input_ids"], **{k: part[k] for k in ("position_ids", "segments") if k in part})
+    exact = (hidden.last_hidden_state.float() @ model.lm_head.weight.t()).log_softmax(-1)
+    labels = part["labels"].clamp(min=0).unsqueeze(-1)
+    exact = exact.gather(-1, labels).reshape(-1)[part["places"]] * part["loss_mask"]
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="shares it with its embedding"):
+        trainer(tmp_path, model=tiny.causal_lm(tie_word_embeddings=True), cast_lm_head_to_fp32=True)
+
+
+@pytest.mark.parametrize(("threshold", "passes"), [(0.5, 1.0), (0.9, 0.0)])
+def test_what_passes_is_a_matter_of_the_first_reward(threshold, passes, tmp_path):
+    run = trainer(
+        tmp_path,
+        reward=[lambda completions: [0.7] * len(completions), spread],
+        eval_rows=ROWS[:2],
+        pass_threshold=threshold,
+    )
+    metrics = run.evaluate()
+    assert metrics["eval_pass@1"] == metrics["eval_pass@4"] == passes
+
+
+def test_one_completion_of_each_prompt_can_be_shown(tmp_path, capsys):
+    run = trainer(tmp_path, log_completions=True, log_unique_prompts=True, steps_per_generation=2, max_steps=2)
+    run.train()
+    lines = capsys.readouterr().out.partition("Step 0\n")[2].splitlines()
+    assert "prompt" in lines[0] and [line[:4].strip() for line in lines[2:4]] == ["0", "0"]
+    assert (
+        len([line for line in lines[2:] if line[:4].strip() == "0"]) == 2
+    )  # of two prompts with four completions each
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_images_can_be_left_out_of_written_prompts(keeps, tmp_path):
+    content = [{"type": "image", "image": "a cat"}, {"type": "text", "text": "What is it?"}]
+    row = {"step": 0, "prompt": [{"role": "user", "content": content}], "completion": "A cat.", "spread": 1.0}
+    from datasets import Dataset
+
+    path = told.write([row], tmp_path, 0, with_images=keeps)
+    written = json.loads(Dataset.from_parquet(str(path))[0]["prompt"])
+    assert written[0]["content"] == (content if keeps else content[1:])
+
+
+@pytest.mark.parametrize(("target", "bound"), [(100.0, "max"), (0.0, "min")])
+def test_the_entropy_coefficient_stays_in_its_bounds(target, bound, tmp_path):
+    limits = {"entropy_coef_min": 0.098, "entropy_coef_max": 0.102}
+    run = trainer(
+        tmp_path, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=target, entropy_coef_delta=0.0015, max_steps=3,
+        **limits,
+    )  # fmt: skip
+    run.train()
+    first, second, third = logged(run, "entropy_coef")
+    assert abs(first - 0.1) == pytest.approx(0.0015, rel=1e-4)
+    assert second == third == pytest.approx(limits[f"entropy_coef_{bound}"])
+    with pytest.raises(ConfigError, match="entropy_coef_min=0.5 must not be above"):
+        config(entropy_coef_min=0.5, entropy_coef_max=0.4)
+
+
+class Estranged(Scripted):
+    """An engine that finds its completions much likelier than the trainer does."""
+
+    def generate(self, *args):
+        from posttrain.rl.generation import Completions
+
+        done = super().generate(*args)
+        return Completions(done.ids, [[-1.0] * len(ids) for ids in done.ids], done.finished)
+
+
+@pytest.mark.parametrize(("changes", "is_corrected", "moves"), [
+    ({"vllm_importance_sampling_correction": False}, False, True),
+    ({"vllm_importance_sampling_clip_min": 0.5}, True, False),  # each ratio is far below, and left out
+    ({"vllm_importance_sampling_clip_min": 1e-12, "vllm_importance_sampling_clip_max": None}, True, True),
+])  # fmt: skip
+def test_completions_of_an_engine_are_weighted_as_is_asked_for(changes, is_corrected, moves, tmp_path):
+    run = trainer(tmp_path, options={"generator": Estranged("ab", "b", "c", "d")}, max_steps=1, **changes)
+    run.train()
+    ratios = logged(run, "sampling/importance_sampling_ratio/max")
+    assert bool(ratios) == is_corrected and (logged(run, "grad_norm")[0] > 0) == moves
+    if is_corrected:
+        low, high = logged(run, "sampling/importance_sampling_ratio/min")[0], ratios[0]
+        assert (low == high == 0) if not moves else 0 < low < high < 0.5
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0])
+def test_the_reference_moves_by_its_share(alpha, tmp_path):
+    run = trainer(
+        tmp_path, beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=alpha, ref_model_sync_steps=2, max_steps=2
+    )
+    before = run.model.lm_head.weight.detach().clone()
+    run.train()
+    after, reference = run.model.lm_head.weight, run.ref_model.lm_head.weight
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(reference, alpha * after + (1 - alpha) * before)
+
+
+def test_turns_with_tools_are_bounded_by_the_argument(tmp_path):
+    def calculator(expression: str) -> str:
+        """Compute.
+
+        Args:
+            expression: What.
+        """
+        return "7"
+
+    asks = '<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>'
+    engine = Scripted(asks, asks, asks, asks)
+    run = trainer(
+        tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_tool_calling_iterations=2,
+        max_completion_length=400, max_steps=1,
+    )  # fmt: skip
+    run.train()
+    assert len(engine.calls) == 3 and logged(run, "tools/call_frequency") == [2.0]
+
+
+def test_the_policy_loss_in_the_log_is_that_of_the_update(tmp_path):
+    found = []
+    for batch, parts in ((8, 1), (4, 2)):
+        run = trainer(
+            tmp_path / str(batch), entropy_coef=0.1, per_device_train_batch_size=batch, gradient_accumulation_steps=parts,
+            max_steps=2, share_prompts=True,
+        )  # fmt: skip
+        run.train()
+        found.append(logged(run, "policy_loss"))
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and abs(found[0][1]) > 1e-4
