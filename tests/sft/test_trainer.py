@@ -316,6 +316,18 @@ def mixture_of_experts():
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, router_aux_loss_coef=0.25, pad_token_id=0, eos_token_id=1))
 
 
+@pytest.mark.parametrize("changes", [{}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}])
+def test_the_routers_loss_is_added_once_to_every_kind_of_loss(changes, tmp_path):
+    weighted = make(tmp_path, COMPLETIONS, model=mixture_of_experts(), router_aux_loss_coef=2.0, **changes)
+    alone = make(tmp_path, COMPLETIONS, model=mixture_of_experts(), router_aux_loss_coef=0.0, **changes)
+    batch, total = batch_of(weighted), torch.tensor(100)
+    aux = weighted.model(**batch, output_router_logits=True).aux_loss * weighted.count_items(batch) / total
+    expected = alone.compute_loss(alone.model, batch, num_items_in_batch=total) + 2 * aux
+    for whole in (False, True):
+        loss = weighted.compute_loss(weighted.model, batch, return_outputs=whole, num_items_in_batch=total)
+        assert (loss[0] if whole else loss).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("coef", [None, 0.0, 2.0])
 def test_the_routers_loss_is_weighted_as_asked_with_and_without_logits(coef, tmp_path):
     trainer = make(tmp_path, COMPLETIONS, model=mixture_of_experts(), router_aux_loss_coef=coef)

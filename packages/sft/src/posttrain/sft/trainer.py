@@ -160,29 +160,39 @@ class SFTTrainer(GeneratesText, Trainer):
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
         inputs, sources = self._without_sources(inputs)
+        count = items if num_items_in_batch is None else num_items_in_batch
         if whole:
-            if self._dft and self.compute_loss_func is None:
-                count = items if num_items_in_batch is None else num_items_in_batch
-                loss, outputs = objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
-            else:
-                loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-                if self._aux_loss_coef and self.compute_loss_func is None:
-                    loss = loss - self._aux_loss_coef * outputs.aux_loss  # the model added it, once for each micro-batch
-            loss = loss + self._aux_loss(outputs, items, num_items_in_batch)
+            loss, outputs = self._loss_of_logits(model, inputs, num_items_in_batch, count)
             if "labels" in inputs:
                 self._log_statistics(outputs, inputs["labels"], items, sources)
-            return (loss, outputs) if return_outputs else loss
-        unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
-        smoothing = self.args.label_smoothing_factor
-        options = {"label_smoothing": smoothing, "dft": self._dft, "groups": sources, "num_groups": len(self._sources)}
-        with models.loss_in_head(model, inputs["labels"], **options):
-            outputs = model(**unlabelled)
-        loss_sum, correct, entropy, *by_source = outputs.logits
-        self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
-        self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
-        self.metrics.add_sum("entropy", entropy.detach(), items)
-        loss = loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
-        return loss + self._aux_loss(outputs, items, num_items_in_batch)
+        else:
+            labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
+            options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
+            with models.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
+                outputs = model(**inputs)
+            loss_sum, correct, entropy, *by_source = outputs.logits
+            loss = loss_sum / count
+            self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
+            self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
+            self.metrics.add_sum("entropy", entropy.detach(), items)
+        if (
+            self._aux_loss_coef
+        ):  # the load-balancing loss of a micro-batch, as its share of the update by trained tokens
+            self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
+            loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_of_logits(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None, count: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """(loss without the router's, outputs) where logits are held whole."""
+        if self._dft and self.compute_loss_func is None:
+            return objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        models_own = self.compute_loss_func is None and not self.args.label_smoothing_factor
+        if self._aux_loss_coef and models_own:
+            loss = loss - self._aux_loss_coef * outputs.aux_loss  # the model added it, once for each micro-batch
+        return loss, outputs
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
@@ -227,15 +237,6 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
-
-    def _aux_loss(
-        self, outputs: Any, items: torch.Tensor | int, num_items: torch.Tensor | None
-    ) -> torch.Tensor | float:
-        """The weighted load-balancing loss of a micro-batch, as its share of the update by trained tokens."""
-        if not self._aux_loss_coef:
-            return 0.0
-        self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
-        return self._aux_loss_coef * outputs.aux_loss * (1.0 if num_items is None else items / num_items)
 
     def _make_offload(self) -> OffloadActivations | None:
         if not self.args.activation_offloading:
