@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # A wait for another process ends by the watchdog, which knows who waits for whom; torch's own limit comes after it.
 GRACE = 20
 
+# Entered several times in every step; one can be entered again and again.
+_NOTHING = contextlib.nullcontext()
+
 _watchdog: Watchdog | None = None  # one for the process, as the process group is
 
 
@@ -94,7 +97,7 @@ class Distributed:
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.local_rank: int = self.accelerator.local_process_index
-        self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: contextlib.nullcontext()
+        self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
         if self.world_size > 1:
             self._waiting = _watch(args, self.rank, self.world_size)
             report_failures()
@@ -249,7 +252,7 @@ class Distributed:
     def autocast(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss run in the precision that was asked for."""
         if self.precision == "no":
-            return contextlib.nullcontext()
+            return _NOTHING
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def in_step(self) -> contextlib.AbstractContextManager:
@@ -265,7 +268,7 @@ class Distributed:
             model.set_requires_gradient_sync(when)
         elif not when and isinstance(model, nn.parallel.DistributedDataParallel) and not self.args.ddp_static_graph:
             return model.no_sync()  # which a static graph does not allow: it averages more often, to the same sum
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:
         if self.engine is not None:

@@ -22,7 +22,7 @@ class OneKernelAdamW(torch.optim.AdamW):
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         groups = self.param_groups
         first = groups[0]
-        if len(groups) == 1 or not all(_alike(first, group) for group in groups[1:]):
+        if len(groups) == 1 or not _alike(groups):
             return step(self, closure)
         self.param_groups = [{**first, "params": [p for group in groups for p in group["params"]]}]
         try:
@@ -31,10 +31,14 @@ class OneKernelAdamW(torch.optim.AdamW):
             self.param_groups = groups
 
 
-def _alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    # A learning rate in a tensor is compared by identity: its value would have to come from the device.
-    return all(
-        value is right.get(name) or (not isinstance(value, torch.Tensor) and value == right.get(name))
-        for name, value in left.items()
-        if name != "params"
-    )
+def _alike(groups: list[dict[str, Any]]) -> bool:
+    first, others = groups[0], groups[1:]
+    for name, value in first.items():
+        if name == "params":
+            continue
+        for group in others:
+            other = group.get(name)
+            # A learning rate in a tensor is compared by identity: its value would have to come from the device.
+            if value is not other and (isinstance(value, torch.Tensor) or value != other):
+                return False
+    return True
