@@ -24,6 +24,7 @@ from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import DataReport, prepare_dataset
 from posttrain.sft.packing import documents_leak, pack_dataset
+from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class SFTTrainer(GeneratesText, Trainer):
         data_collator: makes a batch of prepared rows; by default `SFTCollator`.
         train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`.
         eval_dataset: such rows, or a dict of several sets by name.
-        processing_class: the tokenizer; by default the one that belongs to the model.
+        processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the model.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
         quantization_config: loads a model given by name in 4 or 8 bits.
@@ -95,7 +96,10 @@ class SFTTrainer(GeneratesText, Trainer):
         if formatting_func is not None and not callable(formatting_func):
             raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
         tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
+        self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
         model, tokenizer = self._load(model, tokenizer, args, quantization_config, peft_config)
+        if self._sees:
+            self.signature_columns = COLUMNS
         self._formatting_func = formatting_func
         self.data_reports: dict[str, DataReport] = {}
         self._prepared: list[Any] = []
@@ -103,7 +107,7 @@ class SFTTrainer(GeneratesText, Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or _collator(args, tokenizer),
+            data_collator=data_collator or _collator(args, tokenizer, model, self._sees),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
@@ -187,20 +191,25 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> tuple[nn.Module, Any]:
         if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-            model = models.load_causal_lm(model, args.model_init_kwargs, **options)
+            auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
+            model = models.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
         elif args.model_init_kwargs is not None or quantization_config is not None:
             raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
         _refuse_other_models(model)
         if tokenizer is None:
-            tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+            auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
+            tokenizer = models.load_tokenizer(model, args.trust_remote_code, auto_class)
+        if self._sees:
+            check_config(args, tokenizer)
         if args.chat_template_path is not None:
             tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
+        words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
         for name in ("eos_token", "pad_token"):
             token = getattr(args, name)
-            if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
                 raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
             if token is not None:
-                setattr(tokenizer, name, token)
+                setattr(words, name, token)
         if done := models.ensure_pad_token(tokenizer):
             logger.info(done)
         if peft_config is not None:
@@ -265,13 +274,13 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
         """`dataset` tokenised, masked and packed; what happened to its rows is logged and kept in `data_reports`."""
-        if self._skip_preparation or any(dataset is ready for ready in self._prepared):
+        if self._sees or self._skip_preparation or any(dataset is ready for ready in self._prepared):
             return dataset
         args = self.args
         with self.dist.main_first():  # one process writes the cache, the others read it
             dataset, report = prepare_dataset(
                 dataset,
-                self.processing_class,
+                self._tokenizer,
                 text_field=args.dataset_text_field,
                 max_length=None if packing and args.packing_strategy != "bfd" else args.max_length,
                 truncation=args.truncation_mode,
@@ -355,11 +364,15 @@ def _refuse_leaks(model: nn.Module) -> None:
         )
 
 
-def _collator(args: SFTConfig, tokenizer: Any) -> SFTCollator:
+def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> SFTCollator | VisionCollator:
     multiple = args.pad_to_multiple_of
     if multiple == "auto":
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
-    return SFTCollator(tokenizer.pad_token_id, pad_to_multiple_of=multiple, padding_free=args.padding_free)
+    if sees:
+        placeholders = placeholder_ids(tokenizer, models.base_model(model))
+        return VisionCollator(tokenizer, placeholders, args.max_length, args.completion_only_loss, multiple)
+    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+    return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
