@@ -111,7 +111,8 @@ def sft(**options: Any) -> Callable[..., Trainer]:
         if lora:
             from peft import LoraConfig
 
-            peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+            usual = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+            peft_config = LoraConfig(**usual | (lora if isinstance(lora, dict) else {}))
         changes = {"max_length": 32, "gradient_checkpointing": False} | options | changes
         return SFTTrainer(
             model=tiny.causal_lm(),
@@ -231,6 +232,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "sft": sft(),
     "sft-packed": sft(packing=True, max_length=48),
     "sft-lora": sft(lora=True),
+    "sft-dora-head": sft(lora={"use_dora": True, "modules_to_save": ["lm_head"]}),
     "seq2seq": seq2seq,
     "dpo": preference(DPOTrainer),
     "dpo-padded": preference(DPOTrainer, shared_prefix=False),

@@ -28,6 +28,9 @@ KINDS = {
     "prompt-tuning": lambda: peft.PromptTuningConfig(**LM, num_virtual_tokens=5),
     "p-tuning": lambda: peft.PromptEncoderConfig(**LM, num_virtual_tokens=5, encoder_hidden_size=16),
     "prefix-tuning": lambda: peft.PrefixTuningConfig(**LM, num_virtual_tokens=5),
+    "projected-prefix-tuning": lambda: peft.PrefixTuningConfig(
+        **LM, num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16
+    ),
 }
 NEW_TOKENS = torch.tensor([[5, 380, 9, 381, 12, 7]])
 
@@ -35,7 +38,7 @@ NEW_TOKENS = torch.tensor([[5, 380, 9, 381, 12, 7]])
 def make(out, kind, tied=False, model=None, **changes):
     usual = dict(
         output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64,
-        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=kind != "prefix-tuning",
+        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing="prefix" not in (kind or ""),
     )  # fmt: skip
     model = tiny.causal_lm(tie_word_embeddings=tied) if model is None else model
     torch.manual_seed(1)

@@ -274,13 +274,21 @@ def _quantization(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config}
 
 
-def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def load_tokenizer(
+    source: str | os.PathLike[str] | nn.Module,
+    trust_remote_code: bool = False,
+    auto_class: str = "AutoTokenizer",
+    **kwargs: Any,
+) -> Any:
     """The tokenizer at a folder or Hub name, or the one that lies beside the weights a model was loaded from.
+
+    Args:
+        auto_class: the class of transformers to load with; AutoProcessor for what reads pictures too.
 
     Raises:
         ValueError: a model that was not loaded from anywhere.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
     if isinstance(source, nn.Module):
         path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
@@ -292,7 +300,8 @@ def load_tokenizer(source: str | os.PathLike[str] | nn.Module, trust_remote_code
     else:
         path = os.fspath(source)
     with explain_missing(path, "tokenizer"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+        loader = getattr(transformers, auto_class)
+        return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
 
 
 def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

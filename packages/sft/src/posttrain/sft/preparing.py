@@ -33,19 +33,20 @@ class Prepared:
 
 
 def set_up_tokenizer(tokenizer: Any, args: SFTConfig) -> None:
-    """Give `tokenizer` the chat template and the special tokens that `args` name, and a pad token if it has none.
+    """Give `tokenizer` (or processor) the chat template and special tokens that `args` name, and a pad token if it has none.
 
     Raises:
         ValueError: a token that is not in its vocabulary. FileNotFoundError: no chat template there.
     """
     if args.chat_template_path is not None:
         tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
+    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name)
-        if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
             raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
         if token is not None:
-            setattr(tokenizer, name, token)
+            setattr(words, name, token)
     if done := models.ensure_pad_token(tokenizer):
         logger.info(done)
 

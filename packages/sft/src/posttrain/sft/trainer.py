@@ -28,6 +28,7 @@ from posttrain.sft.mixture import Mixture, check_parts
 from posttrain.sft.packing import documents_leak
 from posttrain.sft.preparing import prepare_rows, set_up_tokenizer
 from posttrain.sft.report import DataReport
+from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class SFTTrainer(GeneratesText, Trainer):
         train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of several
             datasets by name, which are mixed, each with a loss of its own in the log.
         eval_dataset: such rows, or a dict of several sets by name.
-        processing_class: the tokenizer; by default the one that belongs to the model.
+        processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the model.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
         quantization_config: loads a model given by name in 4 or 8 bits.
@@ -103,13 +104,11 @@ class SFTTrainer(GeneratesText, Trainer):
         if formatting_func is not None and not callable(formatting_func):
             raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
         tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
+        self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
         model, tokenizer = self._load(model, tokenizer, args, quantization_config, peft_config)
+        if self._sees:
+            self.signature_columns = COLUMNS
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
-        if self._dft and getattr(model.config, "output_router_logits", False):
-            raise ValueError(
-                "loss_type='dft' leaves out the router's auxiliary loss, which model.config.output_router_logits=True asks "
-                "for. Set one of the two otherwise."
-            )
         self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
@@ -118,7 +117,7 @@ class SFTTrainer(GeneratesText, Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or _collator(args, tokenizer),
+            data_collator=data_collator or _collator(args, tokenizer, model, self._sees),
             train_dataset=_representative(train_dataset),
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
@@ -220,12 +219,16 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> tuple[nn.Module, Any]:
         if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-            model = models.load_causal_lm(model, args.model_init_kwargs, **options)
+            auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
+            model = models.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
         elif args.model_init_kwargs is not None or quantization_config is not None:
             raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
         _refuse_other_models(model)
         if tokenizer is None:
-            tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+            auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
+            tokenizer = models.load_tokenizer(model, args.trust_remote_code, auto_class)
+        if self._sees:
+            check_config(args, tokenizer)
         set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
@@ -310,17 +313,18 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
         """`dataset` tokenised, masked and packed; what happened to its rows is logged and kept in `data_reports`."""
-        if self._skip_preparation and isinstance(dataset, Mapping):
+        if (self._sees or self._skip_preparation) and isinstance(dataset, Mapping):
+            what = "Rows with pictures are taken" if self._sees else "skip_prepare_dataset takes the rows"
             raise DataError(
-                "skip_prepare_dataset takes the rows as they are, and several datasets are mixed after they were prepared. "
-                "Pass one dataset, or leave skip_prepare_dataset out."
+                f"{what} as they are, and several datasets are mixed after they were prepared. Pass one dataset"
+                + ("." if self._sees else ", or leave skip_prepare_dataset out.")
             )
-        if self._skip_preparation or any(dataset is ready for ready in self._prepared):
+        if self._sees or self._skip_preparation or any(dataset is ready for ready in self._prepared):
             return dataset
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_rows(
                 dataset,
-                self.processing_class,
+                self._tokenizer,
                 self.args,
                 name=name,
                 packing=bool(packing),
@@ -398,11 +402,15 @@ def _refuse_leaks(model: nn.Module) -> None:
         )
 
 
-def _collator(args: SFTConfig, tokenizer: Any) -> SFTCollator:
+def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> SFTCollator | VisionCollator:
     multiple = args.pad_to_multiple_of
     if multiple == "auto":
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
-    return SFTCollator(tokenizer.pad_token_id, pad_to_multiple_of=multiple, padding_free=args.padding_free)
+    if sees:
+        placeholders = placeholder_ids(tokenizer, models.base_model(model))
+        return VisionCollator(tokenizer, placeholders, args.max_length, args.completion_only_loss, multiple)
+    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+    return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
 def _named(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:
