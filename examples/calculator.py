@@ -133,7 +133,9 @@ def reinforce(model, tokenizer, new: Dataset, held_out: Dataset, updates: int, m
     return trainer
 
 
-def run(seed: int, epochs: float, updates: int, minutes: float, out: Path) -> list[tuple[int, float, float]]:
+def run(
+    seed: int = 0, epochs: float = 25, updates: int = 300, minutes: float = 60, out: Path = Path("out/calculator")
+) -> list[tuple[int, float, float]]:
     """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on."""
     started = time.monotonic()
     known, new, held_out = read(seed)
@@ -162,13 +164,12 @@ def run(seed: int, epochs: float, updates: int, minutes: float, out: Path) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the first weights and the samples")
-    parser.add_argument("--epochs", type=float, default=25, help="of fine-tuning")
-    parser.add_argument("--updates", type=int, default=300, help="of GRPO, of 128 prompts each")
-    parser.add_argument("--minutes", type=float, default=60.0, help="that GRPO may take; it ends there")
-    parser.add_argument("--output", default="out/calculator", help="where the model and the curve go")
-    given = parser.parse_args()
-    run(given.seed, given.epochs, given.updates, given.minutes, Path(given.output))
+    parser.add_argument("--seed", type=int, help="of the split, the first weights and the samples")
+    parser.add_argument("--epochs", type=float, help="of fine-tuning")
+    parser.add_argument("--updates", type=int, help="of GRPO, of 128 prompts each")
+    parser.add_argument("--minutes", type=float, help="that GRPO may take; it ends there")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the model and the curve go")
+    run(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
 
 
 if __name__ == "__main__":
