@@ -116,7 +116,7 @@ def test_calculator(tmp_path, monkeypatch, capsys):
     module = load("calculator")
     module.main()
     table = capsys.readouterr().out.split("updates   greedy   sampled")[1].splitlines()
-    assert [line.split()[0] for line in table[1:3]] == ["0", "2"]
+    assert [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "accuracy.html").read_text(encoding="utf-8").count("<circle") >= 4
 
