@@ -1,6 +1,7 @@
 """Train a small language model, and its tokenizer, from nothing on real maths problems; then look at what it learned.
+Then, in a second act, teach a smaller one arithmetic by reinforcement learning: see `calculator.py` beside this file.
 
-make quickstart                                 # about three minutes on two cores, no download
+make quickstart                                 # about five minutes on two cores, no download
 make quickstart MODEL=Qwen/Qwen3-0.6B           # LoRA on a pretrained model instead: a Hub name or a folder
 """
 
@@ -12,6 +13,7 @@ import re
 import time
 from pathlib import Path
 
+import calculator
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -138,6 +140,9 @@ def main() -> None:
     print(f"Time               {time.time() - started:.0f} s")
     print(f"Model              {OUT.resolve()}")
     print(f"Loss curve         {picture.resolve()}")
+    if not name:
+        print("\nSecond act: the arithmetic, by fine-tuning and then by reinforcement learning")
+        calculator.run(out=OUT / "calculator", updates=100, minutes=2)
     print("\nNext: make quickstart MODEL=Qwen/Qwen3-0.6B      fine-tunes a pretrained model on the same problems")
 
 

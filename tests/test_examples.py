@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import datasets
@@ -15,6 +17,7 @@ from posttrain.core.cli import main
 from tests import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.append(str(EXAMPLES))  # examples import their neighbours
 
 
 def load(name: str):
@@ -38,6 +41,8 @@ def quickstart(tmp_path, monkeypatch):
     whole = module.read
     monkeypatch.setattr(module, "read", lambda split: whole(split).select(range(24 if split == "train" else 4)))
     monkeypatch.chdir(tmp_path)
+    act = module.calculator.run
+    monkeypatch.setattr(module.calculator, "run", lambda **given: act(**given | {"epochs": 0.1, "updates": 1}))
     return module
 
 
@@ -49,6 +54,7 @@ def test_quickstart_trains_from_nothing(quickstart, monkeypatch, capsys):
     assert after < before
     assert Path("out/quickstart/loss.html").read_text(encoding="utf-8").count("<polyline") >= 1
     assert Path("out/quickstart/model.safetensors").is_file() and Path("out/quickstart/tokenizer.json").is_file()
+    assert Path("out/quickstart/calculator/accuracy.html").read_text(encoding="utf-8").count("<polyline") >= 2
     assert printed.rstrip().splitlines()[-1].startswith("Next: make ")
 
 
@@ -147,6 +153,37 @@ def test_grpo_gsm8k(model_folder, tmp_path, monkeypatch, capsys):
     assert module.calculator("(48 / 2 - 4) * -3") == -60
     with pytest.raises(ValueError, match="only numbers"):
         module.calculator("__import__('os')")
+
+
+def test_calculator(tmp_path, monkeypatch, capsys):
+    argv = ["calculator.py", "--epochs", "0.1", "--updates", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    module = load("calculator")
+    module.main()
+    table = capsys.readouterr().out.split("updates   greedy   sampled")[1].splitlines()
+    assert [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
+    assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "accuracy.html").read_text(encoding="utf-8").count("<circle") >= 4
+
+
+def test_no_calculator_step_is_in_two_parts():
+    module = load("calculator")
+    parts = [{row["prompt"] for row in rows} for rows in module.read(seed=3)]
+    assert [len(part) for part in parts] == [1780, 2762, 800]
+    assert len(set.union(*parts)) == 5342
+    assert module.right(["024", "24", ""], ["024", "024", "024"]) == [1, 0, 0]
+
+
+def test_the_slice_of_calculator_steps_is_what_its_readme_says():
+    steps = (EXAMPLES / "data/gsm8k/steps.txt").read_text("utf-8").split()
+    assert len(set(steps)) == len(steps) == 5342
+    for step in steps:
+        left, sign, right, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+        left, right, result = int(left), int(right), int(result)
+        assert max(left, right, result) < 1000
+        assert {"+": left + right, "-": left - right, "*": left * right, "/": Fraction(left, right or 1)}[
+            sign
+        ] == result
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
