@@ -129,7 +129,7 @@ def test_images_can_be_left_out_of_written_prompts(keeps, tmp_path):
     row = {"step": 0, "prompt": [{"role": "user", "content": content}], "completion": "A cat.", "spread": 1.0}
     from datasets import Dataset
 
-    path = told.write([row], tmp_path, 0, with_images=keeps)
+    path = told.write([row], tmp_path / "rows", with_images=keeps)
     written = json.loads(Dataset.from_parquet(str(path))[0]["prompt"])
     assert written[0]["content"] == (content if keeps else content[1:])
 
@@ -215,3 +215,40 @@ def test_the_policy_loss_in_the_log_is_that_of_the_update(tmp_path):
         run.train()
         found.append(logged(run, "policy_loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-6) and abs(found[0][1]) > 1e-4
+
+
+def test_completions_of_an_evaluation_are_shown_and_written_too(tmp_path, capsys):
+    from datasets import Dataset
+
+    run = trainer(
+        tmp_path, log_completions=True, eval_rows=ROWS[:3], num_generations_eval=2, per_device_eval_batch_size=2
+    )
+    run.evaluate()
+    assert "Evaluation at step 0\n" in capsys.readouterr().out
+    written = Dataset.from_parquet(str(tmp_path / "completions" / "eval_completions_00000.parquet"))
+    assert written["prompt"] == [row["prompt"] for row in ROWS[:3] for _ in range(2)]
+
+
+def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
+    import types
+
+    tables = {}
+    wandb, trackio = types.ModuleType("wandb"), types.ModuleType("trackio")
+    wandb.run, wandb.Table = None, lambda columns, data: (columns, data)
+    trackio.Table = lambda dataframe: (list(dataframe.columns), dataframe.to_numpy().tolist())
+    wandb.log, trackio.log = tables.update, lambda logged: tables.update({"trackio": logged["completions"]})
+    monkeypatch.setitem(__import__("sys").modules, "wandb", wandb)
+    monkeypatch.setitem(__import__("sys").modules, "trackio", trackio)
+    row = {
+        "step": 3,
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "completion": "Yes",
+        "spread": 0.5,
+        "advantage": -1.0,
+    }
+    told.track([row], "completions", ["wandb"])
+    assert tables == {}  # no run is under way
+    wandb.run = object()
+    told.track([row], "completions", ["wandb", "trackio"])
+    expected = [list(row), [[3, "[user] Hi", "Yes", 0.5, -1.0]]]
+    assert list(tables["completions"]) == list(tables["trackio"]) == expected

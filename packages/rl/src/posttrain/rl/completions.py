@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,26 +214,41 @@ def _message(message: Mapping[str, Any]) -> str:
     return f"[{message.get('role')}] {message.get('content') or ''}{calls}"
 
 
-def write(rows: Sequence[Mapping[str, Any]], folder: Path, step: int, with_images: bool = True) -> Path:
-    """Write `rows` into `folder`, as ``completions_<step>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
 
     Returns:
         the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
-    stem = folder / f"completions_{step:05d}"
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        return _write_lines(rows, stem.with_suffix(".jsonl"))
+        return _write_lines(rows, path.with_suffix(".jsonl"))
     try:
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-        parquet.write_table(pyarrow.table(columns), stem.with_suffix(".parquet"))
+        parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
-        return _write_lines(rows, stem.with_suffix(".jsonl"))
-    return stem.with_suffix(".parquet")
+        return _write_lines(rows, path.with_suffix(".jsonl"))
+    return path.with_suffix(".parquet")
+
+
+def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
+    """Show `rows` as the table `name` of trackers that have tables, and a run under way: wandb, and trackio."""
+    columns = list(rows[0])
+    cells = [
+        [value if isinstance(value, (int, float)) else plain_text(value) for value in row.values()] for row in rows
+    ]
+    wandb = sys.modules.get("wandb") if "wandb" in report_to else None
+    if wandb is not None and wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=columns, data=cells)})
+    trackio = sys.modules.get("trackio") if "trackio" in report_to else None
+    if trackio is not None:
+        import pandas
+
+        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core import Trainer, attention, data, models
 from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
+from posttrain.core.state import EvalLoopOutput
 from posttrain.core.samplers import mix
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
@@ -539,6 +540,17 @@ class RolloutTrainer(Trainer):
         self._sample(samples, self.temperature if temperature is None else temperature)
         self._log_evaluation(samples, self._timed_score(samples))
 
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        """As the core's; then what was completed is shown, where that is asked for."""
+        self._shown = []
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.args.log_completions:
+            title = f"{description} at step {self.state.global_step}"
+            self._show(self._shown, title, f"{metric_key_prefix}_completions")
+        return output
+
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
         summary = told.Summary.of(samples, scores)
@@ -552,6 +564,7 @@ class RolloutTrainer(Trainer):
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
         # Each prompt by itself, so that what is normalised over a batch depends on no batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
+        self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         for part in self._parts_of(replace(rollout, advantages=advantages)):
             part = self._prepare_inputs(part)
             items = self.count_items(part)
@@ -561,19 +574,25 @@ class RolloutTrainer(Trainer):
                 )
 
     def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
-        """Print and write the completions of a rollout, where that is asked for."""
-        if not self.args.log_completions:
-            return
-        rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        """Show the completions of a rollout, where that is asked for."""
+        if self.args.log_completions:
+            rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+            self._show(rows, f"Step {self.state.global_step}", "completions")
+
+    def _show(self, rows: list[dict[str, Any]], title: str, stem: str) -> None:
+        """Print, write and track `rows` of all processes."""
         rows = [row for part in self.dist.gather_object(rows) for row in part]
-        if self.dist.is_main:
-            seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
-            shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
-            print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
-            folder = Path(self.args.output_dir) / "completions"
-            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
-            if repo := getattr(self.args, "log_completions_hub_repo", None):
-                told.upload(path, repo, self.args.hub_token)
+        if not (rows and self.dist.is_main):
+            return
+        args = self.args
+        seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
+        shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
+        print(told.table(shown, title, args.num_completions_to_print))
+        path = Path(args.output_dir) / "completions" / f"{stem}_{self.state.global_step:05d}"
+        path = told.write(rows, path, args.log_multimodal)
+        told.track(shown, stem, args.report_to)
+        if repo := getattr(args, "log_completions_hub_repo", None):
+            told.upload(path, repo, args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -625,6 +644,7 @@ class RolloutTrainer(Trainer):
         return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 
     def _forget_rollout(self, keep_count: bool = False) -> None:
+        self._shown: list[dict[str, Any]] = []  # of the evaluation under way
         self._rollout: Rollout | None = None
         self._used = 0
         self._synced_at: int | None = None
