@@ -230,15 +230,18 @@ def test_completions_of_an_evaluation_are_shown_and_written_too(tmp_path, capsys
 
 
 def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
+    import sys
     import types
+    from contextvars import ContextVar
 
-    tables = {}
+    tables, current_run = {}, ContextVar("current_run", default=None)
     wandb, trackio = types.ModuleType("wandb"), types.ModuleType("trackio")
     wandb.run, wandb.Table = None, lambda columns, data: (columns, data)
     trackio.Table = lambda dataframe: (list(dataframe.columns), dataframe.to_numpy().tolist())
+    trackio.context_vars = types.SimpleNamespace(current_run=current_run)
     wandb.log, trackio.log = tables.update, lambda logged: tables.update({"trackio": logged["completions"]})
-    monkeypatch.setitem(__import__("sys").modules, "wandb", wandb)
-    monkeypatch.setitem(__import__("sys").modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
     row = {
         "step": 3,
         "prompt": [{"role": "user", "content": "Hi"}],
@@ -246,9 +249,10 @@ def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
         "spread": 0.5,
         "advantage": -1.0,
     }
-    told.track([row], "completions", ["wandb"])
+    told.track([row], "completions", ["all"])
     assert tables == {}  # no run is under way
     wandb.run = object()
+    current_run.set(object())
     told.track([row], "completions", ["wandb", "trackio"])
     expected = [list(row), [[3, "[user] Hi", "Yes", 0.5, -1.0]]]
     assert list(tables["completions"]) == list(tables["trackio"]) == expected

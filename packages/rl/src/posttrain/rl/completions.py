@@ -241,11 +241,11 @@ def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]
     cells = [
         [value if isinstance(value, (int, float)) else plain_text(value) for value in row.values()] for row in rows
     ]
-    wandb = sys.modules.get("wandb") if "wandb" in report_to else None
+    wanted = {tracker: sys.modules.get(tracker) for tracker in ("wandb", "trackio") if {tracker, "all"} & {*report_to}}
+    wandb, trackio = wanted.get("wandb"), wanted.get("trackio")
     if wandb is not None and wandb.run is not None:
         wandb.log({name: wandb.Table(columns=columns, data=cells)})
-    trackio = sys.modules.get("trackio") if "trackio" in report_to else None
-    if trackio is not None:
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
         import pandas
 
         trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})

@@ -20,8 +20,8 @@ from torch import nn
 from posttrain.core import Trainer, attention, data, models
 from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
-from posttrain.core.state import EvalLoopOutput
 from posttrain.core.samplers import mix
+from posttrain.core.state import EvalLoopOutput
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
