@@ -139,11 +139,16 @@ def test_options_of_grpo(changes, folder):
 
 @pytest.mark.parametrize("changes", [
     {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
+    {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.3}, {"temperature": 0.7}, {"mask_truncated_completions": True},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "num_iterations": 2},
+    {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.2},
 ], ids=str)  # fmt: skip
 def test_rloo(changes, folder):
     keys = [*SHARED, *CLIPPING] + ["kl"] * (changes.get("beta") != 0.0)
     # What is replaced of trl's RLOO is also what counts tokens and lengths there.
     keys = [key for key in keys if not key.startswith("completions/") and key != "num_tokens"]
+    if "mask_truncated_completions" in changes:
+        keys.remove("loss")  # there, what is left out adds a constant to it, and nothing to its gradient
     compare(folder, "RLOO", keys, **changes)
 
 

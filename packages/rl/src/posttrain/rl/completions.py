@@ -27,7 +27,8 @@ class Summary:
     Attributes:
         rewards, failed: (N, F), see `posttrain.rl.rewards.Scores`.
         prompt_lengths: tokens of the prompt of each. lengths: tokens that the policy chose in each. finished: of each.
-        kl: (N,) of the policy that sampled from the reference, summed over tokens; None without a reference.
+        kl: (2, N) of the policy that sampled from the reference, summed over the tokens that are learned from, and how
+            many these are; None without a reference.
     """
 
     rewards: torch.Tensor
@@ -55,7 +56,7 @@ class Summary:
             [prompts[place] for place in order],
             [lengths[place] for place in order],
             [finished[place] for place in order],
-            None if parts[0].kl is None else torch.cat([part.kl for part in parts])[order],
+            None if parts[0].kl is None else torch.cat([part.kl for part in parts], 1)[:, order],
         )
 
     @property
@@ -85,7 +86,7 @@ class Summary:
             if self.failed[:, column].any():
                 found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
         if self.kl is not None:
-            found["kl"] = self.kl.sum() / lengths.sum().clamp(min=1)
+            found["kl"] = self.kl[0].sum() / self.kl[1].sum().clamp(min=1)
         done = lengths[ended]
         if len(done):
             found["completions/mean_terminated_length"] = done.mean()

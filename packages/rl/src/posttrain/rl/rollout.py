@@ -375,11 +375,13 @@ class RolloutTrainer(Trainer):
         samples, scores = self._sample_and_score(rows, batches)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
-        mine = told.Summary.of(samples, scores, kl)
+        mine = told.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
         everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         self._num_tokens += everyone.num_tokens
         self.metrics.add_extreme("num_tokens", self._num_tokens, "max")  # the same everywhere, and it only grows
-        advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
+        advantages = self.compute_advantages(
+            everyone.rewards, self.num_generations, None if kl is None else everyone.kl[0]
+        )
         if self.dist.is_main:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
@@ -452,7 +454,7 @@ class RolloutTrainer(Trainer):
         return samples, self._timed_score(samples)
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
-        if self._synced_at != self.state.global_step or not self.is_in_train:
+        if self._synced_at != self.state.global_step:
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
@@ -545,6 +547,8 @@ class RolloutTrainer(Trainer):
     ) -> EvalLoopOutput:
         """As the core's; then what was completed is shown, where that is asked for."""
         self._shown = []
+        if not self.is_in_train:
+            self._synced_at = None  # nobody knows what was done to the weights
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.args.log_completions:
             title = f"{description} at step {self.state.global_step}"
