@@ -9,6 +9,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import GRPOTrainer, RLOOTrainer
 from posttrain.rl import completions as told
 from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.weights import named_weights
 from tests import tiny
 from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
 
@@ -256,3 +257,24 @@ def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
     told.track([row], "completions", ["wandb", "trackio"])
     expected = [list(row), [[3, "[user] Hi", "Yes", 0.5, -1.0]]]
     assert list(tables["completions"]) == list(tables["trackio"]) == expected
+
+
+def test_a_quantized_policy_trains_its_adapter(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    tiny.causal_lm(initializer_range=0.2, hidden_size=64).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    run = GRPOTrainer(
+        str(tmp_path / "model"), spread, config(output_dir=str(tmp_path / "out"), beta=0.1), ROWS,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+    run.train()
+    moved = {name for name, weight in run.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert logged(run, "sampling/sampling_logp_difference/max")[0] < 1e-4  # the engine reads the same weights
+    with pytest.raises(ValueError, match="is quantized"):
+        list(named_weights(run.model))
