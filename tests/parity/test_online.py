@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 
@@ -40,7 +41,27 @@ def rollout(prompts, trainer):
     return ids
 
 
-def run(package, name, path, model="model", **changes):
+def rollout_of_an_engine(prompts, trainer):
+    """The same with log-probabilities that are near those of the policy in the beginning; some are unknown."""
+    made = rollout(prompts, trainer)
+    near = [
+        [-5.85 + 0.3 * ((3 * token + place) % 7 - 3) for place, token in enumerate(ids)]
+        for ids in made["completion_ids"]
+    ]
+    near[3][0] = None
+    return made | {"logprobs": near}
+
+
+def samples_elsewhere(trainer, package):
+    """Let the trainer take what it is given for completions of vLLM."""
+    if package is trl:
+        trainer.use_vllm, trainer.vllm_generation = True, types.SimpleNamespace(sync_weights=lambda: None)
+        trainer._last_loaded_step = -1
+    else:
+        trainer.args.use_vllm = True
+
+
+def run(package, name, path, model="model", engine=False, **changes):
     usual = dict(
         output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
         max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
@@ -51,11 +72,13 @@ def run(package, name, path, model="model", **changes):
     rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     options = {"processing_class": tiny.tokenizer()}
     if name == "GRPO":
-        options["rollout_func"] = rollout
+        options["rollout_func"] = rollout_of_an_engine if engine else rollout
     model = AutoModelForCausalLM.from_pretrained(path / model)
     trainer = getattr(package, f"{name}Trainer")(model, digit_sum, args, rows, **options)
     if name == "RLOO":
         engine_of(trainer, package)
+    if engine:
+        samples_elsewhere(trainer, package)
     trainer.train()
     return [record for record in trainer.state.log_history if "loss" in record]
 
@@ -116,11 +139,16 @@ def test_options_of_grpo(changes, folder):
 
 @pytest.mark.parametrize("changes", [
     {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
+    {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.3}, {"temperature": 0.7}, {"mask_truncated_completions": True},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "num_iterations": 2},
+    {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.2},
 ], ids=str)  # fmt: skip
 def test_rloo(changes, folder):
     keys = [*SHARED, *CLIPPING] + ["kl"] * (changes.get("beta") != 0.0)
     # What is replaced of trl's RLOO is also what counts tokens and lengths there.
     keys = [key for key in keys if not key.startswith("completions/") and key != "num_tokens"]
+    if "mask_truncated_completions" in changes:
+        keys.remove("loss")  # there, what is left out adds a constant to it, and nothing to its gradient
     compare(folder, "RLOO", keys, **changes)
 
 
@@ -129,3 +157,20 @@ def test_rloo(changes, folder):
 def test_a_mixture_of_experts(name, changes, folder):
     aux = [] if changes.get("router_aux_loss_coef") == 0 else ["aux_loss"]
     compare(folder, name, ["loss", "grad_norm", "reward", *aux], model="experts", **changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"vllm_importance_sampling_mode": "token_truncate"}, {"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2},
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.3, "beta": 0.1},
+    {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 1.5, "loss_type": "grpo"},
+    {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}, {"loss_type": "vespo", "num_iterations": 2, "vllm_importance_sampling_mode": "token_truncate"},
+    {"loss_type": "cispo"}, {"off_policy_mask_threshold": 0.01}, {"vllm_importance_sampling_correction": False},
+], ids=str)  # fmt: skip
+def test_completions_of_vllm(changes, folder):
+    keys = [*SHARED, *OWN.get(changes.get("loss_type"), CLIPPING)]
+    if changes.get("vllm_importance_sampling_correction", True):
+        ends = [f"importance_sampling_ratio/{end}" for end in ("min", "mean", "max")]
+        keys += [
+            f"sampling/{name}" for name in [*ends, "sampling_logp_difference/mean", "sampling_logp_difference/max"]
+        ]
+    compare(folder, "GRPO", keys, engine=True, **changes)

@@ -57,6 +57,7 @@ class Handler(BaseHTTPRequestHandler):
     def asked(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.paths.append(self.path)
+        self.server.last = asked
         if self.server.failures:
             self.server.failures -= 1
             self.answer("busy", 503)
@@ -215,6 +216,21 @@ def test_a_busy_server_is_asked_again(model, serve, monkeypatch):
     server.failures = 9
     with pytest.raises(ConnectionError, match='503: "busy"'):
         client.generate([[5]], 1, Sampling(3), [1])
+
+
+@pytest.mark.parametrize("handler", [OpenAI, Trl])
+def test_a_pattern_is_asked_for_as_the_server_knows_it(model, serve, handler):
+    server = serve(handler)
+    client = client_of(server)
+    client.options = {"structured_outputs": {"regex": "a+"}, "presence_penalty": 0.5}
+    client.sync_weights(model)
+    client.generate([[5]], 1, Sampling(3), [1])
+    if handler is OpenAI:
+        assert server.last["structured_outputs"] == {"regex": "a+"} and server.last["presence_penalty"] == 0.5
+    else:
+        assert server.last["structured_outputs_regex"] == server.last["guided_decoding_regex"] == "a+"
+        more = server.last["generation_kwargs"]
+        assert more["presence_penalty"] == 0.5 and "structured_outputs" not in more
 
 
 def test_a_server_that_is_not_there_is_said():

@@ -452,6 +452,18 @@ def test_evaluation_sees_every_prompt_once(tmp_path):
     assert output.num_samples == 5
 
 
+def test_an_evaluation_brings_the_weights_to_the_engine_once(tmp_path):
+    engine = Scripted("a", "b", "c", "d")
+    run = trainer(
+        tmp_path, eval_rows=ROWS[:5], per_device_eval_batch_size=4, options={"generator": engine}, max_steps=1
+    )
+    run.evaluate()
+    assert len(engine.calls) == 5 and engine.synced == 1
+    run.evaluate()
+    run.train()
+    assert engine.synced == 3
+
+
 @pytest.mark.parametrize(
     ("num", "passed", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (4, 2, 2, 5 / 6)]
 )

@@ -9,6 +9,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import GRPOTrainer, RLOOTrainer
 from posttrain.rl import completions as told
 from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.weights import named_weights
 from tests import tiny
 from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
 
@@ -129,7 +130,7 @@ def test_images_can_be_left_out_of_written_prompts(keeps, tmp_path):
     row = {"step": 0, "prompt": [{"role": "user", "content": content}], "completion": "A cat.", "spread": 1.0}
     from datasets import Dataset
 
-    path = told.write([row], tmp_path, 0, with_images=keeps)
+    path = told.write([row], tmp_path / "rows", with_images=keeps)
     written = json.loads(Dataset.from_parquet(str(path))[0]["prompt"])
     assert written[0]["content"] == (content if keeps else content[1:])
 
@@ -215,3 +216,65 @@ def test_the_policy_loss_in_the_log_is_that_of_the_update(tmp_path):
         run.train()
         found.append(logged(run, "policy_loss"))
     assert found[0] == pytest.approx(found[1], abs=1e-6) and abs(found[0][1]) > 1e-4
+
+
+def test_completions_of_an_evaluation_are_shown_and_written_too(tmp_path, capsys):
+    from datasets import Dataset
+
+    run = trainer(
+        tmp_path, log_completions=True, eval_rows=ROWS[:3], num_generations_eval=2, per_device_eval_batch_size=2
+    )
+    run.evaluate()
+    assert "Evaluation at step 0\n" in capsys.readouterr().out
+    written = Dataset.from_parquet(str(tmp_path / "completions" / "eval_completions_00000.parquet"))
+    assert written["prompt"] == [row["prompt"] for row in ROWS[:3] for _ in range(2)]
+
+
+def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
+    import sys
+    import types
+    from contextvars import ContextVar
+
+    tables, current_run = {}, ContextVar("current_run", default=None)
+    wandb, trackio = types.ModuleType("wandb"), types.ModuleType("trackio")
+    wandb.run, wandb.Table = None, lambda columns, data: (columns, data)
+    trackio.Table = lambda dataframe: (list(dataframe.columns), dataframe.to_numpy().tolist())
+    trackio.context_vars = types.SimpleNamespace(current_run=current_run)
+    wandb.log, trackio.log = tables.update, lambda logged: tables.update({"trackio": logged["completions"]})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    row = {
+        "step": 3,
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "completion": "Yes",
+        "spread": 0.5,
+        "advantage": -1.0,
+    }
+    told.track([row], "completions", ["all"])
+    assert tables == {}  # no run is under way
+    wandb.run = object()
+    current_run.set(object())
+    told.track([row], "completions", ["wandb", "trackio"])
+    expected = [list(row), [[3, "[user] Hi", "Yes", 0.5, -1.0]]]
+    assert list(tables["completions"]) == list(tables["trackio"]) == expected
+
+
+def test_a_quantized_policy_trains_its_adapter(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    tiny.causal_lm(initializer_range=0.2, hidden_size=64).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    run = GRPOTrainer(
+        str(tmp_path / "model"), spread, config(output_dir=str(tmp_path / "out"), beta=0.1), ROWS,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+    run.train()
+    moved = {name for name, weight in run.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert logged(run, "sampling/sampling_logp_difference/max")[0] < 1e-4  # the engine reads the same weights
+    with pytest.raises(ValueError, match="is quantized"):
+        list(named_weights(run.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ class Summary:
     Attributes:
         rewards, failed: (N, F), see `posttrain.rl.rewards.Scores`.
         prompt_lengths: tokens of the prompt of each. lengths: tokens that the policy chose in each. finished: of each.
-        kl: (N,) of the policy that sampled from the reference, summed over tokens; None without a reference.
+        kl: (2, N) of the policy that sampled from the reference, summed over the tokens that are learned from, and how
+            many these are; None without a reference.
     """
 
     rewards: torch.Tensor
@@ -54,7 +56,7 @@ class Summary:
             [prompts[place] for place in order],
             [lengths[place] for place in order],
             [finished[place] for place in order],
-            None if parts[0].kl is None else torch.cat([part.kl for part in parts])[order],
+            None if parts[0].kl is None else torch.cat([part.kl for part in parts], 1)[:, order],
         )
 
     @property
@@ -84,7 +86,7 @@ class Summary:
             if self.failed[:, column].any():
                 found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
         if self.kl is not None:
-            found["kl"] = self.kl.sum() / lengths.sum().clamp(min=1)
+            found["kl"] = self.kl[0].sum() / self.kl[1].sum().clamp(min=1)
         done = lengths[ended]
         if len(done):
             found["completions/mean_terminated_length"] = done.mean()
@@ -213,26 +215,41 @@ def _message(message: Mapping[str, Any]) -> str:
     return f"[{message.get('role')}] {message.get('content') or ''}{calls}"
 
 
-def write(rows: Sequence[Mapping[str, Any]], folder: Path, step: int, with_images: bool = True) -> Path:
-    """Write `rows` into `folder`, as ``completions_<step>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
 
     Returns:
         the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
-    stem = folder / f"completions_{step:05d}"
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        return _write_lines(rows, stem.with_suffix(".jsonl"))
+        return _write_lines(rows, path.with_suffix(".jsonl"))
     try:
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-        parquet.write_table(pyarrow.table(columns), stem.with_suffix(".parquet"))
+        parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
-        return _write_lines(rows, stem.with_suffix(".jsonl"))
-    return stem.with_suffix(".parquet")
+        return _write_lines(rows, path.with_suffix(".jsonl"))
+    return path.with_suffix(".parquet")
+
+
+def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
+    """Show `rows` as the table `name` of trackers that have tables, and a run under way: wandb, and trackio."""
+    columns = list(rows[0])
+    cells = [
+        [value if isinstance(value, (int, float)) else plain_text(value) for value in row.values()] for row in rows
+    ]
+    wanted = {tracker: sys.modules.get(tracker) for tracker in ("wandb", "trackio") if {tracker, "all"} & {*report_to}}
+    wandb, trackio = wanted.get("wandb"), wanted.get("trackio")
+    if wandb is not None and wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=columns, data=cells)})
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
+        import pandas
+
+        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:

@@ -21,6 +21,7 @@ from posttrain.core import Trainer, attention, data, models
 from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
 from posttrain.core.samplers import mix
+from posttrain.core.state import EvalLoopOutput
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
@@ -374,11 +375,13 @@ class RolloutTrainer(Trainer):
         samples, scores = self._sample_and_score(rows, batches)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
-        mine = told.Summary.of(samples, scores, kl)
+        mine = told.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
         everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         self._num_tokens += everyone.num_tokens
         self.metrics.add_extreme("num_tokens", self._num_tokens, "max")  # the same everywhere, and it only grows
-        advantages = self.compute_advantages(everyone.rewards, self.num_generations, everyone.kl)
+        advantages = self.compute_advantages(
+            everyone.rewards, self.num_generations, None if kl is None else everyone.kl[0]
+        )
         if self.dist.is_main:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
@@ -455,7 +458,7 @@ class RolloutTrainer(Trainer):
         return samples, self._timed_score(samples)
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
-        if self._synced_at != self.state.global_step or not self.is_in_train:
+        if self._synced_at != self.state.global_step:
             with self.clock("sync"):
                 self.generator.sync_weights(self.model)
             self._synced_at = self.state.global_step
@@ -543,6 +546,19 @@ class RolloutTrainer(Trainer):
         self._sample(samples, self.temperature if temperature is None else temperature)
         self._log_evaluation(samples, self._timed_score(samples))
 
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        """As the core's; then what was completed is shown, where that is asked for."""
+        self._shown = []
+        if not self.is_in_train:
+            self._synced_at = None  # nobody knows what was done to the weights
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.args.log_completions:
+            title = f"{description} at step {self.state.global_step}"
+            self._show(self._shown, title, f"{metric_key_prefix}_completions")
+        return output
+
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
         summary = told.Summary.of(samples, scores)
@@ -556,6 +572,7 @@ class RolloutTrainer(Trainer):
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
         # Each prompt by itself, so that what is normalised over a batch depends on no batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
+        self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         for part in self._parts_of(replace(rollout, advantages=advantages)):
             part = self._prepare_inputs(part)
             items = self.count_items(part)
@@ -565,19 +582,25 @@ class RolloutTrainer(Trainer):
                 )
 
     def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
-        """Print and write the completions of a rollout, where that is asked for."""
-        if not self.args.log_completions:
-            return
-        rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        """Show the completions of a rollout, where that is asked for."""
+        if self.args.log_completions:
+            rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+            self._show(rows, f"Step {self.state.global_step}", "completions")
+
+    def _show(self, rows: list[dict[str, Any]], title: str, stem: str) -> None:
+        """Print, write and track `rows` of all processes."""
         rows = [row for part in self.dist.gather_object(rows) for row in part]
-        if self.dist.is_main:
-            seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
-            shown = list(seen.values())[::-1] if self.args.log_unique_prompts else rows
-            print(told.table(shown, f"Step {self.state.global_step}", self.args.num_completions_to_print))
-            folder = Path(self.args.output_dir) / "completions"
-            path = told.write(rows, folder, self.state.global_step, self.args.log_multimodal)
-            if repo := getattr(self.args, "log_completions_hub_repo", None):
-                told.upload(path, repo, self.args.hub_token)
+        if not (rows and self.dist.is_main):
+            return
+        args = self.args
+        seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
+        shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
+        print(told.table(shown, title, args.num_completions_to_print))
+        path = Path(args.output_dir) / "completions" / f"{stem}_{self.state.global_step:05d}"
+        path = told.write(rows, path, args.log_multimodal)
+        told.track(shown, stem, args.report_to)
+        if repo := getattr(args, "log_completions_hub_repo", None):
+            told.upload(path, repo, args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -629,6 +652,7 @@ class RolloutTrainer(Trainer):
         return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 
     def _forget_rollout(self, keep_count: bool = False) -> None:
+        self._shown: list[dict[str, Any]] = []  # of the evaluation under way
         self._rollout: Rollout | None = None
         self._used = 0
         self._synced_at: int | None = None
