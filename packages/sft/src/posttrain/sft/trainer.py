@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, attention, models, objective
-from posttrain.core.data import check_dataset
+from posttrain.core.data import check_dataset, is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
 from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
@@ -150,7 +150,7 @@ class SFTTrainer(GeneratesText, Trainer):
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary; and of several
         datasets ``loss/NAME`` and ``token_share/NAME``, the share of the trained tokens that are of it.
         """
-        items = self.count_items(inputs)
+        items, counts = self.count_items(inputs), not is_filler(inputs)
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
@@ -161,7 +161,7 @@ class SFTTrainer(GeneratesText, Trainer):
                 loss, outputs = objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
             else:
                 loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            if "labels" in inputs:
+            if "labels" in inputs and counts:
                 self._log_statistics(outputs, inputs["labels"], items, sources)
             return (loss, outputs) if return_outputs else loss
         unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
@@ -169,9 +169,10 @@ class SFTTrainer(GeneratesText, Trainer):
         options = {"label_smoothing": smoothing, "dft": self._dft, "groups": sources, "num_groups": len(self._sources)}
         with models.loss_in_head(model, inputs["labels"], **options):
             loss_sum, correct, entropy, *by_source = model(**unlabelled).logits
-        self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
-        self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
-        self.metrics.add_sum("entropy", entropy.detach(), items)
+        if counts:
+            self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
+            self.metrics.add_sum("entropy", entropy.detach(), items)
+            self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
         return loss_sum / (items if num_items_in_batch is None else num_items_in_batch)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
