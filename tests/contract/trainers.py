@@ -153,8 +153,8 @@ def preference_rows(num_rows: int) -> list[dict[str, str]]:
 
 
 def preference(trainer_class: type[Trainer], **options: Any) -> Callable[..., Trainer]:
-    options = dict(options)
-    lora, mixture = options.pop("lora", False), options.pop("mixture", False)
+    options, lora = dict(options), options.get("lora", False)
+    options.pop("lora", None)
 
     def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
         peft_config = None
