@@ -140,6 +140,17 @@ def test_what_is_counted_of_a_row_is_counted_once_where_it_is_split():
     assert report.rows_kept > 3 and report.doubled_bos == 1 and report.split == 1
 
 
+def test_pieces_without_a_trained_token_are_left_out_and_said_to_be_pieces():
+    row = {"prompt": CORPUS[0], "completion": " 48"}
+    prepared, report = prepare_dataset([row], tokenizer(), max_length=16, too_long="split")
+    (reason, (count, rows)) = next(iter(report.dropped.items()))
+    assert reason == "nothing to train on in a piece of a row that was split" and rows[0] == 0
+    assert (
+        count + len(prepared) == -(-(len(tokenizer()(CORPUS[0] + " 48")["input_ids"])) // 15)
+        and report.eos_share == 1.0
+    )
+
+
 def test_padding_is_told_by_position_and_never_by_its_token():
     tok = copy.deepcopy(tokenizer())
     tok.pad_token = tok.eos_token
