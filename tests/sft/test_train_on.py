@@ -49,6 +49,11 @@ def test_the_messages_of_the_roles_that_are_named_are_trained_on(train_on, expec
     assert trained({"messages": MESSAGES}, train_on=train_on) == expected
 
 
+def test_a_list_of_one_is_that_one():
+    assert SFTConfig("out", train_on=["last"]).train_on == "last"
+    assert SFTConfig("out", train_on=["assistant"], assistant_only_loss=True).train_on == "assistant"
+
+
 def test_all_trains_on_all_that_is_rendered():
     assert trained({"messages": MESSAGES}, train_on="all") == trained({"messages": MESSAGES})
     assert trained({"messages": MESSAGES}).startswith("<|im_start|>system\nBe kind.")
