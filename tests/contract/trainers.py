@@ -103,8 +103,8 @@ def classifier(output_dir: Path | str, callbacks: list[Any] | None = None, **cha
 
 
 def sft(**options: Any) -> Callable[..., Trainer]:
-    options, lora = dict(options), options.get("lora", False)
-    options.pop("lora", None)
+    options = dict(options)
+    lora, mixture = options.pop("lora", False), options.pop("mixture", False)
 
     def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
         peft_config = None
@@ -118,7 +118,7 @@ def sft(**options: Any) -> Callable[..., Trainer]:
             model=tiny.causal_lm(),
             args=arguments(SFTConfig, output_dir, **changes),
             processing_class=tiny.tokenizer(),
-            train_dataset=text_rows(ROWS),
+            train_dataset={"a": text_rows(ROWS)[:5], "b": text_rows(ROWS)[5:]} if mixture else text_rows(ROWS),
             eval_dataset=text_rows(7),
             peft_config=peft_config,
             callbacks=callbacks,
@@ -233,6 +233,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "sft-packed": sft(packing=True, max_length=48),
     "sft-lora": sft(lora=True),
     "sft-dora-head": sft(lora={"use_dora": True, "modules_to_save": ["lm_head"]}),
+    "sft-mixture": sft(mixture=True, dataset_weights={"a": 1, "b": 1}, loss_type="dft"),
     "seq2seq": seq2seq,
     "dpo": preference(DPOTrainer),
     "dpo-padded": preference(DPOTrainer, shared_prefix=False),

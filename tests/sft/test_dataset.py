@@ -255,6 +255,10 @@ def test_bad_rows_of_every_format_are_dropped_with_the_reason(tok, good, bad, re
 def test_a_dataset_without_a_row_to_train_on_is_refused_with_the_reasons(tok):
     with pytest.raises(DataError, match=r"(?s)no row can be trained on.*dropped 2: text is null \(rows 0, 1\)"):
         prepare_dataset([{"text": None}] * 2, tok)
+    with pytest.raises(
+        DataError, match=r"for example: \{'prompt': 'Hi', 'completion': 'x+ \.\.\. \(1,034 characters\)"
+    ):
+        prepare_dataset([{"prompt": "Hi", "completion": "x" * 1000}], tok, max_length=4, too_long="drop")
     with pytest.raises(DataError, match="no rows"):
         prepare_dataset([], tok)
     with pytest.raises(DataError, match="needs conversations, and the row is a text"):

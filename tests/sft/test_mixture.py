@@ -7,6 +7,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from posttrain.core.collators import DataCollatorForSeq2Seq
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.loader import as_filler
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.mixture import mix_rows
 from tests import tiny
@@ -179,6 +180,18 @@ def test_streams_draw_by_weight(tmp_path):
     assert sources == [row["source"] for row in made.train_dataset.take(400)]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_batch_that_only_keeps_processes_in_step_is_in_no_number_of_the_log(tmp_path, whole):
+    made = trainer(tmp_path)
+    made._needs_logits = whole
+    batch = next(iter(made.get_train_dataloader()))
+    made.compute_loss(made.model, as_filler(batch), num_items_in_batch=torch.tensor(10))
+    assert made.metrics.drain() == {}
+    made.compute_loss(made.model, dict(batch), num_items_in_batch=torch.tensor(10))
+    drained = made.metrics.drain()
+    assert {"entropy", "mean_token_accuracy", "loss/maths", "token_share/tales"} <= set(drained)
+
+
 # What cannot be mixed
 
 
@@ -190,7 +203,8 @@ def test_streams_draw_by_weight(tmp_path):
         (DatasetDict(a=Dataset.from_list(MATHS)), {}, "dict of splits"),
         ({"text": ["a", "b"]}, {}, "a list of strs and not of rows"),
         (PARTS, {"dataset_weights": {"maths": 1}}, "has None for 'tales'"),
-        (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "weight above 0"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "number above 0"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": "many"}}, "has 'many' for 'tales'"),
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),

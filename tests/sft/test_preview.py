@@ -132,6 +132,11 @@ def test_colours_are_for_terminals(monkeypatch):
     assert not wants_color(Stream(True))
 
 
+def test_help_says_what_it_takes(capsys):
+    assert main(["preview", "--help"]) == 0
+    assert "--html FILE" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

@@ -49,6 +49,11 @@ def test_the_messages_of_the_roles_that_are_named_are_trained_on(train_on, expec
     assert trained({"messages": MESSAGES}, train_on=train_on) == expected
 
 
+def test_a_list_of_one_is_that_one():
+    assert SFTConfig("out", train_on=["last"]).train_on == "last"
+    assert SFTConfig("out", train_on=["assistant"], assistant_only_loss=True).train_on == "assistant"
+
+
 def test_all_trains_on_all_that_is_rendered():
     assert trained({"messages": MESSAGES}, train_on="all") == trained({"messages": MESSAGES})
     assert trained({"messages": MESSAGES}).startswith("<|im_start|>system\nBe kind.")
@@ -138,6 +143,17 @@ def test_what_is_counted_of_a_row_is_counted_once_where_it_is_split():
     tok.chat_template = "{{ bos_token }}" + tok.chat_template  # which begins with the same token
     _, report = prepare_dataset([row], tok, max_length=8, too_long="split")
     assert report.rows_kept > 3 and report.doubled_bos == 1 and report.split == 1
+
+
+def test_pieces_without_a_trained_token_are_left_out_and_said_to_be_pieces():
+    row = {"prompt": CORPUS[0], "completion": " 48"}
+    prepared, report = prepare_dataset([row], tokenizer(), max_length=16, too_long="split")
+    (reason, (count, rows)) = next(iter(report.dropped.items()))
+    assert reason == "nothing to train on in a piece of a row that was split" and rows[0] == 0
+    assert (
+        count + len(prepared) == -(-(len(tokenizer()(CORPUS[0] + " 48")["input_ids"])) // 15)
+        and report.eos_share == 1.0
+    )
 
 
 def test_padding_is_told_by_position_and_never_by_its_token():

@@ -78,7 +78,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         None, "Train on completions alone. None: on for rows of prompt and completion, off for others."
     )
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
-    train_on: list[str] | str | None = opt(
+    train_on: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None, "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or all. A "
         "message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
     )  # fmt: skip
@@ -92,6 +92,8 @@ class SFTConfig(GenerationArguments, TrainingArguments):
 
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        if isinstance(self.train_on, list) and len(self.train_on) == 1:
+            self.train_on = self.train_on[0]
         if self.eval_packing is None:
             self.eval_packing = self.packing and not self.predict_with_generate
 
@@ -111,7 +113,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
                 f"loss_type='dft' weights a token by its probability, and label_smoothing_factor={self.label_smoothing_factor} "
                 "names several tokens; set label_smoothing_factor=0"
             )
-        if self.assistant_only_loss and self.train_on not in (None, "assistant", ["assistant"]):
+        if self.assistant_only_loss and self.train_on not in (None, "assistant"):
             yield f"assistant_only_loss=True and train_on={self.train_on!r} contradict each other; keep one"
         if isinstance(self.train_on, list) and (not self.train_on or {"last", "all"} & set(self.train_on)):
             yield f"train_on={self.train_on!r} must name roles; last and all stand alone, as in train_on=last"

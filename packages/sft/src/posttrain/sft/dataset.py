@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SFT_FORMATS = ("tokenized", "prompt_completion", "language_modeling")
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
+SHOWN = 400  # characters of a row in an error
 
 
 def prepare_dataset(
@@ -113,10 +114,18 @@ def prepare_dataset(
         report.add(*_facts(batch))
         _check_numbers(batch, limits or {}, name)
     if report.rows_kept == 0:
-        raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
+        raise _nothing_left(report, dataset[0])
     if report.dropped:
         prepared = prepared.select(np.flatnonzero(np.asarray(prepared.data.column("fault")) == ""))
     return prepared.remove_columns(list(FACTS)), report
+
+
+def _nothing_left(report: DataReport, row: Any) -> DataError:
+    """What to raise where no row is kept; `row` is shown as an example."""
+    shown = str(row)
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ... ({len(shown):,} characters)"
+    lines = [f"{report.name}: no row can be trained on.", *report.lines()[1:], f"  for example: {shown}"]
+    return DataError("\n".join(lines))
 
 
 def _rows_of(dataset: Any) -> Iterator[Any]:
@@ -273,7 +282,7 @@ def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limi
             report.tell(logger)
         is_last = len(indices) < ROWS_PER_STREAMED_BATCH
         if report.rows_kept == 0 and (is_last or report.rows_in >= ROWS_PER_BATCH):
-            raise DataError("\n".join([f"{report.name}: no row can be trained on.", *report.lines()[1:]]))
+            raise _nothing_left(report, rows[0])
         kept = [draft for draft in drafts if not draft.fault]
         return {"input_ids": [d.ids.tolist() for d in kept], "labels": [d.labels.tolist() for d in kept]}
 

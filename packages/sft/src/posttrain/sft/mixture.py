@@ -6,6 +6,8 @@ dataset like any other, and resumes as one. Rows carry the number of their datas
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +74,10 @@ def shares(names: tuple[str, ...], weights: Mapping[str, float]) -> np.ndarray:
             f"dataset_weights names {unknown[0]!r}{did_you_mean(unknown[0], names)}; the datasets are {', '.join(names)}."
         )
     for name in names:
-        if not weights.get(name, 0) > 0:
+        weight = weights.get(name)
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 < weight < math.inf:
             raise DataError(
-                f"dataset_weights has {weights.get(name)!r} for {name!r}; each dataset needs a weight above 0. Leave a "
+                f"dataset_weights has {weight!r} for {name!r}; each dataset needs a number above 0. Leave a "
                 "dataset out to train without it."
             )
     given = np.array([float(weights[name]) for name in names])

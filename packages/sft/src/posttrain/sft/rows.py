@@ -37,6 +37,7 @@ class Draft:
     fault: str = ""
     truncated: bool = False
     split: bool = False
+    is_piece: bool = False
     doubled_bos: bool = False
     cut: bool = False
     ends: bool = False
@@ -253,7 +254,7 @@ class Preparation:
             return [draft]
         if self.too_long == "split":  # a piece begins with the last token of the one before, so that all are predicted
             pieces = [
-                Draft(draft.row, ids=draft.ids[i : i + most], labels=draft.labels[i : i + most])
+                Draft(draft.row, ids=draft.ids[i : i + most], labels=draft.labels[i : i + most], is_piece=True)
                 for i in range(0, length - 1, most - 1)
             ]
             pieces[0].split, pieces[0].doubled_bos, pieces[0].cut = True, draft.doubled_bos, draft.cut
@@ -267,7 +268,8 @@ class Preparation:
         positions = np.flatnonzero(draft.labels[1:] != -100) + 1  # nothing predicts a row's first token
         draft.trained = len(positions)
         if not len(positions):
-            draft.fault = "nothing to train on" + (" is left after truncation" if draft.truncated else "")
+            where = " is left after truncation" if draft.truncated else " in a piece of a row that was split"
+            draft.fault = "nothing to train on" + (where if draft.truncated or draft.is_piece else "")
             return
         last = len(positions) - 1
         while last > 0 and self._is_white_space(int(draft.ids[positions[last]])):  # "<|im_end|>\n"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, attention, models, objective
-from posttrain.core.data import check_dataset
+from posttrain.core.data import check_dataset, is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
 from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
@@ -152,7 +152,7 @@ class SFTTrainer(GeneratesText, Trainer):
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary; and of several
         datasets ``loss/NAME`` and ``token_share/NAME``, the share of the trained tokens that are of it.
         """
-        items = self.count_items(inputs)
+        items, counts = self.count_items(inputs), not is_filler(inputs)
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
         if self._aux_loss_coef is not None:
             inputs = {**inputs, "output_router_logits": self._aux_loss_coef > 0}
@@ -162,7 +162,7 @@ class SFTTrainer(GeneratesText, Trainer):
         count = items if num_items_in_batch is None else num_items_in_batch
         if whole:
             loss, outputs = self._loss_of_logits(model, inputs, num_items_in_batch, count)
-            if "labels" in inputs:
+            if "labels" in inputs and counts:
                 self._log_statistics(outputs, inputs["labels"], items, sources)
         else:
             labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
@@ -171,13 +171,14 @@ class SFTTrainer(GeneratesText, Trainer):
                 outputs = model(**inputs)
             loss_sum, correct, entropy, *by_source = outputs.logits
             loss = loss_sum / count
-            self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
-            self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
-            self.metrics.add_sum("entropy", entropy.detach(), items)
-        if (
-            self._aux_loss_coef
-        ):  # the load-balancing loss of a micro-batch, as its share of the update by trained tokens
-            self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
+            if counts:
+                self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
+                self.metrics.add_sum("entropy", entropy.detach(), items)
+                self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
+        if self._aux_loss_coef:
+            # The load-balancing loss of a micro-batch, as its share of the update by trained tokens.
+            if counts:
+                self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
             loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
         return (loss, outputs) if return_outputs else loss
 

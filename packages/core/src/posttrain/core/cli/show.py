@@ -13,6 +13,15 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
 ROWS = 3
+USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
+
+Prepares the data of a run as training does and shows its first rows: which tokens are trained on, which are only read, and where
+documents begin. Takes all that the method takes (posttrain <method> --help); nothing is trained.
+
+  --rows N     how many rows to show [default {ROWS}]
+  --html FILE  write a page instead of showing them here
+
+Colours are left out where NO_COLOR is set or the output is no terminal, unless FORCE_COLOR is set."""
 
 
 def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
@@ -23,6 +32,9 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
             them ``--rows N`` and ``--html FILE``.
         read: makes a run of a method and its words.
     """
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
     words, options = _take_options(words)
     found = _method(words)
     words = words[1:] if words and words[0] == found.name else words
