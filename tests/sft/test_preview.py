@@ -151,3 +151,16 @@ def test_help_says_what_it_takes(capsys):
 def test_what_cannot_be_shown_says_why(run_file, capsys, words, status, message):
     assert main(["preview", *words]) == status
     assert message in capsys.readouterr().err
+
+
+def test_the_space_before_a_word_is_shown_where_a_tokenizer_hides_it_at_a_beginning():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = tok("a b a b b a a")["input_ids"]
+    assert tok.decode([1]) == "b"  # alone, its space is gone
+    assert [cell.text for cell in preview.cells_of(ids, ids, tok)] == ["a", " b", " a", " b", " b", " a", " a"]
