@@ -343,6 +343,7 @@ def test_the_routers_loss_is_weighted_as_asked_with_and_without_logits(coef, tmp
             loss = loss[0] if whole else loss
             assert loss.item() == pytest.approx(share * (plain + weight * aux).item(), rel=1e-5)
     assert aux > 1 and ("aux_loss" in trainer.metrics.drain()) == bool(weight)
+    assert trainer._reads_segments == (weight == 0)  # the router's loss needs the mask
 
 
 def test_the_routers_loss_is_trained_on_and_logged(tmp_path):

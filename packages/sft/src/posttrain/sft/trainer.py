@@ -154,8 +154,8 @@ class SFTTrainer(GeneratesText, Trainer):
         """
         items, counts = self.count_items(inputs), not is_filler(inputs)
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
-        if self._aux_loss_coef is not None:
-            inputs = {**inputs, "output_router_logits": self._aux_loss_coef > 0}
+        if self._aux_loss_coef:
+            inputs = {**inputs, "output_router_logits": True}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
         inputs, sources = self._without_sources(inputs)
@@ -370,8 +370,8 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     return dataclasses.replace(args, **changes) if changes else args
 
 
-def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float | None:
-    """The weight of the router's loss; None for a model without routers."""
+def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
+    """The weight of the router's loss; 0 for a model without routers."""
     base = models.base_model(model)
     config = base.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
@@ -380,12 +380,13 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float | None:
                 f"router_aux_loss_coef={wanted} weighs the load-balancing loss of a mixture of experts, and "
                 f"{type(base).__name__} has none. Leave router_aux_loss_coef out."
             )
-        return None
-    own = getattr(config, "router_aux_loss_coef", 0.0)
+        return 0.0
     for holder in (config, base):  # a model may have taken it over from its config when it was made
         if wanted is not None and hasattr(holder, "router_aux_loss_coef"):
             holder.router_aux_loss_coef = wanted
-    return own if wanted is None else wanted
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted
+    config.output_router_logits = weight > 0
+    return weight
 
 
 def _refuse_leaks(model: nn.Module) -> None:
