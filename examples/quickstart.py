@@ -142,7 +142,7 @@ def main() -> None:
     print(f"Loss curve         {picture.resolve()}")
     if not name:
         print("\nSecond act: the arithmetic, by fine-tuning and then by reinforcement learning")
-        calculator.run(out=OUT / "calculator", updates=100, minutes=2)
+        calculator.run(epochs=25, updates=100, minutes=1.5, out=OUT / "calculator")
     print("\nNext: make quickstart MODEL=Qwen/Qwen3-0.6B      fine-tunes a pretrained model on the same problems")
 
 

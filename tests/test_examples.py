@@ -41,6 +41,7 @@ def quickstart(tmp_path, monkeypatch):
     whole = module.read
     monkeypatch.setattr(module, "read", lambda split: whole(split).select(range(24 if split == "train" else 4)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module.calculator, "HELD_OUT", 40)
     act = module.calculator.run
     monkeypatch.setattr(module.calculator, "run", lambda **given: act(**given | {"epochs": 0.1, "updates": 1}))
     return module
@@ -159,6 +160,7 @@ def test_calculator(tmp_path, monkeypatch, capsys):
     argv = ["calculator.py", "--epochs", "0.1", "--updates", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     module = load("calculator")
+    monkeypatch.setattr(module, "HELD_OUT", 40)
     module.main()
     table = capsys.readouterr().out.split("updates   greedy   sampled")[1].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
