@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 
 import pytest
+import torch
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
@@ -27,6 +29,11 @@ OWN = {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"], "sapo": [
 
 def digit_sum(completion_ids, **kwargs):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def short(completion_ids, **kwargs):
+    """A reward that does not apply to every completion."""
+    return [None if len(ids) == 3 else -len(ids) / 4 for ids in completion_ids]
 
 
 def rollout(prompts, trainer):
@@ -61,7 +68,15 @@ def samples_elsewhere(trainer, package):
         trainer.args.use_vllm = True
 
 
-def run(package, name, path, model="model", engine=False, **changes):
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    names = ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=names, lora_dropout=0.0, init_lora_weights=False))
+
+
+def run(package, name, path, model="model", engine=False, lora=False, rewards=digit_sum, **changes):
     usual = dict(
         output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
         max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
@@ -74,7 +89,8 @@ def run(package, name, path, model="model", engine=False, **changes):
     if name == "GRPO":
         options["rollout_func"] = rollout_of_an_engine if engine else rollout
     model = AutoModelForCausalLM.from_pretrained(path / model)
-    trainer = getattr(package, f"{name}Trainer")(model, digit_sum, args, rows, **options)
+    model = with_adapter(model) if lora else model
+    trainer = getattr(package, f"{name}Trainer")(model, rewards, args, rows, **options)
     if name == "RLOO":
         engine_of(trainer, package)
     if engine:
@@ -159,6 +175,22 @@ def test_a_mixture_of_experts(name, changes, folder):
     compare(folder, name, ["loss", "grad_norm", "reward", *aux], model="experts", **changes)
 
 
+@pytest.mark.parametrize(("name", "changes"), [
+    ("GRPO", {"beta": 0.5, "num_iterations": 2}), ("RLOO", {"beta": 0.5}), ("GRPO", {"beta": 0.0}),
+], ids=str)  # fmt: skip
+def test_an_adapter_against_what_it_was(name, changes, folder):
+    keys = ["loss", "grad_norm", "reward", "entropy", *(["kl"] if changes["beta"] else [])]
+    compare(folder, name, keys, lora=True, **changes)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
+def test_several_rewards(name, weights, folder):
+    keys = ["loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std"]
+    keys += [f"rewards/{reward}/{what}" for reward in ("digit_sum", "short") for what in ("mean", "std")]
+    compare(folder, name, keys, rewards=[digit_sum, short], reward_weights=weights)
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"vllm_importance_sampling_mode": "token_truncate"}, {"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2},
     {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.3, "beta": 0.1},
@@ -174,3 +206,23 @@ def test_completions_of_vllm(changes, folder):
             f"sampling/{name}" for name in [*ends, "sampling_logp_difference/mean", "sampling_logp_difference/max"]
         ]
     compare(folder, "GRPO", keys, engine=True, **changes)
+
+
+#: Two names of one argument, of which each package has its default under another.
+TWO_NAMES = {"activation_checkpointing", "gradient_checkpointing"}
+#: Meant differences, see docs/migrating.md.
+DIFFERENT = {"restore_callback_states_from_checkpoint"}
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_every_argument_of_trl_is_known_with_its_default(name, tmp_path):
+    theirs, kind = getattr(trl, f"{name}Config"), getattr(posttrain.rl, f"{name}Config")
+    ours = {field.name: field.default for field in dataclasses.fields(kind)}
+    for field in dataclasses.fields(theirs):
+        if field.name in ours and field.name not in TWO_NAMES | DIFFERENT and field.default is not dataclasses.MISSING:
+            assert ours[field.name] == field.default, field.name
+        elif field.name not in ours:  # an earlier name, or one whose value then was that of today
+            kind(output_dir=str(tmp_path), **{field.name: field.default})
+    made = [package(output_dir=str(tmp_path), use_cpu=True, bf16=False) for package in (theirs, kind)]
+    for argument in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps", "num_generations"):
+        assert getattr(made[0], argument) == getattr(made[1], argument), argument
