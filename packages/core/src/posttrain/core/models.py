@@ -108,6 +108,8 @@ class ModelSideArguments:
             setattr(self, old, value)
         if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
             self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
 
     def _problems(self) -> Iterator[str]:
         if isinstance(self.activation_checkpointing_kwargs, str):
@@ -374,10 +376,16 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError for quantized weights without an adapter: rounded weights cannot take small updates."""
-    if is_quantized(model) and not is_peft_model(model) and not getattr(base_model(model), "_hf_peft_config_loaded", 0):
+    """Raise ValueError for quantized weights without an adapter: rounded weights cannot take small updates.
+
+    Unless they were quantized in a way that is made for training (transformers' ``is_qat_trainable``).
+    """
+    base = base_model(model)
+    adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
+    for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
+    if is_quantized(model) and not adapted and not for_training:
         raise ValueError(
-            f"This {type(base_model(model)).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "
             "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
         )
 
