@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        accelerator_config allocator collators errors fields health losses memory metrics objective offload plan schedules
+        accelerator_config allocator collators errors fields health losses memory metrics objective offload overrides plan
+        schedules
         predictions segments state
     """.split(),
     1: """

@@ -29,7 +29,7 @@ def test_it_is_read_from_a_dict_a_string_a_file_or_transformers_own_class(tmp_pa
     assert TrainingArguments().accelerator_config.split_batches is False
     with pytest.raises(ConfigError, match="no dict, JSON object or JSON file"):
         TrainingArguments(accelerator_config=str(tmp_path / "missing.json"))
-    with pytest.raises(ConfigError):
+    with pytest.raises(NotImplementedError, match="Pass an instance"):
         TrainingArguments(accelerator_config=Theirs)
 
 

@@ -337,6 +337,19 @@ def test_a_subclass_adds_fields_and_changes_defaults():
         ActionArguments(learning_rate=-1)
 
 
+def test_types_of_fields_that_a_user_declared_are_the_users_business_and_those_of_ours_are_not():
+    @dataclass
+    class Mine(TrainingArguments):
+        layers: int = None
+        scale: float = 0.0
+        learning_rate: float = 1e-4  # a default changed without opt
+
+    mine = Mine("out", layers="all", scale=torch.ones(2))
+    assert mine.layers == "all" and mine.scale.tolist() == [1, 1]
+    with pytest.raises(ConfigError, match="learning_rate='high' must be of type float"):
+        Mine("out", learning_rate="high")
+
+
 def test_hf_argument_parser_reads_arguments_and_subclasses():
     parser = HfArgumentParser((PlainArguments, ActionArguments))
     flags = (

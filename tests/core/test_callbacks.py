@@ -86,6 +86,16 @@ def test_add_pop_remove_by_class_and_instance(caplog):
     assert handler.pop_callback(Ears) is None and handler.callback_list == "DefaultFlowCallback"
 
 
+def test_built_in_callbacks_are_taken_out_by_the_names_that_transformers_gives_them(tmp_path):
+    trainer = Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True))
+    trainer.remove_callback(transformers.PrinterCallback)
+    assert "PrinterCallback" not in trainer.callback_handler.callback_list
+    assert type(trainer.pop_callback(transformers.DefaultFlowCallback)) is DefaultFlowCallback
+    assert trainer.pop_callback(transformers.TrainerCallback) is None
+    trainer.add_callback(type("Ears", (TrainerCallback,), {}))  # a namesake of the class above, and no stand-in for it
+    assert trainer.pop_callback(Ears) is None
+
+
 @pytest.mark.parametrize(
     ("strategy", "step", "expected"),
     [("steps", 2, (True, False, False)), ("steps", 3, (False, True, False)), ("steps", 7, (False, True, True)),
@@ -117,6 +127,24 @@ def test_early_stopping_waits_for_its_patience_and_remembers_it():
     assert not control.should_training_stop
     twin.on_evaluate(args, TrainerState(), control, {"eval_loss": float("nan")})
     assert control.should_training_stop
+
+
+def test_how_early_stopping_judges_a_metric_can_be_overridden_and_starts_from_the_best_of_the_run():
+    args = SimpleNamespace(metric_for_best_model="accuracy", greater_is_better=True, eval_strategy="steps")
+    for value, best, threshold, counted in ((0.8, 0.9, 0.0, 3), (0.95, 0.8, 0.0, 0), (0.85, 0.8, 0.1, 3)):
+        callback = EarlyStoppingCallback(4, early_stopping_threshold=threshold)
+        callback.early_stopping_patience_counter = 2
+        callback.check_metric_value(args, TrainerState(best_metric=best), TrainerControl(), value)
+        assert callback.early_stopping_patience_counter == counted
+
+    class Lenient(EarlyStoppingCallback):
+        def check_metric_value(self, args, state, control, metric_value):
+            super().check_metric_value(args, state, control, metric_value + 10 * state.global_step)
+
+    lenient, control = Lenient(1), TrainerControl()
+    for step, value in enumerate((0.9, 0.5, 0.1)):
+        lenient.on_evaluate(args, TrainerState(global_step=step), control, {"eval_accuracy": value})
+    assert lenient.best_metric == 20.1 and not control.should_training_stop
 
 
 def test_early_stopping_without_a_metric_is_refused_at_once():

@@ -336,6 +336,15 @@ def test_padding_is_told_by_its_id_where_there_is_no_mask(script):
     assert agree(run) == 16
 
 
+def test_padding_that_cannot_be_told_is_counted_and_said_once(script, caplog):
+    rows = [{"input_ids": [5, 6, 0, 0], "labels": [5, 6, -100, -100]}] * 8
+    trainer = script(OURS, tiny.causal_lm(), rows, include_num_input_tokens_seen="non_padding", max_steps=2,
+                     per_device_train_batch_size=2)  # fmt: skip
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 16
+    assert sum("padding cannot be told from tokens" in record.getMessage() for record in caplog.records) == 1
+
+
 class Tokenizer:
     pad_token_id, eos_token_id, bos_token_id = 0, 1, 2
 
@@ -541,6 +550,33 @@ def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
         return trainer.state.best_metric, trainer.state.best_global_step, kept, trainer.model.a.item()
 
     assert len(agree(run)[2]) <= 2
+
+
+def test_a_best_step_that_was_saved_before_it_was_evaluated_is_named_and_kept(script):
+    """Steps are saved, epochs evaluated: step 8 is there when the evaluation after the epoch finds it the best."""
+
+    def run(library):
+        trainer = script(library, num_train_epochs=3, save_strategy="steps", save_steps=1, save_total_limit=2,
+                         compute_metrics=scores([0.9, 0.5, 0.1]), **(BEST | dict(eval_strategy="epoch")))  # fmt: skip
+        trainer.train()
+        kept = sorted(d for d in os.listdir(trainer.args.output_dir) if d.startswith("checkpoint"))
+        return os.path.basename(trainer.state.best_model_checkpoint), trainer.state.best_global_step, kept
+
+    assert agree(run) == ["checkpoint-8", 8, ["checkpoint-24", "checkpoint-8"]]
+
+
+def test_a_scheduler_of_transformers_that_follows_a_metric_is_stepped_with_it(script):
+    def run(library):
+        model = Regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = transformers.optimization.GreedyLR(optimizer, factor=0.5, patience=0, min_lr=1e-3)
+        trainer = script(library, model, num_train_epochs=5, optimizers=(optimizer, scheduler), eval_strategy="epoch",
+                         metric_for_best_model="score", greater_is_better=False,
+                         compute_metrics=scores([1.0, 2.0, 3.0, 0.5, 4.0]))  # fmt: skip
+        trainer.train()
+        return [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
+
+    assert len(set(agree(run))) > 2
 
 
 # ---------------------------------------------------------------------------------------------------- resuming

@@ -181,10 +181,13 @@ def test_the_progress_of_a_kubernetes_job_is_reported_without_being_asked_for(tm
         make(tmp_path, "kubeflow")
     assert "pip install" not in str(error.value)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost:1")
-    assert [type(cb).__name__ for cb in tracker_callbacks([])] == ["KubeflowCallback"]
-    assert [type(cb).__name__ for cb in tracker_callbacks(["kubeflow"])] == ["KubeflowCallback"]
+    for named in ("none", "kubeflow"):
+        report_to = TrainingArguments(report_to=named).report_to
+        assert report_to == ["kubeflow"]
+        assert [type(cb).__name__ for cb in tracker_callbacks(report_to)] == ["KubeflowCallback"]
+    assert TrainingArguments(report_to="tensorboard").report_to == ["tensorboard", "kubeflow"]
     monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
-    assert tracker_callbacks([]) == []
+    assert TrainingArguments(report_to="none").report_to == []
 
 
 # ---- a run that is resumed ----

@@ -125,6 +125,15 @@ def test_a_progress_bar_shows_loss_speed_real_tokens_and_time_left(tmp_path, cap
     assert "4/4" in shown and "tok/s" in shown and "% real" in shown and "left" in shown
 
 
+def test_the_progress_bar_of_an_evaluation_counts_a_stream_without_a_length(tmp_path, capsys):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(tiny.token_rows(10))
+
+    metrics = make(tmp_path, disable_tqdm=False, per_device_eval_batch_size=4).evaluate(Stream())
+    assert math.isfinite(metrics["eval_loss"]) and "3batch" in capsys.readouterr().err.replace(" ", "")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run_and_never_reaches_the_weights(bad, tmp_path):
     class Poisoned(Trainer):

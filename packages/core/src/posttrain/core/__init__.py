@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
     from posttrain.core.arguments import TrainingArguments
-    from posttrain.core.callbacks import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+    from posttrain.core.callbacks import (
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        PrinterCallback,
+        ProgressCallback,
+        TrainerCallback,
+    )
     from posttrain.core.checkpoint import get_last_checkpoint
     from posttrain.core.collators import (
         DataCollatorForLanguageModeling,
@@ -47,7 +53,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arguments": ("TrainingArguments",),
-    "callbacks": ("EarlyStoppingCallback", "PrinterCallback", "ProgressCallback", "TrainerCallback"),
+    "callbacks": (
+        "DefaultFlowCallback",
+        "EarlyStoppingCallback",
+        "PrinterCallback",
+        "ProgressCallback",
+        "TrainerCallback",
+    ),
     "checkpoint": ("get_last_checkpoint",),
     "collators": (
         "DataCollatorForLanguageModeling",

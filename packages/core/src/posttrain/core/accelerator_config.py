@@ -44,7 +44,11 @@ class AcceleratorArguments:
 
     def _normalize(self) -> None:
         given = self.accelerator_config
-        if dataclasses.is_dataclass(given) and not isinstance(given, type):  # transformers' class of this name
+        if isinstance(given, type):
+            raise NotImplementedError(
+                f"Tried passing in a callable to `accelerator_config`: {given.__name__}. Pass an instance, or a dict."
+            )
+        if dataclasses.is_dataclass(given):  # transformers' class of this name
             given = dataclasses.asdict(given)
         if isinstance(given, str):
             given = _read(given)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from posttrain.core.errors import did_you_mean
+from posttrain.core.samplers import is_sized
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class CallbackHandler:
     def pop_callback(self, callback: Any) -> Any | None:
         """Take out and return the first callback that is `callback`, or of that class; None if there is none."""
         for present in self.callbacks:
-            if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
+            if present is callback or (isinstance(callback, type) and _is_a(present, callback)):
                 self.callbacks.remove(present)
                 self._listen()
                 return present
@@ -167,6 +168,12 @@ class CallbackHandler:
         if event not in EVENTS:
             raise AttributeError(f"CallbackHandler has no {event!r}{did_you_mean(event, EVENTS)}")
         return functools.partial(self.call_event, event)
+
+
+def _is_a(callback: Any, wanted: type) -> bool:
+    """Whether `callback` is of the class `wanted`; transformers' progress bar and the like stand for our own."""
+    namesakes = wanted.__module__ == "transformers.trainer_callback" and type(callback).__name__ == wanted.__name__
+    return isinstance(callback, wanted) or namesakes
 
 
 def _hears(callback: Any, event: str) -> bool:
@@ -251,14 +258,19 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
             return  # another dataset of several: its metrics carry another prefix
-        sign = 1 if args.greater_is_better else -1
-        gain = math.inf if self.best_metric is None else sign * (value - self.best_metric)
-        counts = gain > self.early_stopping_threshold
-        self.early_stopping_patience_counter = 0 if counts else self.early_stopping_patience_counter + 1
-        if gain > 0 and not math.isnan(value):
-            self.best_metric = value
+        self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
+
+    def check_metric_value(self, args, state, control, metric_value: float) -> None:
+        """Count an evaluation that gave `metric_value`. Override to judge it in another way."""
+        best = state.best_metric if self.best_metric is None else self.best_metric
+        sign = 1 if args.greater_is_better else -1
+        gain = math.inf if best is None else sign * (metric_value - best)
+        counts = gain > self.early_stopping_threshold
+        self.early_stopping_patience_counter = 0 if counts else self.early_stopping_patience_counter + 1
+        if not math.isnan(metric_value):
+            self.best_metric = metric_value if gain > 0 else best
 
     def state(self) -> dict[str, Any]:
         return {
@@ -296,12 +308,13 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.update(state.global_step - self.training_bar.n)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if state.is_world_process_zero and eval_dataloader is not None and hasattr(eval_dataloader, "__len__"):
+        if state.is_world_process_zero and eval_dataloader is not None:
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
 
+                total = len(eval_dataloader) if is_sized(eval_dataloader) else None  # a stream is counted, to no end
                 leave = self.training_bar is None
-                self.prediction_bar = tqdm(total=len(eval_dataloader), leave=leave, dynamic_ncols=True, unit="batch")
+                self.prediction_bar = tqdm(total=total, leave=leave, dynamic_ncols=True, unit="batch")
             self.prediction_bar.update(1)
 
     def on_evaluate(self, args, state, control, **kwargs):

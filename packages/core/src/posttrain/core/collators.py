@@ -291,10 +291,12 @@ class DataCollatorForLanguageModeling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
-        if self.mask_replace_prob + self.random_replace_prob > 1:
+        shares = ("mlm_probability", "mask_replace_prob", "random_replace_prob") if self.mlm else ()
+        for name in shares:
+            value = getattr(self, name)
+            if value is None or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r} must be between 0 and 1")
+        if self.mlm and self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError(
                 f"mask_replace_prob={self.mask_replace_prob} + random_replace_prob={self.random_replace_prob} "
                 "must not exceed 1"

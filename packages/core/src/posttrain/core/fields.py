@@ -131,13 +131,23 @@ def _has_type(value: Any, allowed: tuple[type, ...]) -> bool:
     return False
 
 
+@cache
+def _is_ours(config_class: type, name: str) -> bool:
+    """Whether a class that `config_class` inherits has declared the field `name` with `opt`.
+
+    A plain field of a user's dataclass is not: there, annotations are often no more than hints to the reader.
+    """
+    declared = (vars(owner).get("__dataclass_fields__", {}).get(name) for owner in config_class.__mro__)
+    return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
+
+
 def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     """What is wrong with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
     if value is None and (field.default is None or type(None) in field_types(type(config)).get(field.name, ())):
         return
     allowed = field_types(type(config)).get(field.name, ())
-    if not _has_type(value, allowed):
+    if not _has_type(value, allowed) and _is_ours(type(config), field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         yield f"{field.name}={value!r} must be of type {names}"
         return

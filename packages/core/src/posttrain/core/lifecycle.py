@@ -29,6 +29,8 @@ from posttrain.core import (
     interrupts,
     models,
     objective,
+    overrides,
+    schedules,
     trackers,
 )
 from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
@@ -67,6 +69,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
 
     def _set_model(self, model: nn.Module) -> None:
         base = models.base_model(model)
+        if self.train_dataset is not None:
+            models.check_trainable(model)
         self.model = self.model_wrapped = model
         self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
         self._loss_shifts_labels = objective.shifts_labels(base)
@@ -78,6 +82,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         # Elsewhere, what the attention mask shows counts as real; looking for padding would be one more kernel a step.
         counts = self.args.include_num_input_tokens_seen == "non_padding"
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
+        self._needs_mask_to_count = counts and self._pad_to_count is None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
         self._set_objective()
         self._adapters_checked = not models.is_peft_model(model)
@@ -95,6 +100,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _check_parts(self) -> None:
         """What cannot go together, said before anything expensive happens."""
         args = self.args
+        if said := overrides.unheard(type(self)):
+            logger.warning(said)
         if self.optimizer is not None and self.optimizer_cls_and_kwargs is not None:
             raise ValueError(
                 "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
@@ -153,6 +160,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
+        self._scheduler_follows_a_metric = schedules.follows_a_metric(self.lr_scheduler)
         self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self._check_space(plan)
         self.state, self.control = self._new_state(), TrainerControl()
@@ -220,9 +228,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         given = None if self._owns_optimizer else self.optimizer
         wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
         if args.torch_compile:
-            wrapped = torch.compile(
-                wrapped, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode
-            )
+            wrapped = torch.compile(wrapped, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         return wrapped
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
@@ -350,6 +356,12 @@ class Lifecycle(Incidents, Resuming, Leaving):
         return self.dist.sum(items) if self.args.average_tokens_across_devices else items
 
     def _count_input(self, inputs: Any) -> None:
+        if self._needs_mask_to_count and "attention_mask" not in inputs:
+            self._needs_mask_to_count = False  # said once
+            logger.warning(
+                "include_num_input_tokens_seen='non_padding', but the batches have no attention_mask and there is no tokenizer "
+                "with a pad token: padding cannot be told from tokens, and all of them are counted."
+            )
         self.metrics.add_sum(TOKENS, *objective.count_tokens(inputs, self._main_input, self._pad_to_count))
         if operations := self.floating_point_ops(inputs):
             self.metrics.add_sum(FLOPS, operations, 0)
@@ -443,7 +455,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
             evaluation.named_metric(metrics, self.args.metric_for_best_model)
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and not skip_scheduler:
+        if self._scheduler_follows_a_metric and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
 
@@ -457,8 +469,10 @@ class Lifecycle(Incidents, Resuming, Leaving):
         better = value > best if self.args.greater_is_better else value < best
         if better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            will_save = self.args.save_strategy == "best" or self.control.should_save
-            self.state.best_model_checkpoint = str(self.store.path(self.state.global_step)) if will_save else None
+            # Saved before it is evaluated, where steps are saved and epochs evaluated.
+            saved = self.state.global_step in (self._saved_step, self._saver.pending)
+            kept = saved or self.args.save_strategy == "best" or self.control.should_save
+            self.state.best_model_checkpoint = str(self.store.path(self.state.global_step)) if kept else None
         return better
 
     def _finish(self) -> TrainOutput:

@@ -113,6 +113,8 @@ class ModelSideArguments:
             setattr(self, old, value)
         if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
             self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
 
     def _problems(self) -> Iterator[str]:
         if isinstance(self.activation_checkpointing_kwargs, str):
@@ -425,16 +427,18 @@ def is_quantized(model: nn.Module) -> bool:
 
 def check_trainable(model: nn.Module) -> None:
     """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from taking
-    small updates, and an adapter that is frozen."""
-    name = type(base_model(model)).__name__
-    if is_quantized(model) and not is_peft_model(model) and not getattr(base_model(model), "_hf_peft_config_loaded", 0):
+    small updates (unless transformers' ``is_qat_trainable`` says otherwise), and an adapter that is frozen."""
+    base = base_model(model)
+    adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
+    for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
+    if is_quantized(model) and not adapted and not for_training:
         raise ValueError(
-            f"This {name} is quantized, and quantized weights cannot be trained themselves. "
+            f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "
             "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
         )
     if is_peft_model(model) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"The adapter of this {name} is frozen, so there is nothing to train. Load it with "
+            f"The adapter of this {type(base).__name__} is frozen, so there is nothing to train. Load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
 

@@ -27,6 +27,7 @@ class Questions:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     make_plan: Callable[[Any], Plan]
+    _prepare_inputs: Callable[[Any], Any]
     metrics: Metrics
     model_wrapped: nn.Module
     is_in_train: bool
@@ -65,6 +66,10 @@ class Questions:
     def hub_model_id(self) -> str | None:
         """The repository on the Hub that the run is pushed to; None where it is not pushed."""
         return self.uploader.repo_id if self.args.push_to_hub else None
+
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` on the device; earlier name of what `_prepare_inputs` does to each part of a batch."""
+        return self._prepare_inputs(data)
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""

@@ -427,6 +427,14 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
             yield f"lr_scheduler_kwargs of {name!r}: {error}"
 
 
+def follows_a_metric(scheduler: Any) -> bool:
+    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, or any whose ``step`` needs one."""
+    needed = inspect.signature(scheduler.step).parameters.values()
+    return isinstance(scheduler, ReduceLROnPlateau) or any(
+        option.name == "metrics" and option.default is option.empty for option in needed
+    )
+
+
 def build(
     name: str, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, **options: Any
 ) -> LRScheduler:

@@ -59,6 +59,9 @@ class LoggingArguments:
         elif isinstance(self.report_to, str):
             self.report_to = [self.report_to]
         self.report_to = [name for name in self.report_to if name != "none"]
+        inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
+        if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
+            self.report_to = list(dict.fromkeys([*self.report_to, "kubeflow"]))  # the cluster waits for its progress
         if str(self.trackio_static_space_id).lower() == "false":  # from a command line
             self.trackio_static_space_id = False
         if self.include_num_input_tokens_seen in (True, False):
@@ -147,9 +150,6 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
         ImportError: a tracker cannot be used; the message holds the pip command.
         ValueError: there is no tracker of that name.
     """
-    inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
-    if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
-        report_to = [*report_to, "kubeflow"]  # the cluster waits for the progress of its job
     if not report_to:
         return []
     from transformers import integrations

@@ -72,9 +72,8 @@ class DistributedArguments:
             yield "bf16=True and fp16=True cannot both hold; keep one (bf16 needs no loss scaling)"
         if self.bf16_full_eval and self.fp16_full_eval:
             yield "bf16_full_eval=True and fp16_full_eval=True cannot both hold; keep one"
-        if (self.fp16 or self.fp16_full_eval) and (self.use_cpu or not accelerator_present()):
-            name = "fp16" if self.fp16 else "fp16_full_eval"
-            yield f"{name}=True needs an accelerator and this run is on the CPU; set bf16{name[4:]}=True instead"
+        if self.fp16 and (self.use_cpu or not accelerator_present()):
+            yield "fp16=True needs an accelerator and this run is on the CPU; set bf16=True instead"
         if self.tf32 and not torch.cuda.is_available():
             yield "tf32=True needs a CUDA GPU (Ampere or newer) and none is visible; leave it None"
         settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)

@@ -1,0 +1,32 @@
+"""Methods of transformers' `Trainer` that a subclass may have overridden, and that nothing calls here."""
+
+from __future__ import annotations
+
+_LOOP = "the loop is train; override windows, train_on_window or training_step"
+_STATE = "override state_dict and load_state_dict"
+_FLAGS = "override log, evaluate or save_model; a TrainerCallback decides when"
+_GRADIENTS = "override train_on_window, or change gradients in a callback's on_pre_optimizer_step"
+_HUB = "override push_to_hub"
+_SEARCH = "override hyperparameter_search or call_model_init"
+
+#: The inner methods of transformers 5 and its predecessors, and what to override instead.
+INSTEAD = {
+    "_inner_training_loop": _LOOP, "_run_epoch": _LOOP, "_prepare_for_training": _LOOP, "_finalize_training": _LOOP,
+    "_init_training_state": _LOOP, "_maybe_log_save_evaluate": _FLAGS, "_load_best_model": "override _load_from_checkpoint",
+    "_save_optimizer_and_scheduler": _STATE, "_load_optimizer_and_scheduler": _STATE, "_save_scaler": _STATE,
+    "_load_scaler": _STATE, "_save_rng_state": _STATE, "_load_rng_state": _STATE, "_load_callback_state": _STATE,
+    "_clip_grad_norm": _GRADIENTS, "_get_grad_norm": _GRADIENTS, "_get_num_items_in_batch": "override count_items",
+    "_prepare_input": "override _prepare_inputs", "_move_model_to_device": "override place_model_on_device",
+    "_push_from_checkpoint": _HUB, "_finish_current_push": _HUB, "_hp_search_setup": _SEARCH,
+    "_report_to_hp_search": _SEARCH, "create_accelerator_and_postprocess": "set accelerator_config, fsdp or deepspeed",
+}  # fmt: skip
+
+
+def unheard(trainer_class: type) -> str | None:
+    """A sentence on the methods of `INSTEAD` that classes other than ours have put into `trainer_class`; None without."""
+    theirs = [vars(owner) for owner in trainer_class.__mro__ if not owner.__module__.startswith("posttrain.")]
+    found = [name for name in INSTEAD if any(name in names for names in theirs)]
+    if not found:
+        return None
+    listed = "; ".join(f"{name} ({INSTEAD[name]})" for name in found)
+    return f"{trainer_class.__name__} overrides methods that nothing calls here: {listed}."
