@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        accelerator_config allocator collators errors fields health losses memory metrics objective offload overrides plan
+        accelerator_config allocator collators errors fields health losses memory metrics objective overrides plan
         schedules
         predictions segments state
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
-        heads hub interrupts loader merging models optim optimizers preview registry report samplers trackers
+        heads hub interrupts loader merging models offload optim optimizers preview registry report samplers trackers
     """.split(),
     2: """
         cli generating incidents leaving lifecycle questions resuming scripts search trainer

@@ -58,12 +58,11 @@ def batch_of(trainer):
         {"shared_prefix": False, "padding_free": True},
         {"precompute_ref_log_probs": True},
         {"peft_config": LORA, "learning_rate": 5.0},
-        {"activation_offloading": True},
         {"gradient_checkpointing": True},
         {"bf16": True},
         {"pad_to_multiple_of": 8, "shared_prefix": False},
     ],
-    ids="shared padded flat precomputed lora offloaded checkpointed bf16 multiple".split(),
+    ids="shared padded flat precomputed lora checkpointed bf16 multiple".split(),
 )
 def test_it_learns_to_prefer_the_chosen_completions(changes, tmp_path):
     records = logs(make(tmp_path, max_steps=12, eval_dataset=ROWS, **changes))
@@ -83,6 +82,21 @@ def test_every_way_of_reading_gives_the_same_run(changes, lora, tmp_path):
     for record, other in zip(expected, logs(make(tmp_path / "other", max_steps=4, **adapter, **changes)), strict=True):
         for name, value in record.items():
             assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_activations_in_host_memory_change_nothing(shared, monkeypatch, tmp_path):
+    plain = make(tmp_path / "plain", max_steps=3, shared_prefix=shared)
+    expected = logs(plain)
+    monkeypatch.setattr(
+        "posttrain.core.offload.offloading_problem", lambda device: None
+    )  # they are copied all the same
+    moved = make(tmp_path / "moved", max_steps=3, shared_prefix=shared, activation_offloading=True)
+    assert logs(moved) == expected and moved._offload.moved > 0
+    for (name, value), (_, other) in zip(
+        plain.model.state_dict().items(), moved.model.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, other), name
 
 
 def alone(model, prompt, completion):

@@ -298,7 +298,9 @@ def test_activations_in_host_memory_change_no_weight(changes, tmp_path, monkeypa
     with caplog.at_level("INFO", "posttrain"):
         plain = make(tmp_path / "plain", COMPLETIONS, activation_offloading=True, **changes)
     assert "activation_offloading=True has no effect: Activations are in host memory already" in caplog.text
-    monkeypatch.setattr("posttrain.sft.trainer.offloading_problem", lambda device: None)  # they are copied all the same
+    monkeypatch.setattr(
+        "posttrain.core.offload.offloading_problem", lambda device: None
+    )  # they are copied all the same
     moved = make(tmp_path / "moved", COMPLETIONS, activation_offloading=True, **changes)
     for trainer in (plain, moved):
         trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from posttrain.core.heads import base_model
+
+logger = logging.getLogger(__name__)
 
 #: Tensors of fewer bytes stay where they are: the call would cost more than they take.
 MIN_BYTES = 4096
@@ -27,6 +32,22 @@ def offloading_problem(device: torch.device) -> str | None:
     if device.type == "mps":
         return "The device shares its memory with the host."
     return None
+
+
+def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | None:
+    """What moves the activations of `model` away, but for those of its output head; None, said in the log, where nothing can."""
+    if problem := offloading_problem(device):
+        logger.info("activation_offloading=True has no effect: %s", problem)
+        return None
+    head = base_model(model).get_output_embeddings()
+    return OffloadActivations(model, device, stays=[] if head is None else [head])
+
+
+@contextlib.contextmanager
+def with_offloading(context: contextlib.AbstractContextManager, offload: OffloadActivations | None) -> Iterator[None]:
+    """Within `context`, and within `offload` where there is one."""
+    with context, offload or contextlib.nullcontext():
+        yield
 
 
 class OffloadActivations:

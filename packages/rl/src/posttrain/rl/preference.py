@@ -21,6 +21,7 @@ from torch import nn
 from posttrain.core import Trainer, TrainingArguments, attention, chat, data, evaluation, models, objective
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import check_dataset
+from posttrain.core.offload import offloading, with_offloading
 from posttrain.rl import reference as references
 from posttrain.rl import side_by_side
 from posttrain.rl.preference_config import PreferenceConfig, as_config
@@ -155,6 +156,7 @@ class PreferenceTrainer(Trainer):
             optimizers=optimizers,
             **old_names,
         )
+        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
         if self.needs_reference:
@@ -287,14 +289,9 @@ class PreferenceTrainer(Trainer):
             )
         return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
-        offload = self.args.activation_offloading
-        pin = offload and self.dist.device.type == "cuda"
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin) if offload else contextlib.nullcontext():
-            return super().training_step(model, inputs, num_items_in_batch)
+        return with_offloading(super().compute_loss_context_manager(), self._offload)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As the core's; rows that were not prepared at construction are prepared here."""

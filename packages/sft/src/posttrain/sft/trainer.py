@@ -19,7 +19,7 @@ from posttrain.core.data import check_dataset, is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
 from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
-from posttrain.core.offload import OffloadActivations, offloading_problem
+from posttrain.core.offload import offloading, with_offloading
 from posttrain.core.samplers import is_stream
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
@@ -129,7 +129,7 @@ class SFTTrainer(GeneratesText, Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             **old_names,
         )
-        self._offload = self._make_offload()
+        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
         self._reads_segments = self._enable_segments()
         if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
             _refuse_leaks(self.model)
@@ -196,12 +196,7 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
-        if self._offload is None:
-            return super().compute_loss_context_manager()
-        stack = contextlib.ExitStack()
-        stack.enter_context(super().compute_loss_context_manager())
-        stack.enter_context(self._offload)
-        return stack
+        return with_offloading(super().compute_loss_context_manager(), self._offload)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As the core's; rows that were not prepared at construction are prepared here."""
@@ -241,15 +236,6 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
-
-    def _make_offload(self) -> OffloadActivations | None:
-        if not self.args.activation_offloading:
-            return None
-        if problem := offloading_problem(self.dist.device):
-            logger.info("activation_offloading=True has no effect: %s", problem)
-            return None
-        head = models.base_model(self.model).get_output_embeddings()
-        return OffloadActivations(self.model, self.dist.device, stays=[] if head is None else [head])
 
     def _enable_segments(self) -> bool:
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
