@@ -8,6 +8,7 @@ each of its turns, so that any template will do.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +27,13 @@ from posttrain.core.encoding import (
     token_at,
 )
 from posttrain.core.errors import DataError
+from posttrain.core.models import ensure_pad_token
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat", "encode_texts",
-    "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice", "sharegpt_to_messages",
+    "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice", "set_up_tokenizer", "sharegpt_to_messages",
     "special_tokens_around", "to_messages", "to_tools",
 ]  # fmt: skip
 
@@ -230,6 +234,28 @@ def load_template(source: str | os.PathLike[str], trust_remote_code: bool = Fals
     if not tokenizer.chat_template:
         raise ValueError(f"chat_template_path={path!r}: the tokenizer there has no chat template.")
     return tokenizer.get_chat_template()
+
+
+def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
+    """Give a tokenizer or processor the chat template and special tokens that `args` name, and a pad token if it has none.
+
+    Args:
+        args: a config; of ``chat_template_path``, ``eos_token`` and ``pad_token`` it may have any.
+
+    Raises:
+        ValueError: a token that is not in the vocabulary. FileNotFoundError: no chat template there.
+    """
+    if (path := getattr(args, "chat_template_path", None)) is not None:
+        tokenizer.chat_template = load_template(path, args.trust_remote_code)
+    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name, None)
+        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
+            raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
+        if token is not None:
+            setattr(words, name, token)
+    if done := ensure_pad_token(tokenizer):
+        logger.info(done)
 
 
 class Template:

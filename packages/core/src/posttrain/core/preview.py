@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from posttrain.core.report import PAGE
+
 TRAINED = ("\x1b[30;42m", "\x1b[30;102m")  # two greens in turn, so that the borders of tokens show
 READ = ("\x1b[90m", "\x1b[37m")  # and two greys
 RULE, RESET = "\x1b[36m", "\x1b[0m"
@@ -155,17 +157,4 @@ pre, .row { font-family: ui-monospace, monospace; font-size: 13px; white-space: 
 .row span { color: var(--soft); border-right: 1px dotted var(--soft); }
 span.t, .row span.t { background: var(--trained); color: var(--ink); border-right: 1px solid var(--edge); }
 i { opacity: .5; font-style: normal; }
-"""
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
 """

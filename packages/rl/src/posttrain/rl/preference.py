@@ -206,16 +206,7 @@ class PreferenceTrainer(Trainer):
 
     def set_tokens(self, tokenizer: Any, args: Any) -> Any:
         """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
-        if (template := getattr(args, "chat_template_path", None)) is not None:
-            tokenizer.chat_template = chat.load_template(template, args.trust_remote_code)
-        for name in ("eos_token", "pad_token"):
-            token = getattr(args, name, None)
-            if token is not None and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-                raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
-            if token is not None:
-                setattr(tokenizer, name, token)
-        if done := models.ensure_pad_token(tokenizer):
-            logger.info(done)
+        chat.set_up_tokenizer(tokenizer, args)
         return tokenizer
 
     def arrange(self, dataset: Any) -> Any:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core import chat, models
 from posttrain.core.errors import DataError
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import prepare_dataset
 from posttrain.sft.mixture import Mixture, mix_datasets
 from posttrain.sft.packing import pack_dataset, pack_stream
 from posttrain.sft.report import DataReport
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,25 +26,6 @@ class Prepared:
     reports: dict[str, DataReport] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     mixture: Mixture | None = None
-
-
-def set_up_tokenizer(tokenizer: Any, args: SFTConfig) -> None:
-    """Give `tokenizer` (or processor) the chat template and special tokens that `args` name, and a pad token if it has none.
-
-    Raises:
-        ValueError: a token that is not in its vocabulary. FileNotFoundError: no chat template there.
-    """
-    if args.chat_template_path is not None:
-        tokenizer.chat_template = chat.load_template(args.chat_template_path, args.trust_remote_code)
-    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
-    for name in ("eos_token", "pad_token"):
-        token = getattr(args, name)
-        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
-            raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
-        if token is not None:
-            setattr(words, name, token)
-    if done := models.ensure_pad_token(tokenizer):
-        logger.info(done)
 
 
 def prepare_rows(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from posttrain.core import models, preview
+from posttrain.core import chat, models, preview
 from posttrain.core.registry import Run
-from posttrain.sft.preparing import prepare_rows, set_up_tokenizer
+from posttrain.sft.preparing import prepare_rows
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -20,7 +20,7 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     tokenizer = models.load_tokenizer(
         source, trust_remote_code=config.trust_remote_code, revision=run.model.model_revision
     )
-    set_up_tokenizer(tokenizer, config)
+    chat.set_up_tokenizer(tokenizer, config)
     train_rows, _ = run.data.load()
     done = prepare_rows(train_rows, tokenizer, config, packing=config.packing)
     rows = [

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, models, objective
+from posttrain.core import Trainer, TrainingArguments, attention, chat, models, objective
 from posttrain.core.data import check_dataset, is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
@@ -26,7 +26,7 @@ from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.mixture import Mixture, check_parts
 from posttrain.sft.packing import documents_leak
-from posttrain.sft.preparing import prepare_rows, set_up_tokenizer
+from posttrain.sft.preparing import prepare_rows
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
 
@@ -225,7 +225,7 @@ class SFTTrainer(GeneratesText, Trainer):
             tokenizer = models.load_tokenizer(model, args.trust_remote_code, auto_class)
         if self._sees:
             check_config(args, tokenizer)
-        set_up_tokenizer(tokenizer, args)
+        chat.set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
             model = models.add_adapter(model, peft_config)
         models.check_trainable(model)
