@@ -147,6 +147,9 @@ def test_masked_modeling_refuses_what_cannot_work(tok, masking_tok):
         DataCollatorForLanguageModeling(masking_tok, mask_replace_prob=0.9, random_replace_prob=0.2)
     with pytest.raises(ValueError, match="mlm_probability=1.5"):
         DataCollatorForLanguageModeling(masking_tok, mlm_probability=1.5)
+    with pytest.raises(ValueError, match="mlm_probability=None"):
+        DataCollatorForLanguageModeling(masking_tok, mlm_probability=None)
+    assert DataCollatorForLanguageModeling(tok, mlm=False, mlm_probability=None)  # nothing is masked
 
 
 def test_flattening_restarts_positions_and_predicts_nothing_across_a_border():
