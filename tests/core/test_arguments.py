@@ -145,6 +145,17 @@ def test_the_metric_of_the_best_model_has_a_default_and_a_direction():
     assert TrainingArguments().metric_for_best_model is None and TrainingArguments().greater_is_better is None
 
 
+def test_a_backend_or_a_mode_switches_compiling_on_and_the_backend_is_named():
+    for given in (
+        {"torch_compile": True},
+        {"torch_compile_mode": "max-autotune"},
+        {"torch_compile_backend": "inductor"},
+    ):
+        args = TrainingArguments(**given)
+        assert (args.torch_compile, args.torch_compile_backend) == (True, "inductor")
+    assert (TrainingArguments().torch_compile, TrainingArguments().torch_compile_backend) == (False, None)
+
+
 def test_the_cpu_has_no_memory_to_pin():
     assert TrainingArguments(use_cpu=True).dataloader_pin_memory is False
     assert TrainingArguments().dataloader_pin_memory is True

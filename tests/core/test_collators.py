@@ -140,6 +140,36 @@ def test_masking_is_drawn_from_torchs_generator_or_from_an_own_one(masking_tok):
     assert torch.equal(*own)
 
 
+def test_subclasses_override_the_call_and_the_masking_under_the_names_of_transformers(tok, masking_tok):
+    class Prompts(DataCollatorForLanguageModeling):
+        def torch_call(self, examples):
+            batch = super().torch_call(examples)
+            batch["labels"][:, :2] = -100
+            return batch
+
+    class FirstTokens(DataCollatorForLanguageModeling):
+        def torch_mask_tokens(self, inputs, special_tokens_mask=None):
+            labels = torch.full_like(inputs, -100)
+            labels[:, 0] = inputs[:, 0]
+            self.seen = special_tokens_mask.tolist()
+            return inputs.masked_fill(labels != -100, self.tokenizer.mask_token_id), labels
+
+    class Tags(DataCollatorForTokenClassification):
+        def torch_call(self, features):
+            return super().torch_call(features) | {"rows": torch.tensor(len(features))}
+
+    rows = [{"input_ids": [10, 11, 12]}, {"input_ids": [13, 14]}]
+    assert Prompts(tok, mlm=False)(rows)["labels"].tolist() == [[-100, -100, 12], [-100, -100, -100]]
+    in_numpy = Prompts(tok, mlm=False)(rows, return_tensors="np")["labels"]
+    assert in_numpy.tolist() == [[-100, -100, 12], [-100, -100, -100]] and not isinstance(in_numpy, torch.Tensor)
+    first = FirstTokens(masking_tok)
+    batch = first(rows)
+    assert batch["labels"][:, 0].tolist() == [10, 13] and first.seen == [[False] * 3, [False, False, True]]
+    assert batch["input_ids"][:, 0].tolist() == [masking_tok.mask_token_id] * 2
+    tagged = Tags(tok)([{"input_ids": [5, 6], "labels": [1, 0]}, {"input_ids": [7], "labels": [1]}])
+    assert tagged["labels"].tolist() == [[1, 0], [1, -100]] and tagged["rows"] == 2
+
+
 def test_masked_modeling_refuses_what_cannot_work(tok, masking_tok):
     with pytest.raises(ValueError, match="mask token"):
         DataCollatorForLanguageModeling(tok)
@@ -147,6 +177,9 @@ def test_masked_modeling_refuses_what_cannot_work(tok, masking_tok):
         DataCollatorForLanguageModeling(masking_tok, mask_replace_prob=0.9, random_replace_prob=0.2)
     with pytest.raises(ValueError, match="mlm_probability=1.5"):
         DataCollatorForLanguageModeling(masking_tok, mlm_probability=1.5)
+    with pytest.raises(ValueError, match="mlm_probability=None"):
+        DataCollatorForLanguageModeling(masking_tok, mlm_probability=None)
+    assert DataCollatorForLanguageModeling(tok, mlm=False, mlm_probability=None)  # nothing is masked
 
 
 def test_flattening_restarts_positions_and_predicts_nothing_across_a_border():

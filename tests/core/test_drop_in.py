@@ -793,6 +793,12 @@ def with_optimizer():
     return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
 
 
+def quantized():
+    model = Regression()
+    model.is_quantized = True
+    return model
+
+
 @pytest.mark.parametrize(("wrong", "error", "message"), [
     (lambda: dict(eval_strategy="steps", eval_dataset=None), ValueError, "eval_strategy='steps' needs an eval_dataset"),
     (lambda: dict(rows=Stream()), ValueError, "Set max_steps"),
@@ -800,7 +806,8 @@ def with_optimizer():
     (lambda: dict(optimizers=with_optimizer()["optimizers"], model_init=Regression), ValueError, "model_init makes new"),
     (lambda: dict(batch_eval_metrics=True, compute_metrics=lambda p: {}), ValueError, "no argument compute_result"),
     (lambda: dict(data_collator="pad"), TypeError, "data_collator must be callable"),
-], ids=["no-eval-set", "endless", "two-optimizers", "optimizer-of-no-model", "metrics", "collator"])  # fmt: skip
+    (lambda: dict(model=quantized()), ValueError, "quantized weights cannot be trained themselves"),
+], ids=["no-eval-set", "endless", "two-optimizers", "optimizer-of-no-model", "metrics", "collator", "quantized"])  # fmt: skip
 def test_what_cannot_work_is_refused_when_the_trainer_is_built(script, wrong, error, message):
     with pytest.raises(error, match=message):
         script(OURS, **wrong())

@@ -260,6 +260,13 @@ def test_a_streaming_metric_sees_what_was_made_of_the_logits(tmp_path):
     assert classifier(tmp_path, Sees(), **options).evaluate()["eval_dimensions"] == 1
 
 
+@pytest.mark.parametrize(("option", "dtype"), [("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)])
+def test_an_evaluation_in_half_precision_casts_the_weights_and_changes_little(option, dtype, tmp_path):
+    whole, half = classifier(tmp_path, None), classifier(tmp_path, None, **{option: True})
+    assert half.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-2)
+    assert {parameter.dtype for parameter in half.model.parameters()} == {dtype}
+
+
 def test_metrics_that_cannot_be_computed_are_refused_at_construction(tmp_path):
     with pytest.raises(TypeError, match="compute_metrics is of type dict.*update"):
         classifier(tmp_path, {"accuracy": 1.0})

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from posttrain.core import fields
+from posttrain.core import Trainer, TrainingArguments, fields
 from posttrain.core.checkpoint import Store
 from posttrain.core.errors import ConfigError
 from posttrain.core.hub import (
@@ -35,6 +35,7 @@ from posttrain.core.hub import (
     results,
     write_model_card,
 )
+from tests import tiny
 
 TOKEN = "hf_secret"
 
@@ -532,6 +533,23 @@ def test_the_card_shows_its_tables():
     assert "| Epoch | Step | Training loss | Validation loss | accuracy |\n| --- | --- | --- | --- | --- |\n" in card
     assert "| 1.0 | 10 | 1.5 | 1.9 | 0.45 |\n" in card and "- torch 2.13\n" in card
     assert front_matter(card)["base_model"] == "owner/base" and front_matter(card)["datasets"] == ["owner/data"]
+
+
+@pytest.mark.parametrize("names", [
+    {"finetuned_from": "owner/base", "tasks": "text-classification", "language": "en", "dataset": "GLUE MRPC",
+     "dataset_tags": "glue", "dataset_args": "mrpc", "license": "mit", "tags": "x"},  # as the examples of transformers
+    {"dataset_name": "glue", "tags": ["x"], "finetuned_from": "owner/base"},  # as those of trl
+], ids=["transformers", "trl"])  # fmt: skip
+def test_the_card_takes_the_names_that_scripts_of_transformers_and_trl_give(names, tmp_path):
+    trainer = Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path / "out"), use_cpu=True, disable_tqdm=True))
+    trainer.state.log_history = HISTORY
+    trainer.create_model_card(**names)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert front_matter(card)["datasets"] == ["glue"] and front_matter(card)["base_model"] == "owner/base"
+    assert "x" in front_matter(card)["tags"]
+    [result] = front_matter(card)["model-index"][0]["results"]
+    assert result["dataset"].get("config") == names.get("dataset_args")
+    assert ("(https://huggingface.co/datasets/glue) (mrpc)." in card) == ("dataset_args" in names)
 
 
 def test_the_hub_library_reads_the_card_back():

@@ -295,6 +295,11 @@ def test_a_quantized_base_needs_an_adapter_which_is_bfloat16():
     model.is_loaded_in_4bit = True
     with pytest.raises(ValueError, match="Pass peft_config"):
         models.check_trainable(model)
+    model.hf_quantizer = types.SimpleNamespace(
+        is_qat_trainable=True
+    )  # as torchao's, for training that knows of the rounding
+    models.check_trainable(model)
+    del model.hf_quantizer
     adapted = models.add_adapter(model, peft.LoraConfig(**LORA))
     models.check_trainable(adapted)
     assert models.is_quantized(adapted)

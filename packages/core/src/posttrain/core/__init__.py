@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import (
@@ -93,7 +93,8 @@ _HOMES = {
     "trainer": ("Trainer",),
 }
 _HOME_OF = {name: f"posttrain.core.{home}" for home, names in _HOMES.items() for name in names}
-_HOME_OF["HfArgumentParser"] = "transformers"  # parses every config; scripts import it beside their trainer
+# What scripts import beside their trainer: it parses every config, and they name values of arguments.
+_HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
 
 __all__ = sorted(_HOME_OF)
 

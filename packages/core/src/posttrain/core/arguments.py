@@ -518,6 +518,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         prefetch_factor: int | None = None,
         multiprocessing_context: str | None = None,
         in_order: bool = True,
+        auto_find_batch_size: bool = False,
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> TrainingArguments:
@@ -532,6 +533,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             dataloader_prefetch_factor=prefetch_factor,
             dataloader_multiprocessing_context=multiprocessing_context,
             dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
             ignore_data_skip=ignore_data_skip,
             data_seed=sampler_seed,
         )

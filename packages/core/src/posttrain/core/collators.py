@@ -128,6 +128,12 @@ def _unpadded(features: Features, settings: dict[str, Any]) -> str:
     return "; ".join(wrong) + ". " if wrong else "the tokenizer cannot pad these rows. "
 
 
+def _as(return_tensors: str, batch: Batch) -> Batch:
+    if return_tensors == "pt":
+        return batch
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
 def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:
     """The rows without their labels, the labels (None where there are none) and the column they were in."""
     name = "label" if "label" in features[0] else "labels"
@@ -242,7 +248,11 @@ class DataCollatorForTokenClassification:
     label_pad_token_id: int = IGNORE_INDEX
     return_tensors: str = "pt"
 
-    def __call__(self, features: Features) -> Batch:
+    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
+        return _as(return_tensors or self.return_tensors, self.torch_call(features))
+
+    def torch_call(self, features: Features) -> Batch:
+        """The batch as tensors of torch: what a subclass overrides."""
         rest, labels, name = _pops_labels(features)
         batch = _pad(
             self.tokenizer,
@@ -250,14 +260,13 @@ class DataCollatorForTokenClassification:
             padding=self.padding,
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
+            return_tensors="pt",
         )
         if labels is None:
             return batch
         # Rounding up to the inputs' own length gives exactly that length: no label is longer than its row.
         length = batch["input_ids"].shape[1]
-        padded = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, pad_to_multiple_of=length)
-        batch[name] = padded if self.return_tensors == "pt" else padded.numpy()
+        batch[name] = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, pad_to_multiple_of=length)
         return batch
 
 
@@ -309,7 +318,11 @@ class DataCollatorForLanguageModeling:
             raise ValueError("whole_word_mask=True chooses what is masked, and mlm=False masks nothing. Set mlm=True.")
         self.generator: torch.Generator | None = None
 
-    def __call__(self, features: list[Any]) -> Batch:
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Batch:
+        return _as(return_tensors or self.return_tensors, self.torch_call(features))
+
+    def torch_call(self, features: list[Any]) -> Batch:
+        """The batch as tensors of torch: what a subclass overrides."""
         rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
         rows = [{key: value for key, value in row.items() if key != "labels"} for row in rows]
         offsets = [row.pop("offset_mapping", None) for row in rows]
@@ -322,51 +335,52 @@ class DataCollatorForLanguageModeling:
             del batch["attention_mask"]
         special = batch.pop("special_tokens_mask", None)
         if self.mlm:
-            words = self._words(batch["input_ids"], padding, offsets) if self.whole_word_mask else None
-            batch["input_ids"], batch["labels"] = self.mask_tokens(batch["input_ids"], padding, special, words)
+            special = (self._special(batch["input_ids"]) if special is None else special).bool() | padding
+            words = {"words": self._words(batch["input_ids"], padding, offsets)} if self.whole_word_mask else {}
+            batch["input_ids"], batch["labels"] = self.torch_mask_tokens(
+                batch["input_ids"], special_tokens_mask=special, **words
+            )
         else:
             batch["labels"] = batch["input_ids"].masked_fill(padding, IGNORE_INDEX)
-        return batch if self.return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
+        return batch
 
-    def mask_tokens(
+    def torch_mask_tokens(
         self,
-        input_ids: torch.Tensor,
-        padding: torch.Tensor,
-        special: torch.Tensor | None = None,
+        inputs: torch.Tensor,
+        special_tokens_mask: torch.Tensor | None = None,
         words: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the tokens to predict.
+        """Draw the tokens to predict. Override to choose them in another way.
 
         Args:
-            input_ids: (B, T). padding: (B, T) true where a row has ended. special: (B, T) nonzero at special tokens;
-                asked of the tokenizer if None. words: (B, T) number of the word that each token belongs to; None
-                draws tokens.
+            inputs: (B, T) token ids.
+            special_tokens_mask: (B, T) nonzero at special tokens and padding; asked of the tokenizer if None.
+            words: (B, T) number of the word that each token belongs to; None draws tokens.
 
         Returns:
             The inputs to show and the labels, both (B, T).
         """
-        if special is None:
-            special = torch.tensor(
-                [
-                    self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True)
-                    for row in input_ids.tolist()
-                ]
-            )
+        special = self._special(inputs) if special_tokens_mask is None else special_tokens_mask
         if self.seed is not None and self.generator is None:
             worker = torch.utils.data.get_worker_info()
             self.generator = torch.Generator().manual_seed(self.seed + (worker.id if worker else 0))
-        chances = torch.full(input_ids.shape, float(self.mlm_probability))
+        chances = torch.full(inputs.shape, float(self.mlm_probability))
         chosen = torch.bernoulli(chances, generator=self.generator).bool()
         if words is not None:  # the draw of a word is that of its number
             chosen = chosen.gather(1, words)
-        chosen &= ~(special.bool() | padding)
-        draw = torch.rand(input_ids.shape, generator=self.generator)
-        words = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
+        chosen &= ~special.bool()
+        draw = torch.rand(inputs.shape, generator=self.generator)
+        others = torch.randint(len(self.tokenizer), inputs.shape, generator=self.generator)
         masked = draw < self.mask_replace_prob
         random = ~masked & (draw < self.mask_replace_prob + self.random_replace_prob)
-        shown = torch.where(chosen & random, words, input_ids)
+        shown = torch.where(chosen & random, others, inputs)
         shown = shown.masked_fill(chosen & masked, self.tokenizer.mask_token_id)
-        return shown, input_ids.masked_fill(~chosen, IGNORE_INDEX)
+        return shown, inputs.masked_fill(~chosen, IGNORE_INDEX)
+
+    def _special(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B, T), 1 at special tokens, as the tokenizer knows them."""
+        tell = self.tokenizer.get_special_tokens_mask
+        return torch.tensor([tell(row, already_has_special_tokens=True) for row in input_ids.tolist()])
 
     def _words(self, input_ids: torch.Tensor, padding: torch.Tensor, offsets: list[Any]) -> torch.Tensor:
         """The number of each token's word in its row, (B, T), counted from 0."""

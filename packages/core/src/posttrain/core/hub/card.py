@@ -74,6 +74,7 @@ def model_card(
     versions: Mapping[str, str] | None = None,
     base_model: str | None = None,
     datasets: str | Iterable[str] | None = (),
+    dataset_args: str | Iterable[str] | None = (),
     method: str | None = None,
     language: str | list[str] | None = None,
     license: str | None = None,
@@ -89,11 +90,12 @@ def model_card(
         log_history: the records of ``TrainerState.log_history``; its evaluations become the metrics and the table.
         hyperparameters, versions: tables to show, see the functions `hyperparameters` and `framework_versions`.
         base_model, datasets: names on the Hub; anything else is named in the text but not in the metadata.
+        dataset_args: which part of the datasets, such as ``"mrpc"`` of ``"glue"``.
         method: how it was trained, such as "SFT".
         tasks: the Hub's names of tasks, such as ``"text-generation"``.
         best_step: update whose weights the model has; None: those of the last evaluation.
     """
-    datasets, tasks = _names(datasets), _names(tasks)
+    datasets, tasks, part = _names(datasets), _names(tasks), ", ".join(_names(dataset_args))
     rows = results(log_history)
     evaluations = [row for row in rows if any(name not in _COLUMNS for name in row)]
     best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
@@ -106,7 +108,7 @@ def model_card(
         "license": license,
         "pipeline_tag": tasks[0] if tasks else None,
         "tags": list(dict.fromkeys(["posttrain", "generated_from_trainer", *_names(tags)])),
-        "model-index": [{"name": model_name, "results": _index(metrics, datasets, tasks)}],
+        "model-index": [{"name": model_name, "results": _index(metrics, datasets, tasks, part)}],
     }
     import yaml
 
@@ -115,6 +117,7 @@ def model_card(
     origin = f"A fine-tuned version of {_link(base_model, '')}" if base_model else "A model trained from scratch"
     how = f" with {method}" if method else ""
     data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
+    data += f" ({part})" if datasets and part else ""
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
     if metrics:
         pairs = [{"Metric": name, "Value": value} for name, value in metrics.items()]
@@ -159,7 +162,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
 
     Args:
         model_name: None: the name of the directory.
-        fields: the arguments of `model_card`; `versions` defaults to those of this process.
+        fields: the arguments of `model_card`, `datasets` also under its earlier names ``dataset_name``, ``dataset_tags``
+            and ``dataset``; `versions` defaults to those of this process.
 
     Returns:
         The file, or None if there is a card that somebody wrote, which stays.
@@ -170,6 +174,7 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
         if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
             logger.info("%s was not written by posttrain; it stays as it is.", path)
             return None
+    fields = _with_datasets(fields)
     base = fields.get("base_model")
     if base and os.path.isdir(base):  # a folder of this machine is no name on the Hub, whatever it looks like
         fields["base_model"] = os.path.join(".", Path(base).name)
@@ -179,7 +184,13 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
     return path
 
 
-def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str]) -> list[dict[str, Any]]:
+def _with_datasets(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with `datasets` under its name of today: ``dataset_name`` (trl), ``dataset_tags`` or ``dataset`` (transformers)."""
+    named = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]
+    return fields | {"datasets": fields.get("datasets") or next(filter(None, named), None)}
+
+
+def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], part: str) -> list[dict[str, Any]]:
     """The results of a model-index; the Hub wants a task and a dataset with each."""
     values = [
         {"type": "loss" if name == "Validation loss" else name, "name": name, "value": float(value)}
@@ -187,7 +198,9 @@ def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str]) 
         if math.isfinite(value)
     ]
     task, dataset = tasks[0] if tasks else "text-generation", datasets[0] if datasets else "unknown"
-    place = {"type": dataset if is_repo_id(dataset) else "unknown", "name": dataset}
+    place = {"type": dataset if is_repo_id(dataset) else "unknown", "name": dataset} | (
+        {"config": part} if part else {}
+    )
     return [{"task": {"type": task}, "dataset": place, "metrics": values}] if values else []
 
 
