@@ -215,3 +215,19 @@ def test_users_add_curves_and_scheduler_classes_by_name():
     finally:
         del SCHEDULES["halving"], SCHEDULES["stepwise"]
         schedules.register("linear")(SCHEDULES["linear"])
+
+
+def test_schedulers_that_follow_a_metric_are_told_by_what_their_step_needs():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    class Own:
+        def step(self, metrics, epoch=None): ...
+
+    class Either:
+        def step(self, metrics=None): ...
+
+    constant = schedules.build("constant", optimizer, 0, 10)
+    plateau = schedules.build("reduce_lr_on_plateau", optimizer, 0, 10)
+    greedy = schedules.build("greedy", optimizer, 0, 10)
+    following = [schedules.follows_a_metric(scheduler) for scheduler in (constant, plateau, greedy, Own(), Either())]
+    assert following == [False, True, True, True, False]

@@ -160,7 +160,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if self._owns_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(plan.max_steps)
-        self._scheduler_follows_a_metric = schedules.follows_a_metric(self.lr_scheduler)
         self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
         self._check_space(plan)
         self.state, self.control = self._new_state(), TrainerControl()
@@ -455,7 +454,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
             evaluation.named_metric(metrics, self.args.metric_for_best_model)
-        if self._scheduler_follows_a_metric and not skip_scheduler:
+        if schedules.follows_a_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(evaluation.named_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
 

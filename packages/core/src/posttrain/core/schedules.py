@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -428,11 +429,14 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, or any whose ``step`` needs one."""
-    needed = inspect.signature(scheduler.step).parameters.values()
-    return isinstance(scheduler, ReduceLROnPlateau) or any(
-        option.name == "metrics" and option.default is option.empty for option in needed
-    )
+    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs one."""
+    return _needs_metrics(type(scheduler))  # asked in each update, so that the answer is kept
+
+
+@cache
+def _needs_metrics(kind: type) -> bool:
+    metrics = inspect.signature(kind.step).parameters.get("metrics")
+    return issubclass(kind, ReduceLROnPlateau) or (metrics is not None and metrics.default is metrics.empty)
 
 
 def build(

@@ -216,7 +216,7 @@ class Trainer(Lifecycle, Questions):
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
-        if applied and not self._scheduler_follows_a_metric:
+        if applied and not schedules.follows_a_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None
