@@ -239,7 +239,6 @@ def test_streams_that_cannot_work(tmp_path):
         "text is null",
         run=lambda: sft(tmp_path, stream([{"text": None}] * 3)).train(),
     )
-    refused(DataError, "stream", "packing=False", run=lambda: sft(tmp_path, stream([GOOD["text"]]), packing=True))
     refused(TypeError, "generator", "once", "list(...)", run=lambda: sft(tmp_path, (row for row in [GOOD["text"]])))
 
 
