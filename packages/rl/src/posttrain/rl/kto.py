@@ -123,7 +123,7 @@ class KTOTrainer(PreferenceTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
         args, is_good = self.args, inputs["label"]
-        options = {"output_router_logits": True} if self._aux_loss_coef else {}
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
         side = Completions(self.completion_logp(scores), self.reference_logp(inputs)[: len(is_good)], scores)
         self._check_start(side)
@@ -132,12 +132,13 @@ class KTOTrainer(PreferenceTrainer):
             kl = self.divergence(model, [inputs])
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
-        if self._aux_loss_coef:
-            losses = losses + self._aux_loss_coef * scores.aux_loss
+        if self.router_aux_loss_coef:
+            losses = losses + self.router_aux_loss_coef * scores.aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = self.rewards(side).detach()
         if not data.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
+            self._log_aux_loss(scores.aux_loss if self.router_aux_loss_coef else None, len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
     @torch.no_grad()

@@ -148,7 +148,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
-        self._shared, self._aux_loss_coef = False, 0.0
+        self._shared, self.router_aux_loss_coef = False, 0.0
 
     def _log_rewards(self, rewards: torch.Tensor) -> None:
         pairs, differences = len(rewards), rewards[:, 0] - rewards[:, 1]
