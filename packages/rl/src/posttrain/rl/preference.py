@@ -32,6 +32,13 @@ from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, s
 
 logger = logging.getLogger(__name__)
 
+PREFERENCE_METHODS = dict.fromkeys(
+    ("_compute_loss", "dpo_loss", "kto_loss", "get_batch_loss_metrics"), "override preference_loss or compute_loss"
+) | dict.fromkeys(("concatenated_forward", "concatenated_inputs", "get_batch_logps"), "override score") | {
+    "_prepare_dataset": "pass rows of tokens", "tokenize_row": "pass rows of tokens", "_precompute_ref_logps": "pass ref_model",
+    "compute_reference_log_probs": "override reference_logp",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Completions:
@@ -112,6 +119,8 @@ class PreferenceTrainer(Trainer):
     reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
+    #: The inner methods of trl's trainers, and what to override instead.
+    INSTEAD = PREFERENCE_METHODS
 
     def __init__(
         self,
@@ -212,11 +221,6 @@ class PreferenceTrainer(Trainer):
     def arrange(self, dataset: Any) -> Any:
         """Prepared rows, with whatever else the collator is to find in them. Called before anything is computed of them."""
         return dataset
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the load-balancing loss of a mixture of experts is part of the loss."""
-        return self.router_aux_loss_coef != 0
 
     # ------------------------------------------------------------------------------------------------ the doors
 
@@ -328,6 +332,7 @@ class PreferenceTrainer(Trainer):
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
         """Whether prompts are shared, and what is told where they are not."""
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
         own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, who expects a row for each completion
         problem = attention.segments_problem(model)

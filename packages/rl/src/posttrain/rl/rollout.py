@@ -38,6 +38,15 @@ from posttrain.rl.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
+ROLLOUT_METHODS = {
+    "_generate_and_score_completions": "override generate, score or compute_advantages", "_calculate_rewards": "override score",
+    "_compute_loss": "override policy_loss", "compute_liger_loss": "override policy_loss", "_generate": "override generate",
+    "_generate_single_turn": "override generate", "_tool_call_loop": "override generate", "_tokenize_prompts": "override generate",
+    "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
+    "get_high_entropy_mask": "override policy_loss", "get_off_policy_mask": "override policy_loss",
+    "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",
+}  # fmt: skip
+
 
 class RolloutTrainer(Trainer):
     """Trains a policy on completions that it samples itself.
@@ -46,7 +55,8 @@ class RolloutTrainer(Trainer):
         model: a causal language model, or the name or folder of one to load.
         reward_funcs: functions (see `posttrain.rl.rewards.Rewards`), and reward models by name or loaded; one or a list.
         args: a `RolloutConfig`.
-        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions.
+        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without it,
+            prompts are what the ``reset()`` of environments returns, and ``args.max_steps`` must say how many updates to make.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
         reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
@@ -65,6 +75,8 @@ class RolloutTrainer(Trainer):
     fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
     average = "sequences"
+    #: The inner methods of trl's trainers, and what to override instead.
+    INSTEAD = ROLLOUT_METHODS
 
     def __init__(
         self,
@@ -90,6 +102,8 @@ class RolloutTrainer(Trainer):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
         columns = () if environment_factory is not None else ("prompt",)
+        if train_dataset is None and environment_factory is not None and args.max_steps > 0:
+            train_dataset = [{}] * (args.generation_batch_size // args.num_generations)  # what reset() says is the prompt
         self._check_datasets(args, train_dataset, eval_dataset, columns)
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
@@ -128,6 +142,7 @@ class RolloutTrainer(Trainer):
         if args.sync_ref_model:
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._share_prompts = self._can_share_prompts()
         self._forget_rollout()
 
