@@ -483,3 +483,24 @@ def test_a_mixture_of_experts_balances_its_load(tmp_path):
     assert by_default.state.log_history[0]["aux_loss"] == pytest.approx(2 * expected, rel=0.2)
     with pytest.raises(ValueError, match="no mixture of experts"):
         make(tmp_path, router_aux_loss_coef=0.5)
+
+
+def test_the_reference_can_be_asked_for_a_batch(tmp_path):
+    for changes in ({}, {"peft_config": LORA}):
+        trainer = make(tmp_path, max_steps=1, **changes)
+        batch = batch_of(trainer)
+        before = trainer.compute_ref_log_probs(trainer.ref_model, batch)
+        trainer.train()
+        for model in (trainer.model, trainer.ref_model):  # the policy stands for its reference
+            for was, now in zip(before, trainer.compute_ref_log_probs(model, batch), strict=True):
+                torch.testing.assert_close(now, was)
+        assert [side.shape for side in before] == [(len(batch["completion_mask"]) // 2,)] * 2
+
+
+def test_an_inner_method_of_trl_is_called_by_nobody_and_told_of(tmp_path, caplog):
+    class Own(DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            raise AssertionError
+
+    make(tmp_path, cls=Own)
+    assert "Own overrides methods that nothing calls here: _compute_loss (override preference_loss" in caplog.text

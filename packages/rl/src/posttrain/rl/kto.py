@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, objective, opt
+from posttrain.core import data, evaluation, models, objective, opt
 from posttrain.core.fields import Removed
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
@@ -138,7 +138,8 @@ class KTOTrainer(PreferenceTrainer):
         rewards = self.rewards(side).detach()
         if not data.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
-            self._log_aux_loss(scores.aux_loss if self.router_aux_loss_coef else None, len(losses))
+            if self.router_aux_loss_coef:
+                self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
     @torch.no_grad()
@@ -172,9 +173,17 @@ class KTOTrainer(PreferenceTrainer):
         those of the others' completions."""
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
-        with self.reference.use() as model:
-            own = self.completion_logp(score_completions(model, _own(inputs)))
-        return torch.cat([own, self._reference_kl(inputs)]) if self._is_precomputing and self.needs_kl else own
+        own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
+        return own if others is None else torch.cat([own, others])
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of the completions and of the others' completions where `inputs` has them, (B,) each, as `PreferenceTrainer`'s."""
+        with self.reference.use() as reference:
+            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            own = self.completion_logp(score_completions(asked, _own(inputs)))
+            return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
 
     def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
         if "ref_kl_logps" in inputs:

@@ -25,19 +25,13 @@ from posttrain.core.offload import offloading, with_offloading
 from posttrain.core.state import TrainOutput
 from posttrain.rl import reference as references
 from posttrain.rl import side_by_side
+from posttrain.rl.overrides import PREFERENCE_METHODS
 from posttrain.rl.policy import router_coefficient
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
 
 logger = logging.getLogger(__name__)
-
-PREFERENCE_METHODS = dict.fromkeys(
-    ("_compute_loss", "dpo_loss", "kto_loss", "get_batch_loss_metrics"), "override preference_loss or compute_loss"
-) | dict.fromkeys(("concatenated_forward", "concatenated_inputs", "get_batch_logps"), "override score") | {
-    "_prepare_dataset": "pass rows of tokens", "tokenize_row": "pass rows of tokens", "_precompute_ref_logps": "pass ref_model",
-    "compute_reference_log_probs": "override reference_logp",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,6 @@ class PreferenceTrainer(Trainer):
     reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
-    #: The inner methods of trl's trainers, and what to override instead.
     INSTEAD = PREFERENCE_METHODS
 
     def __init__(
@@ -254,7 +247,8 @@ class PreferenceTrainer(Trainer):
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
         if not data.is_filler(inputs):
             self._log_pairs(chosen, rejected, rewards)
-            self._log_aux_loss(aux_loss, len(losses))
+            if aux_loss is not None:
+                self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
@@ -276,8 +270,13 @@ class PreferenceTrainer(Trainer):
         """(K,) log-probability of each completion under the reference."""
         if self.reference_columns[0] in inputs:
             return torch.cat([inputs[column] for column in self.reference_columns])
-        with self.reference.use() as model:
-            return self.completion_logp(score_completions(model, inputs))
+        return torch.cat(self.compute_ref_log_probs(self.model, inputs))
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the policy."""
+        with self.reference.use() as reference:
+            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            return self.completion_logp(score_completions(asked, inputs)).chunk(2)
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) what the policy's preference amounts to as a reward; for the log alone."""
@@ -391,10 +390,6 @@ class PreferenceTrainer(Trainer):
                 "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
                 "its adapter not start at zero (init_lora_weights)? Pass ref_model to compare with another model on purpose."
             )
-
-    def _log_aux_loss(self, aux_loss: torch.Tensor | None, rows: int) -> None:
-        if aux_loss is not None:
-            self.metrics.add_sum("aux_loss", aux_loss.detach() * rows, rows)
 
     def _log_pairs(self, chosen: Completions, rejected: Completions, rewards: torch.Tensor) -> None:
         pairs, add = len(rewards), self.metrics.add_sum

@@ -29,6 +29,7 @@ from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
@@ -37,15 +38,6 @@ from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
-
-ROLLOUT_METHODS = {
-    "_generate_and_score_completions": "override generate, score or compute_advantages", "_calculate_rewards": "override score",
-    "_compute_loss": "override policy_loss", "compute_liger_loss": "override policy_loss", "_generate": "override generate",
-    "_generate_single_turn": "override generate", "_tool_call_loop": "override generate", "_tokenize_prompts": "override generate",
-    "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
-    "get_high_entropy_mask": "override policy_loss", "get_off_policy_mask": "override policy_loss",
-    "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",
-}  # fmt: skip
 
 
 class RolloutTrainer(Trainer):
@@ -75,7 +67,6 @@ class RolloutTrainer(Trainer):
     fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
     average = "sequences"
-    #: The inner methods of trl's trainers, and what to override instead.
     INSTEAD = ROLLOUT_METHODS
 
     def __init__(
@@ -102,8 +93,15 @@ class RolloutTrainer(Trainer):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
         columns = () if environment_factory is not None else ("prompt",)
-        if train_dataset is None and environment_factory is not None and args.max_steps > 0:
-            train_dataset = [{}] * (args.generation_batch_size // args.num_generations)  # what reset() says is the prompt
+        if train_dataset is None and environment_factory is not None:
+            if args.max_steps <= 0:
+                raise ValueError(
+                    "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how many: set "
+                    "max_steps to the updates to make, or pass a train_dataset."
+                )
+            train_dataset = [{}] * (
+                args.generation_batch_size // args.num_generations
+            )  # what reset() says is the prompt
         self._check_datasets(args, train_dataset, eval_dataset, columns)
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
@@ -132,6 +130,7 @@ class RolloutTrainer(Trainer):
             if isinstance(function, RewardModel):
                 self.dist.place(function.model)
         self.reward_funcs, self.reward_func_names = functions, self.rewards.names
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
         self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
