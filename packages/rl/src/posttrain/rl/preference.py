@@ -316,9 +316,8 @@ class PreferenceTrainer(Trainer):
         """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in samples.jsonl."""
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if (
-            self.args.num_eval_samples and self.dist.is_main and not isinstance(chosen, Mapping)
-        ):  # a dict comes one by one
+        one = not isinstance(chosen, Mapping)  # a dict comes one by one
+        if one and self.args.num_eval_samples and self.dist.is_main:
             self._write_samples(self.callback_handler.eval_dataloader.dataset)
         return metrics
 
