@@ -368,7 +368,7 @@ def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says
         (Dataset.from_dict({"input_ids": []}), DataError, ["train_dataset has no rows"]),
         ("data.jsonl", TypeError, ["the string 'data.jsonl'", "__getitem__"]),
         (5, TypeError, ["type int"]),
-        ({"input_ids": [[1]]}, DataError, ["dict of datasets (input_ids)"]),
+        ({"input_ids": [[1]]}, TypeError, ["dict of datasets (input_ids)"]),
         (WithoutLength(), TypeError, ["WithoutLength", "__len__"]),
         (Dataset.from_dict({"txt": ["a"]}), DataError, ["Found: txt", "Wanted:"]),
     ],

@@ -605,7 +605,7 @@ def test_datasets_that_cannot_work_are_refused_with_a_reason():
     for dataset, error, message in (
         (None, DataError, "train_dataset is None"),
         ([], DataError, "train_dataset has no rows"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"x": [1]})), DataError, r"dict of datasets \(train\)"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"x": [1]})), TypeError, r"dict of datasets \(train\)"),
         ("data.jsonl", TypeError, "the string 'data.jsonl'"),
         (5, TypeError, "type int"),
     ):

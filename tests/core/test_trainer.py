@@ -268,6 +268,11 @@ def test_log_metric_is_averaged_over_the_steps_between_logs(tmp_path):
     trainer.train()
     assert [r["progress"] for r in trainer.state.log_history if "loss" in r] == [0.5, 2.5]
     assert [r["eval_progress"] for r in trainer.state.log_history if "eval_loss" in r] == [2.0, 4.0]
+    args = TrainingArguments(str(tmp_path / "rest"), use_cpu=True, max_steps=5, logging_steps=3)
+    trainer = Logs(Regression(), args, train_dataset=line())
+    output = trainer.train()  # the steps after the last record are told of in the summary of the run
+    assert [r["progress"] for r in trainer.state.log_history] == [1.0, 3.5]
+    assert "train_loss" in trainer.state.log_history[-1] and "progress" not in output.metrics
 
 
 def test_model_init_starts_from_scratch_each_time(tmp_path):

@@ -249,9 +249,11 @@ def test_resuming_with_another_reference_is_refused(tmp_path):
 def test_new_rows_have_no_reference_once_it_was_let_go(tmp_path):
     trainer = make(tmp_path, precompute_ref_log_probs=True, eval_dataset=ROWS[:4])
     assert trainer.ref_model is None
+    before = trainer.evaluate(ROWS[:4])  # not yet let go
+    assert before["eval_loss"] == trainer.evaluate()["eval_loss"]
     trainer.train()
     trainer.evaluate()
-    with pytest.raises(ValueError, match="precompute_ref_log_probs=True it was let go"):
+    with pytest.raises(ValueError, match="Cannot compute reference log-probs.*it was let go"):
         trainer.evaluate(ROWS[4:8])
     with_adapter = make(tmp_path, precompute_ref_log_probs=True, peft_config=LORA)
     assert "eval_loss" in with_adapter.evaluate(ROWS[4:8])
@@ -475,5 +477,30 @@ def test_a_mixture_of_experts_balances_its_load(tmp_path):
     expected = 0.5 * float(balanced.model(**inputs, output_router_logits=True).aux_loss)
     difference = balanced.compute_loss(balanced.model, batch) - plain.compute_loss(plain.model, batch_of(plain))
     assert float(difference) == pytest.approx(expected, rel=1e-5) and expected > 0.1
+    by_default = make(tmp_path, model=experts(), max_steps=1, logging_steps=1)
+    assert by_default.router_aux_loss_coef == 0.001 and by_default.aux_loss_enabled  # as its config says
+    by_default.train()
+    assert by_default.state.log_history[0]["aux_loss"] == pytest.approx(2 * expected, rel=0.2)
     with pytest.raises(ValueError, match="no mixture of experts"):
         make(tmp_path, router_aux_loss_coef=0.5)
+
+
+def test_the_reference_can_be_asked_for_a_batch(tmp_path):
+    for changes in ({}, {"peft_config": LORA}):
+        trainer = make(tmp_path, max_steps=1, **changes)
+        batch = batch_of(trainer)
+        before = trainer.compute_ref_log_probs(trainer.ref_model, batch)
+        trainer.train()
+        for model in (trainer.model, trainer.ref_model):  # the policy stands for its reference
+            for was, now in zip(before, trainer.compute_ref_log_probs(model, batch), strict=True):
+                torch.testing.assert_close(now, was)
+        assert [side.shape for side in before] == [(len(batch["completion_mask"]) // 2,)] * 2
+
+
+def test_an_inner_method_of_trl_is_called_by_nobody_and_told_of(tmp_path, caplog):
+    class Own(DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            raise AssertionError
+
+    make(tmp_path, cls=Own)
+    assert "Own overrides methods that nothing calls here: _compute_loss (override preference_loss" in caplog.text

@@ -112,3 +112,15 @@ def test_a_generate_of_the_users_own_is_called():
     model.generate = lambda input_ids, **kwargs: torch.cat([input_ids, torch.tensor([[8, 1, 0]] * len(input_ids))], 1)
     done = made.generate(PROMPTS, 1, Sampling(3, eos_token_ids=(1,)))
     assert done.ids == [[8, 1]] * 3 and done.logps is None and not done.is_exact
+
+
+def test_beams_are_drawn_by_generate_itself():
+    made = TransformersGenerator(tiny.tokenizer(), {"num_beams": 2, "length_penalty": -0.1})
+    made.sync_weights(tiny.causal_lm(initializer_range=0.3))
+    greedy = made.generate(PROMPTS, 1, Sampling(6, temperature=0))
+    assert [len(ids) for ids in greedy.ids] == [6, 6, 6] and greedy.logps is None and not greedy.is_exact
+    best = made.model.generate(
+        torch.tensor([PROMPTS[0]]), num_beams=2, length_penalty=-0.1, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert best[0, 3:].tolist() == greedy.ids[0]
+    assert len(made.generate(PROMPTS, 3, Sampling(6, top_k=10)).ids) == 9

@@ -2,6 +2,7 @@
 
 import math
 
+import datasets
 import pytest
 import torch
 
@@ -77,3 +78,25 @@ def test_what_cannot_work_is_refused(tmp_path):
         RewardConfig("out", padding_free=True)
     with pytest.raises(ConfigError, match="center_rewards_coefficient"):
         RewardConfig("out", center_rewards_coefficient=-0.1)
+
+
+@pytest.mark.parametrize("names", [("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")])
+def test_whole_texts_may_be_tokens_already(names, tmp_path):
+    rows = [dict(zip(names, ([5, 6, 7 + i], [5, 8]), strict=True)) for i in range(3)]
+    dataset = datasets.Dataset.from_list(rows)
+    trainer = RewardTrainer(
+        tiny.reward_model(), arguments(RewardConfig, tmp_path), train_dataset=dataset, processing_class=tiny.tokenizer()
+    )
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8], [5, 6, 9], [5, 8, 0], [5, 8, 0], [5, 8, 0]]
+
+
+def test_pictures_are_not_passed_over_in_silence(tmp_path):
+    rows = [row | {"images": [0]} for row in preference_rows(3)]
+    with pytest.raises(ValueError, match=r"column 'images' is vision-related.*vision-language model"):
+        RewardTrainer(
+            tiny.reward_model(),
+            arguments(RewardConfig, tmp_path),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+        )

@@ -112,9 +112,19 @@ def test_nan_can_be_masked_alone():
     )
 
 
-def test_nothing_to_learn_from_is_an_error():
+def test_completions_that_no_function_applies_to_teach_nothing_and_are_told_of(caplog):
+    assert score(lambda completions: [None, None]).rewards.isnan().all()
+    assert "All reward functions returned None for 2 of 2 completions" in caplog.text
+
+
+def test_nothing_left_to_learn_from_after_failures_is_an_error():
     with pytest.raises(RewardError, match="No reward function gave a reward for any of 2 completions"):
-        score(lambda completions: [None, None])
+        score(lambda completions: [math.nan, None], reward_on_error="mask")
+
+
+def test_one_tokenizer_is_that_of_one_reward_model():
+    with pytest.raises(ValueError, match=r"processing classes \(1\) must match the number of reward functions \(2\)"):
+        rw.reward_functions([tiny.reward_model(), tiny.reward_model()], tiny.tokenizer(), False)
 
 
 def test_a_function_that_hangs_is_left_behind():

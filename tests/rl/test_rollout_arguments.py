@@ -1,5 +1,6 @@
 """What each argument of online training changes, where no other test shows it."""
 
+import inspect
 import json
 
 import pytest
@@ -278,3 +279,26 @@ def test_a_quantized_policy_trains_its_adapter(tmp_path):
     assert logged(run, "sampling/sampling_logp_difference/max")[0] < 1e-4  # the engine reads the same weights
     with pytest.raises(ValueError, match="is quantized"):
         list(named_weights(run.model))
+
+
+def test_environments_may_bring_the_prompts(tmp_path):
+    class Counter:
+        def reset(self):
+            return "Count to two."
+
+        def get_reward(self):
+            return 1.0
+
+    with pytest.raises(ValueError, match="set max_steps"):
+        trainer(tmp_path, rows=None, reward=None, options={"environment_factory": Counter}, max_steps=-1)
+    run = trainer(tmp_path, rows=None, reward=None, options={"environment_factory": Counter}, max_steps=2)
+    run.train()
+    assert run.state.global_step == 2 and logged(run, "reward") == [1.0, 1.0]
+    prompt = run.codec.encode([{"role": "user", "content": "Count to two."}])
+    [row, *_] = run.make_rollout(iter(run.get_train_dataloader())).prompt_ids.tolist()
+    assert row == prompt
+
+
+def test_the_constructor_names_its_arguments():
+    names = list(inspect.signature(GRPOTrainer).parameters)
+    assert names[:4] == ["model", "reward_funcs", "args", "train_dataset"] and "environment_factory" in names

@@ -281,7 +281,7 @@ def test_conversations_need_a_chat_template():
 
 
 def test_what_is_no_dataset_is_refused(tok):
-    with pytest.raises(DataError, match=r"train_dataset is a dict of datasets \(train\)"):
+    with pytest.raises(TypeError, match=r"`train_dataset` must be a `Dataset`.* a dict of datasets \(train\)"):
         prepare_dataset(DatasetDict(train=Dataset.from_list([{"text": "a"}])), tok)
     for dataset in ("openai/gsm8k", 5, (row for row in ({"text": "a"},))):
         with pytest.raises(TypeError, match="train_dataset is "):

@@ -212,13 +212,16 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
     """Refuse what cannot be trained or evaluated on, before anything expensive happens.
 
     Raises:
-        DataError: there is no dataset, it has no rows, it is a dict of splits, or its length is needed and unknown.
-        TypeError: it is nothing that rows can be read from.
+        DataError: there is no dataset, it has no rows, or its length is needed and unknown.
+        TypeError: it is a dict of splits, or nothing that rows can be read from.
     """
     if dataset is None:
         raise DataError(f"{name} is None: a dataset is needed here. Pass {name}=... to the trainer.")
     if isinstance(dataset, Mapping):
-        raise DataError(f"{name} is a dict of datasets ({', '.join(map(str, dataset))}). Pass one of them.")
+        raise TypeError(
+            f"`{name}` must be a `Dataset` or `IterableDataset`, or any other rows; it is a dict of datasets "
+            f"({', '.join(map(str, dataset))}). Pass one of them."
+        )
     if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
         raise TypeError(

@@ -487,7 +487,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
         metrics |= {"nonfinite_steps": self._guard.count} if self._guard.count else {}
         metrics |= self._train_memory
-        self.log(metrics)
+        rest.pop("loss", None)
+        self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, self.state.best_metric)

@@ -23,10 +23,14 @@ INSTEAD = {
 
 
 def unheard(trainer_class: type) -> str | None:
-    """A sentence on the methods of `INSTEAD` that classes other than ours have put into `trainer_class`; None without."""
+    """A sentence on methods that classes other than ours have put into `trainer_class`, and that nothing calls; None without.
+
+    They are those of `INSTEAD`, and of the dict ``INSTEAD`` that a trainer of ours may have of its own.
+    """
+    instead = INSTEAD | getattr(trainer_class, "INSTEAD", {})
     theirs = [vars(owner) for owner in trainer_class.__mro__ if not owner.__module__.startswith("posttrain.")]
-    found = [name for name in INSTEAD if any(name in names for names in theirs)]
+    found = [name for name in instead if any(name in names for names in theirs)]
     if not found:
         return None
-    listed = "; ".join(f"{name} ({INSTEAD[name]})" for name in found)
+    listed = "; ".join(f"{name} ({instead[name]})" for name in found)
     return f"{trainer_class.__name__} overrides methods that nothing calls here: {listed}."

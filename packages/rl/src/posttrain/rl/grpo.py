@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class GRPOTrainer(RolloutTrainer):
 
     config_class = GRPOConfig
 
+    @functools.wraps(RolloutTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.args

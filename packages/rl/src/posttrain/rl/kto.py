@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, objective, opt
+from posttrain.core import data, evaluation, models, objective, opt
 from posttrain.core.fields import Removed
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
@@ -123,7 +123,7 @@ class KTOTrainer(PreferenceTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
         args, is_good = self.args, inputs["label"]
-        options = {"output_router_logits": True} if self._aux_loss_coef else {}
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
         side = Completions(self.completion_logp(scores), self.reference_logp(inputs)[: len(is_good)], scores)
         self._check_start(side)
@@ -132,12 +132,14 @@ class KTOTrainer(PreferenceTrainer):
             kl = self.divergence(model, [inputs])
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
-        if self._aux_loss_coef:
-            losses = losses + self._aux_loss_coef * scores.aux_loss
+        if self.router_aux_loss_coef:
+            losses = losses + self.router_aux_loss_coef * scores.aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = self.rewards(side).detach()
         if not data.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
+            if self.router_aux_loss_coef:
+                self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
     @torch.no_grad()
@@ -171,9 +173,17 @@ class KTOTrainer(PreferenceTrainer):
         those of the others' completions."""
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
-        with self.reference.use() as model:
-            own = self.completion_logp(score_completions(model, _own(inputs)))
-        return torch.cat([own, self._reference_kl(inputs)]) if self._is_precomputing and self.needs_kl else own
+        own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
+        return own if others is None else torch.cat([own, others])
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of the completions and of the others' completions where `inputs` has them, (B,) each, as `PreferenceTrainer`'s."""
+        with self.reference.use() as reference:
+            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            own = self.completion_logp(score_completions(asked, _own(inputs)))
+            return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
 
     def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
         if "ref_kl_logps" in inputs:

@@ -22,8 +22,11 @@ from posttrain.core import Trainer, TrainingArguments, attention, chat, data, ev
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import check_dataset
 from posttrain.core.offload import offloading, with_offloading
+from posttrain.core.state import TrainOutput
 from posttrain.rl import reference as references
 from posttrain.rl import side_by_side
+from posttrain.rl.overrides import PREFERENCE_METHODS
+from posttrain.rl.policy import router_coefficient
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
@@ -110,6 +113,7 @@ class PreferenceTrainer(Trainer):
     reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
+    INSTEAD = PREFERENCE_METHODS
 
     def __init__(
         self,
@@ -166,8 +170,6 @@ class PreferenceTrainer(Trainer):
         if eval_dataset is not None:
             ready = {name: self._prepare(part, name) for name, part in _named(eval_dataset)}
             self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
-        if isinstance(self.reference, references.PolicyAsReference):
-            self.reference.let_go()
 
     # ------------------------------------------------------------------------------------------------ for algorithms
 
@@ -215,6 +217,17 @@ class PreferenceTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ the doors
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As the core's; a reference that is the policy itself can be asked nothing from here on."""
+        if isinstance(self.reference, references.PolicyAsReference):
+            self.reference.let_go()
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -229,16 +242,18 @@ class PreferenceTrainer(Trainer):
         chosen, rejected, aux_loss = self.score(model, inputs)
         losses = self.preference_loss(chosen, rejected, inputs)
         if aux_loss is not None:
-            losses = losses + self._aux_loss_coef * aux_loss
+            losses = losses + self.router_aux_loss_coef * aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
         if not data.is_filler(inputs):
             self._log_pairs(chosen, rejected, rewards)
+            if aux_loss is not None:
+                self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
         """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
-        options = {"output_router_logits": True} if self._aux_loss_coef else {}
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, inputs, stats=self.token_stats, **options)
         logp = self.completion_logp(scores)
         ref_logp = self.reference_logp(inputs) if self.needs_reference else None
@@ -249,14 +264,19 @@ class PreferenceTrainer(Trainer):
             tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
         self._check_start(*sides)
-        return *sides, scores.aux_loss if self._aux_loss_coef else None
+        return *sides, scores.aux_loss if self.router_aux_loss_coef else None
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion under the reference."""
         if self.reference_columns[0] in inputs:
             return torch.cat([inputs[column] for column in self.reference_columns])
-        with self.reference.use() as model:
-            return self.completion_logp(score_completions(model, inputs))
+        return torch.cat(self.compute_ref_log_probs(self.model, inputs))
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the policy."""
+        with self.reference.use() as reference:
+            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            return self.completion_logp(score_completions(asked, inputs)).chunk(2)
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) what the policy's preference amounts to as a reward; for the log alone."""
@@ -296,9 +316,8 @@ class PreferenceTrainer(Trainer):
         """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in samples.jsonl."""
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if (
-            self.args.num_eval_samples and self.dist.is_main and not isinstance(chosen, Mapping)
-        ):  # a dict comes one by one
+        one = not isinstance(chosen, Mapping)  # a dict comes one by one
+        if one and self.args.num_eval_samples and self.dist.is_main:
             self._write_samples(self.callback_handler.eval_dataloader.dataset)
         return metrics
 
@@ -310,19 +329,14 @@ class PreferenceTrainer(Trainer):
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
         """Whether prompts are shared, and what is told where they are not."""
-        config = models.base_model(model).config.get_text_config()
-        coefficient = args.router_aux_loss_coef
-        if coefficient and not hasattr(config, "output_router_logits"):
-            raise ValueError(f"router_aux_loss_coef={coefficient}: {type(model).__name__} is no mixture of experts.")
-        if coefficient is None and getattr(config, "output_router_logits", False):
-            coefficient = getattr(config, "router_aux_loss_coef", 0.0)
-        self._aux_loss_coef = coefficient or 0.0
+        self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
         own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, who expects a row for each completion
         problem = attention.segments_problem(model)
         if problem is None and ref_model is not None:
             problem = attention.segments_problem(ref_model)
-        if self._aux_loss_coef:
+        if self.router_aux_loss_coef:
             problem = "the router's auxiliary loss is that of padded rows."
         if args.torch_compile:
             problem = "the model is compiled, and would be compiled anew for each batch."
@@ -431,16 +445,16 @@ class PreferenceTrainer(Trainer):
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"{name}: precompute_ref_log_probs=True needs to know all rows, and a stream ends nobody knows where. Set it to "
-                "False, or load the rows with streaming=False."
+                f"{name}: precompute_ref_log_probs=True is not supported with IterableDataset, of which nobody knows where it ends. "
+                "Set it to False, or load the rows with streaming=False."
             )
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
         if self.reference.is_gone:
             raise ValueError(
-                f"{name}: the reference's log-probabilities of new rows cannot be computed any more: with "
-                "precompute_ref_log_probs=True it was let go when those of the datasets passed to the trainer were known. Pass "
-                "these rows as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
+                f"{name}: Cannot compute reference log-probs for a dataset passed to the trainer after training has begun: with "
+                "precompute_ref_log_probs=True it was let go then, for the policy that it was is another one now. Pass these rows "
+                "as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
             )
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         mine = range(self.dist.rank, len(dataset), self.dist.world_size)

@@ -182,6 +182,11 @@ def _of_kind(dataset: Any, kind: str, name: str) -> Any:
 
 
 def _detect(columns: list[str], name: str) -> str:
+    if seen := {"image", "images"} & set(columns):
+        raise DataError(
+            f"{name}: the column {min(seen)!r} is vision-related, and preferences are not trained on pictures here, not even with a "
+            "vision-language model. Leave it out to train on the texts alone."
+        )
     for kind, wanted in TOKEN_COLUMNS.items():
         if set(wanted) <= set(columns):
             return kind

@@ -68,7 +68,7 @@ class RewardCollator:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [[*row["prompt_ids"], *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
+        texts = [[*row.get("prompt_ids", ()), *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
         options = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(texts, self.pad_token_id, **options),
@@ -111,9 +111,46 @@ class RewardTrainer(ReferenceFreeTrainer):
             self._log_rewards(rewards)
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
+    def __init__(
+        self,
+        model: nn.Module | str,
+        args: RewardConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **old_names: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            **old_names,
+        )
+
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
         return 0 if data.is_filler(inputs) else len(inputs["input_ids"]) // 2
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        return super()._prepare(_with_prompt_ids(dataset), name)
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
@@ -148,7 +185,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
-        self._shared, self._aux_loss_coef = False, 0.0
+        self._shared, self.router_aux_loss_coef, self.aux_loss_enabled = False, 0.0, False
 
     def _log_rewards(self, rewards: torch.Tensor) -> None:
         pairs, differences = len(rewards), rewards[:, 0] - rewards[:, 1]
@@ -157,3 +194,15 @@ class RewardTrainer(ReferenceFreeTrainer):
         self.metrics.add_sum("margin", differences.sum(), pairs)
         self.metrics.add_sum("min_reward", rewards.min() * pairs, pairs)
         self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)
+
+
+def _with_prompt_ids(dataset: Any) -> Any:
+    """Rows of tokens that hold each text whole, as `chosen_ids` and `rejected_ids`, with a prompt of no tokens."""
+    columns = getattr(dataset, "column_names", None) or ()
+    earlier = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
+    if set(earlier) <= set(columns):
+        dataset = dataset.rename_columns(earlier)
+        columns = dataset.column_names
+    if "prompt_ids" in columns or not set(earlier.values()) <= set(columns):
+        return dataset
+    return dataset.map(lambda row: {"prompt_ids": []})

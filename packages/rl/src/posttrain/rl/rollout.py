@@ -29,6 +29,7 @@ from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
@@ -46,7 +47,8 @@ class RolloutTrainer(Trainer):
         model: a causal language model, or the name or folder of one to load.
         reward_funcs: functions (see `posttrain.rl.rewards.Rewards`), and reward models by name or loaded; one or a list.
         args: a `RolloutConfig`.
-        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions.
+        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without it,
+            prompts are what the ``reset()`` of environments returns, and ``args.max_steps`` must say how many updates to make.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
         reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
@@ -65,6 +67,7 @@ class RolloutTrainer(Trainer):
     fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
     average = "sequences"
+    INSTEAD = ROLLOUT_METHODS
 
     def __init__(
         self,
@@ -90,6 +93,15 @@ class RolloutTrainer(Trainer):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
         columns = () if environment_factory is not None else ("prompt",)
+        if train_dataset is None and environment_factory is not None:
+            if args.max_steps <= 0:
+                raise ValueError(
+                    "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how many: set "
+                    "max_steps to the updates to make, or pass a train_dataset."
+                )
+            train_dataset = [{}] * (
+                args.generation_batch_size // args.num_generations
+            )  # what reset() says is the prompt
         self._check_datasets(args, train_dataset, eval_dataset, columns)
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
@@ -118,6 +130,7 @@ class RolloutTrainer(Trainer):
             if isinstance(function, RewardModel):
                 self.dist.place(function.model)
         self.reward_funcs, self.reward_func_names = functions, self.rewards.names
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
         self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
@@ -128,6 +141,7 @@ class RolloutTrainer(Trainer):
         if args.sync_ref_model:
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._share_prompts = self._can_share_prompts()
         self._forget_rollout()
 

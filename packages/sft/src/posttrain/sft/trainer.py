@@ -232,6 +232,7 @@ class SFTTrainer(GeneratesText, Trainer):
         if args.activation_checkpointing and (problem := models.checkpointing_problem(model)):
             raise ValueError(problem)
         self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self._aux_loss_coef != 0
         if why_not := models.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None

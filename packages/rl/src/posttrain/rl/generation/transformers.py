@@ -22,7 +22,9 @@ class TransformersGenerator:
 
     Args:
         tokenizer: decodes what is searched for stop strings, and names the padding token.
-        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here.
+        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here. With
+            ``num_beams`` above 1 ``generate`` itself draws, among beams: seeds have no effect then, and no log-probabilities
+            are told.
     """
 
     def __init__(self, tokenizer: Any, generation_kwargs: dict[str, Any] | None = None) -> None:
@@ -55,8 +57,10 @@ class TransformersGenerator:
     def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-        config = GenerationConfig(**self.kwargs | {
-            "max_new_tokens": sampling.max_new_tokens, "do_sample": False, "use_cache": True,
+        beams = self.kwargs.get("num_beams", 1) > 1
+        drawn = _filters(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
+        config = GenerationConfig(**drawn | {
+            "max_new_tokens": sampling.max_new_tokens, "use_cache": True,
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
         stopping = StoppingCriteriaList(
@@ -69,12 +73,20 @@ class TransformersGenerator:
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=config,
-                logits_processor=LogitsProcessorList([drawing]),
+                logits_processor=LogitsProcessorList([] if beams else [drawing]),
                 stopping_criteria=stopping,
                 synced_gpus=False,  # the weights are here: processes need not write in step
             )
         finally:
             base.generation_config = own
+
+
+def _filters(sampling: Sampling) -> dict[str, Any]:
+    """How `generate` draws by itself, as `sampling` says."""
+    if sampling.temperature == 0:
+        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {"do_sample": True} | {name: getattr(sampling, name) for name in names}
 
 
 class _Drawing:
