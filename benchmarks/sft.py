@@ -123,7 +123,7 @@ def compare(task: str, dtype: str, steps: int, rounds: int) -> dict:
             if done.returncode:
                 raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
             line = next(text for text in done.stdout.splitlines() if text.startswith("RESULT"))
-            if number:
+            if number or not rounds:
                 found[name].append(json.loads(line.removeprefix("RESULT")))
     table = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=tuple(BATCH), default=[*BATCH])
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: one round, which counts")
     parser.add_argument("--output", default="sft", help="Name of the file in results/.")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -113,13 +113,14 @@ def test_nan_can_be_masked_alone():
 
 
 def test_completions_that_no_function_applies_to_teach_nothing_and_are_told_of(caplog):
-    assert score(lambda completions: [None, None]).rewards.isnan().all()
-    assert "All reward functions returned None for 2 of 2 completions" in caplog.text
+    assert score(lambda completions: [None, 1.0]).rewards.isnan().tolist() == [[True], [False]]
+    assert "All reward functions returned None for 1 of 2 completions" in caplog.text
 
 
-def test_nothing_left_to_learn_from_after_failures_is_an_error():
+@pytest.mark.parametrize("first", [None, math.nan])
+def test_nothing_left_to_learn_from_is_an_error(first):
     with pytest.raises(RewardError, match="No reward function gave a reward for any of 2 completions"):
-        score(lambda completions: [math.nan, None], reward_on_error="mask")
+        score(lambda completions: [first, None], reward_on_error="mask")
 
 
 def test_one_tokenizer_is_that_of_one_reward_model():

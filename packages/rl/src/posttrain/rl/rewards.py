@@ -177,7 +177,7 @@ class Rewards:
             columns: of the dataset, N values each. extra: whatever else functions may ask for.
 
         Raises:
-            RewardError: a function failed and ``reward_on_error`` is "raise", or functions failed and no completion is left.
+            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion.
         """
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
@@ -191,7 +191,7 @@ class Rewards:
         found = self._run(calls)
         rewards = torch.tensor([values for values, _, _ in found], dtype=torch.float32).view(len(calls), -1).t()
         failed = torch.tensor([marks for _, marks, _ in found], dtype=torch.bool).view(len(calls), -1).t()
-        self._check_for_nothing(rewards.contiguous(), bool(failed.any()), prompts, completions)
+        self._check_for_nothing(rewards.contiguous(), prompts, completions)
         return Scores(rewards.contiguous(), failed.contiguous(), [seconds for *_, seconds in found], metrics, table)
 
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -267,18 +267,16 @@ class Rewards:
             f"{_short(given['completions'][first])}"
         )
 
-    def _check_for_nothing(
-        self, rewards: torch.Tensor, any_failed: bool, prompts: list[Any], completions: list[Any]
-    ) -> None:
+    def _check_for_nothing(self, rewards: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
         unknown = rewards.isnan().all(1)
         if not unknown.any():
             return
         first = int(unknown.nonzero()[0])
         which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
-        if unknown.all() and any_failed:
+        if unknown.all():
             raise RewardError(
-                f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} failed and "
-                f"were masked, or returned None): there is nothing to learn from.\n{which}"
+                f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} returned "
+                f"None, or failed and were masked): there is nothing to learn from.\n{which}"
             )
         if "" not in self._told:
             self._told.add("")
