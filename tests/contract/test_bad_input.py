@@ -92,7 +92,10 @@ def test_data_are_looked_at_before_a_model_is_loaded(tmp_path):
             "train_dataset",
             run=lambda rows=rows: SFTTrainer(folder, SFTConfig(str(tmp_path)), train_dataset=rows),
         )
-        refused(error, "dev_dataset" if rows != {"train": []} else "dict", run=lambda rows=rows: SFTTrainer(
+        wanted = (
+            (TypeError, "dict") if isinstance(rows, dict) else (error, "dev_dataset")
+        )  # parts are mixed to train alone
+        refused(*wanted, run=lambda rows=rows: SFTTrainer(
             folder, SFTConfig(str(tmp_path)), train_dataset=[{"text": "a b"}], eval_dataset={"dev": rows}))  # fmt: skip
     refused(
         FileNotFoundError, folder, "does not exist", run=lambda: SFTTrainer(folder, train_dataset=[{"text": "a b"}])
