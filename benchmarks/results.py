@@ -20,6 +20,17 @@ def processor() -> str:
         return platform.processor()
 
 
+def vectors() -> list[str]:
+    """Those instructions of the processor on which float32 and bfloat16 figures hang most."""
+    try:
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
+    except (OSError, StopIteration):
+        return []
+    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+
+
 def versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
@@ -33,7 +44,8 @@ def versions() -> dict[str, str]:
 def write(name: str, figures: dict) -> Path:
     path = Path(__file__).parent / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"processor": processor(), "instructions": vectors(), "cores": os.cpu_count()}
+    machine["python"] = platform.python_version()
     record = {"date": date.today().isoformat(), "machine": machine, "versions": versions(), **figures}
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
