@@ -135,7 +135,7 @@ def reinforce(model, tokenizer, new: Dataset, held_out: Dataset, updates: int, m
 
 
 def run(
-    seed: int = 0, epochs: float = 40, updates: int = 300, minutes: float = 60, out: Path = Path("out/calculator")
+    seed: int = 0, epochs: float = 40, updates: int = 400, minutes: float = 60, out: Path = Path("out/calculator")
 ) -> list[tuple[int, float, float]]:
     """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on."""
     started = time.monotonic()
