@@ -58,7 +58,7 @@ class TransformersGenerator:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         beams = self.kwargs.get("num_beams", 1) > 1
-        drawn = _filters(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
+        drawn = _drawing_options(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
         config = GenerationConfig(**drawn | {
             "max_new_tokens": sampling.max_new_tokens, "use_cache": True,
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
@@ -81,7 +81,7 @@ class TransformersGenerator:
             base.generation_config = own
 
 
-def _filters(sampling: Sampling) -> dict[str, Any]:
+def _drawing_options(sampling: Sampling) -> dict[str, Any]:
     """How `generate` draws by itself, as `sampling` says."""
     if sampling.temperature == 0:
         return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
