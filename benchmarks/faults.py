@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -74,7 +75,8 @@ def make(spec: dict[str, Any]) -> Any:
         parts["processing_class"] = tiny.tokenizer()
     else:
         rows = tiny.token_rows(22) if rows is None else rows
-        parts["data_collator"] = COLLATORS[spec.get("collator", "pad")]
+        collator = spec.get("collator", "pad")
+        parts["data_collator"] = COLLATORS.get(collator) or package.DataCollatorForSeq2Seq(tiny.tokenizer())
     if library.endswith("grpo"):
         del usual["max_length"]
         usual |= {"num_generations": 3, "max_completion_length": 4, "per_device_train_batch_size": 3}
@@ -241,7 +243,11 @@ class Bench:
         environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
         spec = {"library": self.library, "folder": str(folder)} | spec
         command = [self.python, *launcher, str(Path(__file__).resolve()), "--child", json.dumps(spec)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # A shell's background job ignores SIGINT, and would hand that down.
+        restore = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore
+        )
 
     def run(self, folder: Path, timeout: float = 600, **spec: Any) -> dict[str, Any]:
         """What the child answered, with its exit code and all that it printed."""
@@ -492,7 +498,9 @@ for name, rows, names, libraries in (
     ("column missing", [{"txt": "a"}] * 4, "txt|text", SFT),
     ("no messages", [{"messages": []}] * 4, "messages", SFT),
 ):
-    row("07", name, libraries)(lambda bench, rows=rows, names=names: bad_data(bench, rows, names))
+    # Of labels too few a collator of the user's own may make the rest; one that only pads hides that they are too few.
+    how = {"collator": "the library's own"} if name == "unequal lengths" else {}
+    row("07", name, libraries)(lambda bench, rows=rows, names=names, how=how: bad_data(bench, rows, names, **how))
 
 
 # ---- 08: reward functions that fail are named with what they returned
@@ -507,7 +515,7 @@ def bad_reward(bench: Bench, kind: str, says: str) -> str:
 
 
 row("08", "too few rewards", GRPO)(lambda bench: bad_reward(bench, "short", r"(?s)returned.*\b1\b|\b1\b.*rewards"))
-row("08", "NaN rewards", GRPO)(lambda bench: bad_reward(bench, "nan", "NaN|nan .*reward|not finite"))
+row("08", "NaN rewards", GRPO)(lambda bench: bad_reward(bench, "nan", "NaN|returned nan|not finite"))
 row("08", "text for a reward", GRPO)(lambda bench: bad_reward(bench, "text", "'good'|returned"))
 row("08", "a function that raises", GRPO)(lambda bench: bad_reward(bench, "raises", "ZeroDivisionError|division"))
 
@@ -716,14 +724,18 @@ def main() -> None:
     finally:
         if not args.keep:
             shutil.rmtree(root, ignore_errors=True)
-    print("\n| group | " + " | ".join(libraries) + " |\n|---|" + "---|" * len(libraries))
+    from results import RESULTS, write
+
+    known = json.loads(RESULTS.joinpath("faults.json").read_text()) if RESULTS.joinpath("faults.json").exists() else {}
+    for group, results in known.get("table", {}).items():  # the table is long: its parts may be run one by one
+        for library, rows in results.items():
+            table[group][library] = rows | table[group][library]
+    print("\n| group | " + " | ".join(LIBRARIES) + " |\n|---|" + "---|" * len(LIBRARIES))
     for group, results in sorted(table.items()):
-        cells = [results.get(library) for library in libraries]
+        cells = [results.get(library) for library in LIBRARIES]
         shown = ["" if not cell else f"{sum(not v for v in cell.values())}/{len(cell)}" for cell in cells]
         print(f"| {group} | " + " | ".join(shown) + " |")
-    from results import write
-
-    write("faults", {"table": table})
+    write("faults", {"table": {group: table[group] for group in sorted(table)}})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "lightning", "datasets", "posttrain-core")
 
 
@@ -42,8 +43,8 @@ def versions() -> dict[str, str]:
 
 
 def write(name: str, figures: dict) -> Path:
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
     machine = {"processor": processor(), "instructions": vectors(), "cores": os.cpu_count()}
     machine["python"] = platform.python_version()
     record = {"date": date.today().isoformat(), "machine": machine, "versions": versions(), **figures}

@@ -424,8 +424,11 @@ def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: tiny.causal_lm(), {"input_ids": 384, "labels": 384}),
-        (lambda: tiny.causal_lm("gpt2", n_positions=64), {"input_ids": 384, "labels": 384, "positions": 64}),
+        (lambda: tiny.causal_lm(), {"input_ids": 384, "labels": 384, "labels_per_token": 1}),
+        (
+            lambda: tiny.causal_lm("gpt2", n_positions=64),
+            {"input_ids": 384, "labels": 384, "labels_per_token": 1, "positions": 64},
+        ),
         (lambda: tiny.classifier(num_labels=3), {"input_ids": 384, "labels": 3, "positions": 64}),
         (lambda: tiny.classifier(num_labels=1), {"input_ids": 384, "positions": 64}),  # a regression
         (lambda: tiny.seq2seq_lm(), {"input_ids": 384, "labels": 384}),
@@ -461,6 +464,21 @@ def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(mode
         args=TrainingArguments("unused"), limits=models.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
+
+
+def test_labels_that_padding_would_put_at_other_tokens_are_refused(tmp_path, caplog):
+    rows = [SEEN | {"labels": [5, 6, 7]}, SEEN | {"labels": [7]}]
+    padded = DataCollatorForSeq2Seq(tiny.tokenizer())
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, per_device_train_batch_size=2)
+    trainer = Trainer(tiny.causal_lm(), args, padded, rows)
+    parts = ["Row 1 of the dataset has 3 input_ids and 1 labels", "DataCollatorForSeq2Seq", "-100"]
+    refused(DataError, *parts, run=trainer.train)
+    # A collator of the user's may make up the labels that are missing: it is asked, once.
+    Trainer(tiny.causal_lm(), args, lambda rows: padded([row | {"labels": [5, 6, 7]} for row in rows]), rows).train()
+    assert caplog.text.count("labels stand at the wrong tokens") == 1
+    # A model with an encoder has targets of any length.
+    Trainer(tiny.seq2seq_lm(), args, padded, rows).train()
+    assert caplog.text.count("labels stand at the wrong tokens") == 1
 
 
 def test_labels_of_minus_100_and_multi_label_rows_are_within_the_limits():

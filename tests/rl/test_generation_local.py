@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from posttrain.core import heads, losses
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator, problem
 from posttrain.rl.generation.transformers import TransformersGenerator
@@ -46,6 +47,43 @@ def make(arch="qwen3", max_rows=256, **overrides):
 def teacher_forced(model, prompt, ids, temperature):
     logps = (model(torch.tensor([prompt + ids])).logits[0].float() / temperature).log_softmax(-1)
     return [logps[len(prompt) - 1 + place, token].item() for place, token in enumerate(ids)]
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The head's weight is packed, as that of a large vocabulary is; counts how often."""
+    monkeypatch.setattr(heads, "PACKED_FROM", 0)
+    calls, pack = [], torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: calls.append(1) or pack(weight))
+    return calls
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_a_packed_head_gives_the_same(arch, packed):
+    test_greedy_is_token_for_token_what_generate_gives(arch, 256)
+    test_log_probabilities_are_those_of_the_whole_text(arch)
+    assert len(packed) == 2
+
+
+def test_a_head_is_packed_anew_after_its_weight_changed(packed):
+    made, model = make()
+    before = made.generate(PROMPTS, 1, Sampling(6, temperature=0)).ids
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    after = made.generate(PROMPTS, 1, Sampling(6, temperature=0)).ids
+    assert [row[0] for row in after] == [SIZE["vocab_size"] - 1 - row[0] for row in before]
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_a_head_in_bfloat16_is_packed_only_where_its_products_are_in_float32(emulates, packed, monkeypatch):
+    monkeypatch.setattr(losses, "emulates_bfloat16", lambda device_type: emulates)
+    made, model = make()
+    model.bfloat16()
+    made.generate(PROMPTS, 2, Sampling(6), seeds=range(10))
+    with torch.autocast("cpu", torch.bfloat16):
+        make()[0].generate(PROMPTS, 2, Sampling(6), seeds=range(10))
+    assert len(packed) == 2 * emulates
 
 
 @pytest.mark.parametrize("max_rows", [256, 4])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.losses import IGNORE_INDEX, linear_cross_entropy, shift_labels, token_logps
+from posttrain.core.losses import IGNORE_INDEX, linear_cross_entropy, product_dtype, shift_labels, token_logps
 
 # --------------------------------------------------------------------------------------------------- below the wrappers
 
@@ -53,8 +53,8 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     """What `model` can read, as `posttrain.core.loader.check_limits` takes it; empty where it does not say.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a learned position embedding. Models that see or hear are left out: they mark what they see by
-    token ids of their own.
+    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label of its
+    own. Models that see or hear are left out: they mark what they see by token ids of their own.
     """
     base = base_model(model)
     config = getattr(base, "config", None)
@@ -65,6 +65,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
         found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
         head = base.get_output_embeddings()
         found["labels"] = getattr(head, "out_features", None)
+        found["labels_per_token"] = int(head is not None and not getattr(config, "is_encoder_decoder", False))
     if head is None and "Classification" in type(base).__name__ and classes > 1:
         found["labels"] = classes
     for name, module in base.named_modules():
@@ -227,6 +228,43 @@ def logps_in_head(
 
     with _head_replaced(model, logps):
         yield
+
+
+PACKED_FROM = 2**22
+"""Numbers in a weight from which `packed_head` copies it: smaller ones stay in the cache, and gain nothing."""
+
+
+@contextlib.contextmanager
+def packed_head(model: nn.Module) -> Iterator[None]:
+    """Within this context the head multiplies few rows at 1.5 times the speed: by a copy of its weight in oneDNN's own order.
+
+    For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight must
+    not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in float32.
+    """
+    linear = _output_embedding(base_model(model))
+    if linear is None or not _can_be_packed(linear) or _is_sharded(model):
+        yield
+        return
+    packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
+    bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
+
+    with _forward_replaced(linear, forward):
+        yield
+
+
+def _can_be_packed(linear: nn.Module) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and linear.weight.device.type == "cpu"
+        and linear.weight.numel() >= PACKED_FROM
+        and product_dtype(linear.weight, linear.weight) == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and not {"forward", "_old_forward"} & set(vars(linear))
+    )
 
 
 def _behind_virtual_tokens(

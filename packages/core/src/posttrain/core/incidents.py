@@ -169,7 +169,7 @@ class Incidents:
         stock = (
             getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss" and self.compute_loss_func is None
         )
-        return {name: n for name, n in models.id_limits(self.model).items() if stock or name != "labels"}
+        return {name: n for name, n in models.id_limits(self.model).items() if stock or "labels" not in name}
 
     # ---- memory that runs out ----
 

@@ -396,6 +396,9 @@ class _Rows(Dataset):
         return _Read(rows, draw.indices, draw.is_filler)
 
 
+PADDING_COLLATORS = ("posttrain.core.collators", "transformers.data.data_collator")
+
+
 class _Collate:
     """The user's collator, which also sees to fillers and passes on which worker a streamed batch is from."""
 
@@ -403,8 +406,15 @@ class _Collate:
         self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
     ) -> None:
         self.collate_fn, self.streamed, self.limits = collate_fn, streamed, limits
-        collate = getattr(collate_fn, "collator", collate_fn)
-        self.failure = f"could not be made into a batch by {getattr(collate, '__name__', type(collate).__name__)}"
+        collate = collate_fn
+        while hasattr(collate, "collator"):
+            collate = collate.collator
+        self.name = getattr(collate, "__name__", type(collate).__name__)
+        self.failure = f"could not be made into a batch by {self.name}"
+        module = getattr(collate, "__module__", None) or type(collate).__module__
+        self.only_pads = module in PADDING_COLLATORS
+        joins = module.startswith("posttrain.") and not self.only_pads  # prompt and target, or as its trainer says
+        self.looks_at_labels = bool(limits and limits.get("labels_per_token")) and not joins
 
     def __call__(self, read: Any) -> Any:
         if not self.streamed:
@@ -420,7 +430,33 @@ class _Collate:
                 raise DataError("it returned None. Does it lack a return statement?")
             if self.limits:
                 check_limits(batch, self.limits, indices)
+            if self.looks_at_labels:
+                self._compare_labels(rows, batch, indices)
         return as_filler(batch) if is_filler else batch
+
+    def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
+        """Refuse rows with more or fewer labels than tokens, which padding hides: each label would be another token's.
+
+        A collator of the user's may mean it, and make the missing labels itself: it is told once.
+        """
+        if not isinstance(batch, Mapping):
+            return
+        shapes = [getattr(batch.get(name), "shape", None) for name in ("input_ids", "labels")]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return
+        for place, row in enumerate(rows):
+            try:
+                tokens, labels = len(row["input_ids"]), len(row["labels"])
+            except (KeyError, TypeError):  # rows that are no such columns, whatever the batch is made of
+                return
+            if tokens != labels:
+                where = "A row of the stream" if indices is None else f"Row {indices[place]} of the dataset"
+                message = f"{where} has {tokens} input_ids and {labels} labels, and {self.name} padded both to {shapes[0][1]}."
+                if self.only_pads:
+                    raise DataError(f"{message} Give each token a label, -100 where nothing is to be learned.")
+                self.looks_at_labels = False
+                logger.warning("%s If it does not make up the rest itself, labels stand at the wrong tokens.", message)
+                return
 
 
 class _naming_rows:

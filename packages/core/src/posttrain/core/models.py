@@ -29,6 +29,7 @@ from posttrain.core.heads import (
     is_peft_model,
     logps_in_head,
     loss_in_head,
+    packed_head,
     supports_loss_in_head,
     unwrap,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "logps_in_head",
     "loss_in_head",
     "neftune",
+    "packed_head",
     "supports_loss_in_head",
     "unwrap",
 ]

@@ -341,8 +341,11 @@ class Trainer(Lifecycle, Questions):
         dataset, collator = self._without_unused_columns(dataset, collator, description)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
         options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
-        if self.dist.device.type != "cpu":  # where an id that the model does not know would end the process
-            options["limits"] = self._limits()
+        options["limits"] = self._limits()
+        if (
+            self.dist.device.type == "cpu"
+        ):  # an id that the model does not know raises there; elsewhere it ends the process
+            options["limits"] = {name: n for name, n in options["limits"].items() if name == "labels_per_token"}
         loader = build(dataset, args=self.args, **options, **place)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)

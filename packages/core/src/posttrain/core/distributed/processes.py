@@ -23,6 +23,7 @@ from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import accelerator_present, barrier, lost_processes, precision
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
+from posttrain.core.losses import emulates_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,14 @@ class Distributed:
 
         self.args = args
         self.precision = precision(args)
-        if self.precision == "fp16" and (args.use_cpu or not accelerator_present()):
+        on_cpu = args.use_cpu or not accelerator_present()
+        if self.precision == "fp16" and on_cpu:
             raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
+        if self.precision == "bf16" and on_cpu and emulates_bfloat16("cpu"):
+            logger.warning(
+                "bf16=True on a processor without bfloat16 instructions (AVX-512 BF16, AMX): torch emulates most of the "
+                "products of the model, at about a tenth of the speed of float32. Set bf16=False, unless speed is no matter."
+            )
         if (lost := lost_processes()) is not None:
             logger.warning(lost)
         self.sharding = self._read_sharding()

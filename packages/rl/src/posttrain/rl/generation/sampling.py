@@ -54,18 +54,17 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
     Inverts the distribution function: one number a row, where `torch.multinomial` draws V.
     """
-    return _pick(*_weights(logits.float())[1:], numbers)
+    return _pick(*_weights(torch.clone(logits.float())), numbers)
 
 
-def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """((N,) highest logits, (N, V) exp(logits - highest), (N, V / BLOCK) their sums over blocks, cumulated)."""
-    highest = logits.amax(-1)
-    weights = torch.sub(logits, highest.unsqueeze(1)).exp_()
+def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """((N, V) exp(logits - their highest), in the place of the logits, and (N, V / BLOCK) sums over blocks, cumulated)."""
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     whole = weights.shape[1] // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
     if whole < weights.shape[1]:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    return highest, weights, sums.cumsum(-1)
+    return weights, sums.cumsum(-1)
 
 
 def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -94,7 +93,7 @@ def sample(
     """Draw the next token of each row.
 
     Args:
-        logits: (N, V), as the model gives them.
+        logits: (N, V), as the model gives them; may be overwritten.
         numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0.
         seen: (N, V) bool, read where there is a repetition penalty.
 
@@ -104,9 +103,9 @@ def sample(
     logits, plain = logits.float(), sampling.temperature and not filters(sampling)
     scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
     if plain:
-        highest, weights, cumulated = _weights(scaled)
+        weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
-        return tokens, scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - highest - cumulated[:, -1].log()
+        return tokens, (weights.gather(1, tokens.unsqueeze(1)).squeeze(1) / cumulated[:, -1]).log()
     if sampling.repetition_penalty != 1:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
         kept = logits / sampling.temperature if sampling.temperature else logits
