@@ -15,7 +15,6 @@ import argparse
 import gc
 import logging
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -69,7 +68,9 @@ def trained(contestant: str, millions: int, folder: Path, **changes: Any) -> Any
 
 
 def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Of this program alone: ``ru_maxrss`` goes on from the process that started it."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
 
 def resume(contestant: str, millions: int, folder: Path) -> tuple[float, float]:

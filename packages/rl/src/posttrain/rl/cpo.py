@@ -20,8 +20,9 @@ import torch.nn.functional as F
 
 from posttrain.core import opt
 from posttrain.rl.dpo import alpha_score
-from posttrain.rl.preference import Completions, ReferenceFreeTrainer
+from posttrain.rl.preference import Completions
 from posttrain.rl.preference_config import WITHOUT_REFERENCE, PreferenceConfig
+from posttrain.rl.reference_free import ReferenceFreeTrainer
 
 
 def sigmoid(margin: torch.Tensor, beta: float, label_smoothing: float, gamma: float) -> torch.Tensor:

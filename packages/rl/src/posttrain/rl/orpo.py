@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.core import opt
-from posttrain.rl.preference import Completions, ReferenceFreeTrainer
+from posttrain.rl.preference import Completions
 from posttrain.rl.preference_config import WITHOUT_REFERENCE, PreferenceConfig
+from posttrain.rl.reference_free import ReferenceFreeTrainer
 
 
 def log_odds(mean_logp: torch.Tensor) -> torch.Tensor:

@@ -487,14 +487,5 @@ class PreferenceTrainer(Trainer):
             self.reference.load_state_dict(codec.load_tree(stem), resume_from_checkpoint)
 
 
-class ReferenceFreeTrainer(PreferenceTrainer):
-    """A `PreferenceTrainer` whose loss needs no reference."""
-
-    needs_reference = False
-
-    def __init__(self, model: nn.Module | str, args: Any = None, *more: Any, **named: Any) -> None:
-        super().__init__(model, None, args, *more, **named)
-
-
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
     return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]

@@ -23,8 +23,8 @@ from torch import nn
 from posttrain.core import data, models, opt
 from posttrain.core.collators import pad_rows
 from posttrain.core.fields import Removed
-from posttrain.rl.preference import ReferenceFreeTrainer
 from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.reference_free import ReferenceFreeTrainer
 
 TASK = "AutoModelForSequenceClassification"
 
@@ -135,13 +135,13 @@ class RewardTrainer(ReferenceFreeTrainer):
             train_dataset,
             eval_dataset,
             processing_class,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            callbacks=callbacks,
+            optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            compute_metrics=compute_metrics,
+            quantization_config=quantization_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             **old_names,
         )
 

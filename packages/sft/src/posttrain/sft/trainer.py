@@ -60,9 +60,9 @@ class SFTTrainer(GeneratesText, Trainer):
             datasets by name, which are mixed, each with a loss of its own in the log.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the model.
+        quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
-        quantization_config: loads a model given by name in 4 or 8 bits.
 
     The other arguments are those of `Trainer`.
     """
@@ -89,9 +89,9 @@ class SFTTrainer(GeneratesText, Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], str | list[str]] | None = None,
-        quantization_config: Any = None,
         **old_names: Any,
     ) -> None:
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})

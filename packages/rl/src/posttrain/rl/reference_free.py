@@ -1,0 +1,50 @@
+"""Preference training without a reference model: the base of CPO, ORPO and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from posttrain.core import TrainingArguments
+from posttrain.rl.preference import PreferenceTrainer
+from posttrain.rl.preference_config import PreferenceConfig
+
+
+class ReferenceFreeTrainer(PreferenceTrainer):
+    """A `PreferenceTrainer` whose loss needs no reference."""
+
+    needs_reference = False
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        args: PreferenceConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        **others: Any,
+    ) -> None:
+        rare = {"model_init": model_init, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            **{name: value for name, value in rare.items() if value is not None},
+            **others,
+        )
