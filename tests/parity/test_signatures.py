@@ -7,7 +7,7 @@ import pytest
 
 TRL = {
     "SFTTrainer": ("trl", "posttrain.sft"),
-    **{name: ("trl", "posttrain.rl") for name in ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")},
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"), ("trl", "posttrain.rl")),
     "CPOTrainer": ("trl.experimental.cpo", "posttrain.rl"),
     "ORPOTrainer": ("trl.experimental.orpo", "posttrain.rl"),
     "Trainer": ("transformers", "posttrain.core"),
