@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,15 @@ MOVED_TO_CONFIG = {
 
 #: Positions whose logits are turned into float32 together, where they must be held whole.
 POSITIONS_AT_ONCE = 1024
+
+
+class _Statistics(NamedTuple):
+    """Of the labelled tokens of a micro-batch, summed: those predicted, the entropy in nats; by dataset, losses and numbers."""
+
+    correct: torch.Tensor
+    entropy: torch.Tensor
+    losses: Any = ()
+    counts: Any = ()
 
 
 class SFTTrainer(GeneratesText, Trainer):
@@ -152,35 +161,47 @@ class SFTTrainer(GeneratesText, Trainer):
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary; and of several
         datasets ``loss/NAME`` and ``token_share/NAME``, the share of the trained tokens that are of it.
         """
-        items, counts = self.count_items(inputs), not is_filler(inputs)
+        items, is_real = self.count_items(inputs), not is_filler(inputs)
+        count = items if num_items_in_batch is None else num_items_in_batch
         whole = return_outputs or self.compute_loss_func is not None or self._needs_logits
+        inputs, sources = self._arranged(inputs, whole)
+        if whole:
+            loss, outputs = self._loss_of_logits(model, inputs, num_items_in_batch, count)
+            found = self._statistics_of(outputs, inputs.get("labels"), sources) if is_real else None
+        else:
+            loss, outputs, found = self._loss_in_head(model, inputs, sources)
+            loss = loss / count
+        if self._aux_loss_coef:
+            # The load-balancing loss of a micro-batch, as its share of the update by trained tokens.
+            loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
+        if is_real:
+            self._log_statistics(found, outputs, items)
+        return (loss, outputs) if return_outputs else loss
+
+    def _arranged(self, inputs: dict[str, Any], whole: bool) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The inputs of the model, and (B, T) the number of each token's dataset where several are mixed."""
         if self._aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
-        inputs, sources = self._without_sources(inputs)
-        count = items if num_items_in_batch is None else num_items_in_batch
-        if whole:
-            loss, outputs = self._loss_of_logits(model, inputs, num_items_in_batch, count)
-            if "labels" in inputs and counts:
-                self._log_statistics(outputs, inputs["labels"], items, sources)
-        else:
-            labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
-            options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
-            with models.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
-                outputs = model(**inputs)
-            loss_sum, correct, entropy, *by_source = outputs.logits
-            loss = loss_sum / count
-            if counts:
-                self.metrics.add_sum("mean_token_accuracy", correct.detach(), items)
-                self.metrics.add_sum("entropy", entropy.detach(), items)
-                self._log_sources(by_source[: len(self._sources)], by_source[len(self._sources) :], items)
-        if self._aux_loss_coef:
-            # The load-balancing loss of a micro-batch, as its share of the update by trained tokens.
-            if counts:
-                self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
-            loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
-        return (loss, outputs) if return_outputs else loss
+        if "sources" not in inputs and "source" not in inputs:
+            return inputs, None
+        sources = inputs["sources"] if "sources" in inputs else None
+        if sources is None and "labels" in inputs and len(inputs["source"]) == len(inputs["labels"]):
+            sources = inputs["source"][:, None].expand_as(inputs["labels"])  # another collator than ours
+        return {name: value for name, value in inputs.items() if name not in ("source", "sources")}, sources
+
+    def _loss_in_head(
+        self, model: nn.Module, inputs: dict[str, Any], sources: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any, _Statistics]:
+        """(summed loss, outputs without logits, statistics) from one pass over the vocabulary, tile by tile."""
+        labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
+        options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
+        with models.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
+            outputs = model(**inputs)
+        loss, correct, entropy, *by_source = outputs.logits
+        of_each = len(self._sources)
+        return loss, outputs, _Statistics(correct, entropy, by_source[:of_each], by_source[of_each:])
 
     def _loss_of_logits(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None, count: Any
@@ -254,13 +275,13 @@ class SFTTrainer(GeneratesText, Trainer):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
 
-    def _log_statistics(
-        self, outputs: Any, labels: torch.Tensor, items: torch.Tensor | int, sources: torch.Tensor | None
-    ) -> None:
-        """Log what `loss_in_head` counts on the way, from logits that are there whole."""
+    def _statistics_of(
+        self, outputs: Any, labels: torch.Tensor | None, sources: torch.Tensor | None
+    ) -> _Statistics | None:
+        """What `loss_in_head` counts on the way, from logits that are there whole; None where there are none."""
         logits = outputs["logits"] if isinstance(outputs, dict) and "logits" in outputs else None
-        if not isinstance(logits, torch.Tensor) or logits.shape[1] < labels.shape[1]:
-            return
+        if labels is None or not isinstance(logits, torch.Tensor) or logits.shape[1] < labels.shape[1]:
+            return None
         logits = logits.detach()[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
         targets = labels[:, 1:].to(logits.device)
         correct = entropy = torch.zeros((), device=logits.device)
@@ -271,26 +292,22 @@ class SFTTrainer(GeneratesText, Trainer):
             losses.append(-logps.gather(1, chosen[:, None]).squeeze(1))
             correct = correct + (logps.argmax(-1) == chosen).sum()
             entropy = entropy - (logps.exp() * logps).sum()
-        self.metrics.add_sum("mean_token_accuracy", correct, items)
-        self.metrics.add_sum("entropy", entropy, items)
-        if sources is not None and losses:
-            losses = torch.cat(losses)
-            losses = losses * dynamic_weights(losses) if self._dft else losses
-            groups = sources[:, 1:].to(logits.device)[targets != -100]
-            self._log_sources(*group_sums(losses, groups, len(self._sources)), items)
+        if sources is None or not losses:
+            return _Statistics(correct, entropy)
+        losses = torch.cat(losses)
+        losses = losses * dynamic_weights(losses) if self._dft else losses
+        groups = sources[:, 1:].to(logits.device)[targets != -100]
+        return _Statistics(correct, entropy, *group_sums(losses, groups, len(self._sources)))
 
-    def _without_sources(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """The inputs of the model, and (B, T) the number of each token's dataset where several are mixed."""
-        if "sources" not in inputs and "source" not in inputs:
-            return inputs, None
-        sources = inputs["sources"] if "sources" in inputs else None
-        if sources is None and "labels" in inputs and len(inputs["source"]) == len(inputs["labels"]):
-            sources = inputs["source"][:, None].expand_as(inputs["labels"])  # another collator than ours
-        return {name: value for name, value in inputs.items() if name not in ("source", "sources")}, sources
-
-    def _log_sources(self, losses: Any, counts: Any, items: torch.Tensor | int) -> None:
-        if len(losses):
-            for name, loss, count in zip(self._sources, losses, counts, strict=True):
+    def _log_statistics(self, found: _Statistics | None, outputs: Any, items: torch.Tensor | int) -> None:
+        if self._aux_loss_coef:
+            self.log_metric("aux_loss", outputs.aux_loss.detach(), items)
+        if found is None:
+            return
+        self.metrics.add_sum("mean_token_accuracy", found.correct.detach(), items)
+        self.metrics.add_sum("entropy", found.entropy.detach(), items)
+        if len(found.losses):
+            for name, loss, count in zip(self._sources, found.losses, found.counts, strict=True):
                 self.metrics.add_sum(f"loss/{name}", loss.detach(), count.detach())
                 self.metrics.add_sum(f"token_share/{name}", count.detach(), items)
 
