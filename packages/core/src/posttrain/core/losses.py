@@ -312,7 +312,9 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 def emulates_bfloat16(device_type: str) -> bool:
     """Whether matrix products in bfloat16 are slower than in float32, for want of instructions: on older processors."""
-    return device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device_type != "cpu" or not torch.backends.mkldnn.is_available():  # without oneDNN it cannot be asked
+        return False
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class _Tiles:
