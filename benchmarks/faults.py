@@ -662,7 +662,7 @@ def soak(bench: Bench) -> str:
     seen: list[tuple[float, int, int]] = []
     status = Path(f"/proc/{process.pid}")
     while process.poll() is None:
-        with contextlib.suppress(OSError, AttributeError, ValueError):
+        with contextlib.suppress(OSError, TypeError):  # it has ended, and is no more than an entry
             text = (status / "status").read_text()
             newest = checkpoints(folder)[-1:] or [Path("checkpoint-0")]
             step = int(newest[0].name.split("-")[1])
