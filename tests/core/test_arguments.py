@@ -34,7 +34,7 @@ TO_COME = {
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
-OURS |= {"save_async", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
+OURS |= {"save_async", "save_top_k", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
 def problems_of(**kwargs) -> list[str]:
@@ -202,6 +202,8 @@ def test_json_strings_become_dicts():
         ({"dataloader_persistent_workers": True}, ("dataloader_persistent_workers", "dataloader_num_workers")),
         ({"eval_on_start": True}, ("eval_on_start=True", "eval_strategy")),
         ({"load_best_model_at_end": True}, ("load_best_model_at_end=True", "eval_strategy is 'no'")),
+        ({"save_top_k": 3}, ("save_top_k=3 needs evaluations", "eval_strategy is 'no'")),
+        ({"save_top_k": 3, "eval_strategy": "epoch"}, ("save_top_k=3 needs an evaluation at each checkpoint",)),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("reduce_lr_on_plateau", "eval_strategy")),
         ({"save_strategy": "best", "eval_strategy": "epoch"}, ("save_strategy='best'", "metric_for_best_model")),
         (
@@ -233,8 +235,9 @@ def test_keeping_the_best_accepts_multiples(steps):
     TrainingArguments(load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", **steps)
 
 
-def test_saving_the_best_needs_no_equal_strategies():
-    args = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="best")
+@pytest.mark.parametrize("asked", [{"load_best_model_at_end": True}, {"save_top_k": 2}])
+def test_saving_the_best_needs_no_equal_strategies(asked):
+    args = TrainingArguments(**asked, eval_strategy="epoch", save_strategy="best")
     assert args.metric_for_best_model == "loss"
 
 
@@ -393,6 +396,7 @@ COMPANIONS = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
     "eval_on_start": {"eval_strategy": "epoch"},
     "load_best_model_at_end": {"eval_strategy": "steps"},
+    "save_top_k": {"eval_strategy": "steps"},
     "load_in_4bit": {"use_peft": True},
     "load_in_8bit": {"use_peft": True},
 }

@@ -42,6 +42,7 @@ def test_what_makes_sense_is_taken(good):
         ({"save_strategy": "step"}, "did you mean 'steps'"),
         ({"save_total_limit": -1}, "save_total_limit=-1 must be >= 0"),
         ({"save_total_limit": 1.5}, "save_total_limit=1.5 must be of type int"),
+        ({"save_top_k": 0}, "save_top_k=0 must be >= 1"),
     ],
 )
 def test_what_does_not_is_refused_with_its_value(bad, words):

@@ -173,6 +173,19 @@ def test_save_strategy_best_saves_improvements_alone_and_keeps_one_unless_told(l
     assert sorted(int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*")) == kept
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("limit", "kept"), [(None, [4, 8, 12]), (4, [4, 8, 10, 12]), (1, [4, 8, 12])])
+def test_the_best_checkpoints_are_kept_and_the_newest(limit, kept, later, tmp_path):
+    scores = iter([0.3, 0.9, float("nan"), 0.8, 0.4, 0.1])
+    options = dict(
+        max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_top_k=2, save_async=later,
+        save_total_limit=limit, metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+    )  # fmt: skip
+    regression(tmp_path, **options | {"max_steps": 6}).train()
+    regression(tmp_path, **options).train(resume_from_checkpoint=True)  # the run goes on with what it knew
+    assert sorted(int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*")) == kept
+
+
 def test_a_wrong_metric_name_is_answered_at_the_first_evaluation(tmp_path):
     trainer = regression(
         tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="acuracy",

@@ -197,7 +197,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             if isinstance(value, float) and value.is_integer():
                 setattr(self, name, int(value))
         if self.metric_for_best_model is None and (
-            self.load_best_model_at_end or self.lr_scheduler_type in FOLLOW_A_METRIC
+            self.load_best_model_at_end or self.save_top_k or self.lr_scheduler_type in FOLLOW_A_METRIC
         ):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
@@ -214,23 +214,26 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             for name, asks in (
                 ("load_best_model_at_end=True", self.load_best_model_at_end),
                 ("save_strategy='best'", self.save_strategy == "best"),
+                (f"save_top_k={self.save_top_k}", self.save_top_k is not None),
                 ("eval_on_start=True", self.eval_on_start),
                 (f"lr_scheduler_type={str(self.lr_scheduler_type)!r}", self.lr_scheduler_type in FOLLOW_A_METRIC),
             ):
                 if asks:
                     yield f"{name} needs evaluations and eval_strategy is 'no'; set eval_strategy='steps' or 'epoch'"
         elif self.load_best_model_at_end:
-            yield from self._problems_of_keeping_the_best()
+            yield from self._problems_of_comparing_checkpoints("load_best_model_at_end=True")
+        elif self.save_top_k is not None:
+            yield from self._problems_of_comparing_checkpoints(f"save_top_k={self.save_top_k}")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
             yield "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to 'loss'"
 
-    def _problems_of_keeping_the_best(self) -> Iterator[str]:
+    def _problems_of_comparing_checkpoints(self, asker: str) -> Iterator[str]:
         """Every saved checkpoint must have been evaluated."""
         if self.save_strategy == "best":
             return
         if self.save_strategy != self.eval_strategy:
             yield (
-                f"load_best_model_at_end=True needs an evaluation at each checkpoint, but eval_strategy="
+                f"{asker} needs an evaluation at each checkpoint, but eval_strategy="
                 f"{str(self.eval_strategy)!r} and save_strategy={str(self.save_strategy)!r}; make them equal, "
                 "or set save_strategy='best'"
             )
@@ -239,13 +242,13 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ratio = save / evaluate
             if (evaluate < 1) != (save < 1):
                 yield (
-                    f"load_best_model_at_end=True needs save_steps to be a multiple of eval_steps, which a share and a "
+                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a "
                     f"number of updates cannot promise (save_steps={save}, eval_steps={evaluate}); give both the same way"
                 )
             elif round(ratio) < 1 or not math.isclose(ratio, round(ratio), rel_tol=1e-9):
                 nearest = max(1, round(ratio)) * evaluate
                 yield (
-                    f"load_best_model_at_end=True needs save_steps to be a multiple of eval_steps, but save_steps={save} "
+                    f"{asker} needs save_steps to be a multiple of eval_steps, but save_steps={save} "
                     f"and eval_steps={evaluate}; set save_steps={nearest:g}"
                 )
 

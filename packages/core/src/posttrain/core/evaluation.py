@@ -322,13 +322,18 @@ def plain(metrics: Any) -> Any:
     return metrics
 
 
+def metric_key(name: str) -> str:
+    """The name of a metric with its ``eval_`` prefix, which may be left out."""
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
 def named_metric(metrics: dict[str, float], name: str) -> float:
     """The metric `name`, with or without its ``eval_`` prefix.
 
     Raises:
         KeyError: the evaluation gave no such metric; the message lists those it gave.
     """
-    key = name if name.startswith("eval_") else f"eval_{name}"
+    key = metric_key(name)
     if key not in metrics:
         raise KeyError(
             f"metric_for_best_model={name!r} is not among the metrics of the evaluation: {', '.join(sorted(metrics))}"

@@ -54,7 +54,7 @@ class Leaving:
             return
         every = {"steps": as_steps(args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
         saves = -(-plan.max_steps // (every.get(str(args.save_strategy)) or plan.max_steps))
-        limit = args.save_total_limit or (1 if args.save_strategy == "best" else None)
+        limit = args.most_checkpoints
         count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
         is_saved = weights.is_saved(models.unwrap(self.model))
         least = sum(p.nbytes for name, p in models.unwrap(self.model).named_parameters() if is_saved(name))

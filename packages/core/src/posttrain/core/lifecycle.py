@@ -503,11 +503,19 @@ class Lifecycle(Incidents, Resuming, Leaving):
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
     def _rotate(self, best: str | None) -> None:
-        keep = [*([Path(best)] if best else []), *self.uploader.in_use]
-        limit = self.args.save_total_limit
-        if limit is None and self.args.save_strategy == "best":
-            limit = 1  # the newest is the best so far
-        self._on_savers(lambda: self.store.rotate(limit, keep=keep))
+        keep = [*([Path(best)] if best else []), *self._top_checkpoints(), *self.uploader.in_use]
+        self._on_savers(lambda: self.store.rotate(self.args.most_checkpoints, keep=keep))
+
+    def _top_checkpoints(self) -> list[Path]:
+        """The `save_top_k` checkpoints whose evaluations were best, of those that are there; the later of two alike."""
+        if self.args.save_top_k is None:
+            return []
+        name, sign = evaluation.metric_key(self.args.metric_for_best_model), 1 if self.args.greater_is_better else -1
+        scores = {record["step"]: record[name] for record in self.state.log_history if name in record}
+        # A score that is not a number is no score; in a log that was read from a checkpoint it is None.
+        scored = [(sign * score, step) for step, score in scores.items() if score is not None and score == score]
+        there = [path for _, step in sorted(scored, reverse=True) if (path := self.store.path(step)).is_dir()]
+        return there[: self.args.save_top_k]
 
     def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""

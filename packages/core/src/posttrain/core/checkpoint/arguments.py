@@ -27,6 +27,12 @@ class CheckpointArguments:
         "for save_strategy='best', where it keeps one.",
         min=0,
     )
+    save_top_k: int | None = opt(
+        None,
+        "Keep the checkpoints of the so many best evaluations by metric_for_best_model, and the newest. Others go, unless "
+        "save_total_limit leaves room for them.",
+        min=1,
+    )
     save_only_model: bool = opt(
         False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
     )
@@ -64,6 +70,13 @@ class CheckpointArguments:
     def remote(self) -> Remote | None:
         """The place that `remote_dir` names."""
         return None if self.remote_dir is None else Remote(self.remote_dir)
+
+    @property
+    def most_checkpoints(self) -> int | None:
+        """How many checkpoints are left when older ones have gone; None for all."""
+        if self.save_top_k is not None:
+            return max(self.save_total_limit or 0, self.save_top_k + 1)
+        return self.save_total_limit or (1 if self.save_strategy == "best" and self.save_total_limit is None else None)
 
     def _normalize(self) -> None:
         if is_url(output_dir := getattr(self, "output_dir", None)) and self.remote_dir in (None, output_dir):
