@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -661,7 +662,8 @@ def soak(bench: Bench) -> str:
         "logging_steps": 5})  # fmt: skip
     seen: list[tuple[float, int, int]] = []
     status = Path(f"/proc/{process.pid}")
-    while process.poll() is None:
+    talk = ThreadPoolExecutor(1).submit(process.communicate)  # what is printed must be read, or it waits
+    while not talk.done():
         with contextlib.suppress(OSError, TypeError):  # it has ended, and is no more than an entry
             text = (status / "status").read_text()
             newest = checkpoints(folder)[-1:] or [Path("checkpoint-0")]
@@ -670,7 +672,7 @@ def soak(bench: Bench) -> str:
             if step >= 200:
                 seen.append((memory / 1024, threads, len(os.listdir(status / "fd"))))
         time.sleep(0.25)
-    out, err = process.communicate()
+    out, err = talk.result()
     if answer_in(out).get("step") != 600:
         return f"no result: {(out + err)[-160:]!r}"
     if len(seen) < 8:
