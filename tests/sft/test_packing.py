@@ -1,3 +1,4 @@
+import shutil
 import time
 
 import numpy as np
@@ -199,6 +200,20 @@ def test_a_packed_documents_logits_are_those_of_the_document_alone(arch, attenti
                 found = logits[0 if padding_free else i, start : start + length]
                 torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
                 start += length
+
+
+@pytest.mark.slow  # kernels are compiled; one length each: torch 2.13 fails to compile a second for the CPU
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled")
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "gpt2"])  # which has no flex attention
+def test_flex_attention_keeps_packed_documents_apart(arch):
+    lm, dataset = model(arch), prepared([52, 37, 60, 11, 39])
+    (row,) = pack_dataset(dataset, 256)
+    batch = SFTCollator(pad_token_id=0)([row])
+    with torch.no_grad():
+        alone = torch.cat([lm(input_ids=ids[None]).logits[0] for ids in batch["input_ids"][0].split(row["seq_lengths"])])
+        lm.set_attn_implementation("flex_attention")
+        found = lm(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -400,7 +400,7 @@ def _refuse_leaks(model: nn.Module) -> None:
             "them. Set packing=False and padding_free=False, or train an adapter in the layers, such as peft.LoraConfig."
         )
     leak = documents_leak(model)
-    if leak > 1e-4:
+    if not leak <= 1e-4:  # nor where it is no number
         raise ValueError(
             f"{type(models.base_model(model)).__name__} lets the documents of a packed row see each other (its logits differ "
             f"by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or load the model with "
