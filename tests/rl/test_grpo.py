@@ -477,6 +477,7 @@ def test_a_table_is_cut_to_what_fits():
         text.splitlines()[0] == "Step 3" and "0.50" in text and "none" in text and max(map(len, text.splitlines())) < 60
     )
     assert table([], "nothing") == ""
+    assert table([{"completion": "a\r\n\x1b[2Jé"}], "Step 3").splitlines()[-1] == r"a\r\n\x1b[2Jé"
 
 
 @pytest.mark.parametrize(("logs", "says"), [

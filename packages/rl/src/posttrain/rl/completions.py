@@ -197,7 +197,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = Non
 def _cell(value: Any, width: int) -> str:
     if isinstance(value, float):
         return "none" if math.isnan(value) else f"{value:.2f}"
-    text = plain_text(value).replace("\n", "\\n")
+    # Whatever a model writes: a line break would break the row, an escape sequence the terminal.
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in plain_text(value))
     return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
 
 
