@@ -85,9 +85,10 @@ def make(spec: dict[str, Any]) -> Any:
         parts["reward_funcs"] = REWARDS[spec.get("reward", "good")]
     if library.endswith("sft") and spec.get("chat_template"):
         parts["processing_class"].chat_template = spec["chat_template"]
-    if "eval_strategy" in arguments:
-        parts["eval_dataset"] = rows[: spec.get("eval_rows", 7)]
     from datasets import Dataset
+
+    if "eval_strategy" in arguments:
+        parts["eval_dataset"] = Dataset.from_list(rows[: spec.get("eval_rows", 7)])
 
     model = spec.get("model") or tiny.causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1, **spec.get("size", {}))
     args = config_class(**usual | arguments)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        accelerator_config allocator collators errors fields health losses memory metrics objective overrides plan
+        accelerator_config allocator collators emulation errors fields health losses memory metrics objective overrides plan
         schedules
         predictions segments state
     """.split(),

@@ -342,12 +342,18 @@ def kills(count, later, out):
         child = subprocess.Popen(
             command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        first = next((line for line in child.stdout if line.startswith("step ")), "")
+        told = (line for line in child.stdout if line.startswith("step "))
+        first = next(told, "")
         assert first, child.stderr.read()
         assert int(first.split()[1]) > reached - 2 - 2 * later, "more than save_steps updates were lost"
-        time.sleep(draw.uniform(0, 0.3))
+        started = time.perf_counter()
+        some = [
+            next(told) for _ in range(draw.randrange(6))
+        ]  # of the updates, and then a part of one, however long it takes
+        each = (time.perf_counter() - started) / len(some) if some else 0.1
+        time.sleep(draw.uniform(0, each))
         child.kill()
-        lines = [line.split() for line in [first, *child.stdout.read().splitlines()]]
+        lines = [line.split() for line in [first, *some, *child.stdout.read().splitlines()]]
         child.wait()
         reached = max(int(words[1]) for words in lines if len(words) == 2 and words[0] == "step" and words[1].isdigit())
         named = Store(out).checkpoints()

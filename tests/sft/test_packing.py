@@ -210,7 +210,9 @@ def test_flex_attention_keeps_packed_documents_apart(arch):
     (row,) = pack_dataset(dataset, 256)
     batch = SFTCollator(pad_token_id=0)([row])
     with torch.no_grad():
-        alone = torch.cat([lm(input_ids=ids[None]).logits[0] for ids in batch["input_ids"][0].split(row["seq_lengths"])])
+        alone = torch.cat(
+            [lm(input_ids=ids[None]).logits[0] for ids in batch["input_ids"][0].split(row["seq_lengths"])]
+        )
         lm.set_attn_implementation("flex_attention")
         found = lm(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from posttrain.core.emulation import emulates_bfloat16
+
 IGNORE_INDEX = -100
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
 BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
@@ -308,13 +310,6 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     else:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return torch.float32 if dtype == torch.bfloat16 and emulates_bfloat16(device) else dtype
-
-
-def emulates_bfloat16(device_type: str) -> bool:
-    """Whether matrix products in bfloat16 are slower than in float32, for want of instructions: on older processors."""
-    if device_type != "cpu" or not torch.backends.mkldnn.is_available():  # without oneDNN it cannot be asked
-        return False
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class _Tiles:

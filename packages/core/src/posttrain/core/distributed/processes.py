@@ -22,8 +22,8 @@ from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import accelerator_present, barrier, lost_processes, precision
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
+from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.errors import ConfigError
-from posttrain.core.losses import emulates_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,15 @@ GRACE = 20
 
 # Entered several times in every step; one can be entered again and again.
 _NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _within(*contexts: contextlib.AbstractContextManager) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
 
 _watchdog: Watchdog | None = None  # one for the process, as the process group is
 
@@ -82,15 +91,10 @@ class Distributed:
         from accelerate.utils import InitProcessGroupKwargs
 
         self.args = args
-        self.precision = precision(args)
+        self.precision, self._is_emulated = precision(args), False
         on_cpu = args.use_cpu or not accelerator_present()
         if self.precision == "fp16" and on_cpu:
             raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
-        if self.precision == "bf16" and on_cpu and emulates_bfloat16("cpu"):
-            logger.warning(
-                "bf16=True on a processor without bfloat16 instructions (AVX-512 BF16, AMX): torch emulates most of the "
-                "products of the model, at about a tenth of the speed of float32. Set bf16=False, unless speed is no matter."
-            )
         if (lost := lost_processes()) is not None:
             logger.warning(lost)
         self.sharding = self._read_sharding()
@@ -166,6 +170,14 @@ class Distributed:
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
         if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
+        casts = self.precision == "bf16" or getattr(self.args, "bf16_full_eval", False)
+        emulated = makes_emulated_products(model, casts)
+        if emulated and not self._is_emulated:
+            logger.info(
+                "This processor has no bfloat16 instructions (AVX-512 BF16, AMX): products of bfloat16 are computed in float32, "
+                "which is faster than torch's emulation, and no faster than bf16=False."
+            )
+        self._is_emulated |= emulated
 
     def prepare_model(
         self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
@@ -259,13 +271,16 @@ class Distributed:
     def autocast(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss run in the precision that was asked for."""
         if self.precision == "no":
-            return _NOTHING
-        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+            return float32_products() if self._is_emulated else _NOTHING
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+        return _within(autocast, float32_products()) if self._is_emulated else autocast
 
     def in_step(self) -> contextlib.AbstractContextManager:
         """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded weights, and
         for the buffers that DDP copies."""
-        return self._waiting("the forward pass")
+        waiting = self._waiting("the forward pass")
+        # The backward computes checkpointed activations once more, and must do it in the same way.
+        return _within(waiting, float32_products()) if self._is_emulated else waiting
 
     def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
         """Average gradients over the processes in this backward pass only if `when`."""

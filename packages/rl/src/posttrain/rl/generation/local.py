@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from posttrain.core.attention import LAYER_TYPES
+from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.models import base_model, packed_head, unwrap
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
 from posttrain.rl.generation.protocol import Completions, Sampling
@@ -71,7 +72,8 @@ class LocalGenerator:
             return self.fallback.generate(prompts, n, sampling, seeds)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        with evaluating(self.model), decoding_attention(self.model), packed_head(self.model):
+        emulated = float32_products(makes_emulated_products(self.model))
+        with evaluating(self.model), decoding_attention(self.model), packed_head(self.model), emulated:
             run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds)
             return run.completions(self.max_rows)
 
