@@ -70,6 +70,17 @@ def test_checkpointed_activations_are_computed_again_in_the_same_way():
     assert torch.equal(gradient(lambda x: checkpoint(lambda x: layer(layer(x)), x, use_reentrant=False)), plain)
 
 
+def test_backwards_that_ask_for_more_are_torchs_own():
+    x = torch.ones(3, requires_grad=True)
+    with float32_products():
+        (2 * x).backward(torch.ones(3))
+        loss = (x * x).sum()
+        loss.backward(retain_graph=True, inputs=x)
+        loss.backward()
+        torch.autograd.backward([x.sum(), x.sum()])
+    assert x.grad.tolist() == [8.0] * 3
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16 weights"])
 def test_a_run_learns_alike_with_and_without_instructions(autocast, recompute, tmp_path, monkeypatch, caplog):

@@ -119,7 +119,8 @@ def _backward(func: Callable, loss: Any, *args: Any, **kwargs: Any) -> None:
 
     Torch turns a mode off in a function that it is asked about, so the function itself cannot be called.
     """
-    if args or any(kwargs.values()) or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    asks_more = any(value is not None and value is not False for value in (*args, *kwargs.values()))
+    if asks_more or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return func(loss, *args, **kwargs)
     run, first = torch.autograd.Variable._execution_engine.run_backward, torch.ones_like(loss)
     with _Float32Products():
