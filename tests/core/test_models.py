@@ -622,7 +622,8 @@ def test_bfloat16_heads_are_found_and_take_the_loss():
     with torch.no_grad():
         expected = cross_entropy(model(input_ids=ids).logits, labels, num_items=1)
         with models.loss_in_head(model, labels):
-            assert_close(model(input_ids=ids).logits[0], expected, rtol=1e-5, atol=0)
+            # Whether the logits themselves were rounded to bfloat16 depends on the processor.
+            assert_close(model(input_ids=ids).logits[0], expected, rtol=1e-4, atol=0)
 
 
 @pytest.fixture
