@@ -1,7 +1,7 @@
 """Train a small language model, and its tokenizer, from nothing on real maths problems; then look at what it learned.
 Then, in a second act, teach a smaller one arithmetic by reinforcement learning: see `calculator.py` beside this file.
 
-make quickstart                                 # about five minutes on two cores, no download
+make quickstart                                 # about six minutes on two cores, no download
 make quickstart MODEL=Qwen/Qwen3-0.6B           # LoRA on a pretrained model instead: a Hub name or a folder
 """
 
@@ -142,7 +142,7 @@ def main() -> None:
     print(f"Loss curve         {picture.resolve()}")
     if not name:
         print("\nSecond act: the arithmetic, by fine-tuning and then by reinforcement learning")
-        calculator.run(epochs=25, updates=100, minutes=1.5, out=OUT / "calculator")
+        calculator.run(epochs=18, updates=60, minutes=1.5, out=OUT / "calculator")
     print("\nNext: make quickstart MODEL=Qwen/Qwen3-0.6B      fine-tunes a pretrained model on the same problems")
 
 
