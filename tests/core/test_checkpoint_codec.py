@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import os
 import pickle
 import struct
 import subprocess
@@ -282,13 +283,21 @@ def test_a_damaged_json_is_a_checkpoint_error_that_names_the_file(content, tmp_p
         load_tree(tmp_path / "state")
 
 
+@pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
 @pytest.mark.parametrize("keep", [0, 7, 40, -1], ids=["empty", "no header", "cut header", "cut data"])
-def test_a_cut_tensor_file_is_a_checkpoint_error_that_names_the_file(keep, tmp_path):
+def test_a_cut_tensor_file_is_a_checkpoint_error_that_names_the_file(keep, mmap, tmp_path):
     save_tree({"w": torch.zeros(16)}, tmp_path / "state")
     path = tmp_path / "state.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="state.safetensors is damaged"):
-        load_tree(tmp_path / "state")
+        load_tree(tmp_path / "state", mmap)
+
+
+def test_files_are_read_without_threads_where_the_system_has_no_preadv(tmp_path, monkeypatch):
+    tree = {"w": torch.arange(5.0), "b": torch.tensor(True)}
+    save_tree(tree, tmp_path / "state")
+    monkeypatch.delattr(os, "preadv")
+    assert bits(load_tree(tmp_path / "state", mmap=False)) == bits(tree)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])

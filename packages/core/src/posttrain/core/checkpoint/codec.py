@@ -313,8 +313,9 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
-        if mmap:
-            return load_file(str(path))
+        if mmap or not hasattr(os, "preadv"):  # as on Windows
+            tensors = load_file(str(path))
+            return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
         with safe_open(str(path), "pt"):  # refuses a header that says other than the file has
             return _read(Path(path))
     except (SafetensorError, ValueError) as error:

@@ -92,8 +92,7 @@ class Distributed:
 
         self.args = args
         self.precision, self._is_emulated = precision(args), False
-        on_cpu = args.use_cpu or not accelerator_present()
-        if self.precision == "fp16" and on_cpu:
+        if self.precision == "fp16" and (args.use_cpu or not accelerator_present()):
             raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
         if (lost := lost_processes()) is not None:
             logger.warning(lost)
