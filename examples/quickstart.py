@@ -90,7 +90,7 @@ def main() -> None:
         tokenizer = make_tokenizer(train)
         model, adapter = make_model(tokenizer), None
         recipe |= {"learning_rate": 2e-3, "num_train_epochs": 2, "eval_steps": 100, "weight_decay": 0.1}
-        # Half the time where the processor multiplies bfloat16 itself, and slower where it does not.
+        # Half the time where the processor multiplies bfloat16 itself, and no faster where it does not.
         native = torch.cpu.get_capabilities()
         recipe |= {"bf16": bool(torch.cuda.is_available() or native.get("avx512_bf16") or native.get("amx_bf16"))}
 

@@ -76,7 +76,9 @@ class CheckpointArguments:
         """How many checkpoints are left when older ones have gone; None for all."""
         if self.save_top_k is not None:
             return max(self.save_total_limit or 0, self.save_top_k + 1)
-        return self.save_total_limit or (1 if self.save_strategy == "best" and self.save_total_limit is None else None)
+        if self.save_strategy == "best" and self.save_total_limit is None:
+            return 1
+        return self.save_total_limit or None
 
     def _normalize(self) -> None:
         if is_url(output_dir := getattr(self, "output_dir", None)) and self.remote_dir in (None, output_dir):

@@ -35,10 +35,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _within(*contexts: contextlib.AbstractContextManager) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _within(outer: contextlib.AbstractContextManager, inner: contextlib.AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
         yield
 
 
@@ -169,8 +167,7 @@ class Distributed:
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
         if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
-        casts = self.precision == "bf16" or getattr(self.args, "bf16_full_eval", False)
-        emulated = makes_emulated_products(model, casts)
+        emulated = makes_emulated_products(model, self.precision == "bf16" or self.args.bf16_full_eval)
         if emulated and not self._is_emulated:
             logger.info(
                 "This processor has no bfloat16 instructions (AVX-512 BF16, AMX): products of bfloat16 are computed in float32, "
