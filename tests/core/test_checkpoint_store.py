@@ -1,23 +1,27 @@
 """`Store`: a checkpoint is there whole or not at all, and damage that comes later is found and named."""
 
 import errno
+import hashlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from posttrain.core.checkpoint import (
     DiskFullError,
     MissingCheckpointError,
     Store,
     check_space,
+    digests,
     directory_bytes,
     disk,
     get_last_checkpoint,
@@ -62,19 +66,14 @@ def test_a_checkpoint_has_its_name_only_once_committed(checkpoints):
 def test_the_manifest_says_what_is_in_the_checkpoint(checkpoints):
     path = save(checkpoints, 3, extra={"run": "a", "world_size": 2})
     read = manifest.read_manifest(path)
-    import hashlib
-    import zlib
-
     assert (read["step"], read["extra"]) == (3, {"run": "a", "world_size": 2})
     assert set(read["files"]) == {"state.json", "state.safetensors", "nested/deep/notes.txt", "nothing.txt"}
-    digests = {"sha256": [hashlib.sha256(b"step 3").hexdigest()], "crc32": [f"{zlib.crc32(b'step 3'):08x}"]}
+    digests = {"sha256": [hashlib.sha256(b"step 3").hexdigest()], "xxh128": [xxhash.xxh128_hexdigest(b"step 3")]}
     assert read["files"]["nested/deep/notes.txt"] == {"size": 6} | digests
 
 
 def test_a_large_file_is_hashed_in_blocks(checkpoints, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK", 2**20)
-    import hashlib
-
     content = random.Random(0).randbytes(2**21 + 5)
     temp = checkpoints.begin(1)
     (temp / "large").write_bytes(content)
@@ -85,9 +84,24 @@ def test_a_large_file_is_hashed_in_blocks(checkpoints, monkeypatch):
     assert checkpoints.verify(path) == []
     for position in (5, 2**20 + 5, 2**21 + 4):
         (path / "large").write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        for kind, name in (("crc32", "CRC-32"), ("sha256", "SHA-256")):
+        for kind, name in (("xxh128", "XXH128"), ("sha256", "SHA-256")):
             (problem,) = checkpoints.verify(path, kind=kind)
             assert f"its {name} is not" in problem
+
+
+def test_a_checkpoint_of_version_2_is_compared_by_its_sha256(checkpoints):
+    path = save(checkpoints, 1)
+
+    def as_it_was(body):
+        body["version"] = 2
+        for entry in body["files"].values():
+            entry["crc32"] = entry.pop("xxh128")
+
+    rewrite_manifest(path, as_it_was)
+    assert checkpoints.resolve(True) == path
+    flip(path / "state.safetensors", -1)
+    (problem,) = checkpoints.verify(path)
+    assert "its SHA-256 is not" in problem
 
 
 def test_files_are_on_the_disk_before_the_name_is(checkpoints, monkeypatch):
@@ -318,7 +332,7 @@ def test_each_damaged_file_gets_a_sentence(checkpoints):
     DAMAGES["missing"](path / "state.json")
     DAMAGES["a bit flipped"](path / "state.safetensors")
     problems = checkpoints.verify(path)
-    assert len(problems) == 2 and "state.json is missing" in problems[0] and "CRC-32" in problems[1]
+    assert len(problems) == 2 and "state.json is missing" in problems[0] and "XXH128" in problems[1]
 
 
 def test_files_that_a_callback_adds_are_no_damage(checkpoints):
@@ -333,7 +347,7 @@ def test_a_file_that_cannot_be_read_is_named(checkpoints, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")  # as a failing disk does: without a file name
 
-    monkeypatch.setattr(manifest, "open", fail, raising=False)
+    monkeypatch.setattr(digests, "open", fail, raising=False)
     (problem,) = checkpoints.verify(path)
     assert str(path) in problem and problem.endswith(" cannot be read: Input/output error.")
 
@@ -371,9 +385,9 @@ def test_a_name_that_leads_out_of_the_checkpoint_is_refused(how, checkpoints, tm
         lambda body: body.update(files={"a": 3}),
         lambda body: body["files"]["state.json"].update(size="9"),
         lambda body: body["files"]["state.json"].update(sha256=None),
-        lambda body: body["files"]["state.json"].update(crc32=None),
+        lambda body: body["files"]["state.json"].update(xxh128=None),
         lambda body: body.update(block=1),
-        lambda body: body.update(version=3),
+        lambda body: body.update(version=4),
         lambda body: body.update(format="other"),
         lambda body: body.pop("written"),
     ],
@@ -468,6 +482,7 @@ def test_rotation_keeps_the_newest_and_what_it_is_told_to(limit, keep, left, che
     removed = checkpoints.rotate(limit, keep=(str(checkpoints.path(step)) for step in keep))
     assert [path.name for path in checkpoints.checkpoints()] == [f"checkpoint-{step}" for step in left]
     assert removed == [checkpoints.path(step) for step in (1, 2, 3, 10) if step not in left]
+    checkpoints.settle()
     assert names(checkpoints.output_dir) == sorted(f"checkpoint-{step}" for step in left)
 
 
@@ -488,11 +503,23 @@ def test_rotation_never_deletes_what_was_just_written(checkpoints):
     assert checkpoints.rotate(2) == [checkpoints.path(100)]
 
 
+def test_deleting_takes_no_time_of_training_and_is_done_before_the_next_save(checkpoints, monkeypatch):
+    save(checkpoints, 1), save(checkpoints, 2)
+    real, may_delete = store.remove, threading.Event()
+    monkeypatch.setattr(store, "remove", lambda path: (may_delete.wait(10), real(path)))
+    assert checkpoints.rotate(1) == [checkpoints.path(1)]
+    assert any(name.startswith(".trash-checkpoint-1.") for name in names(checkpoints.output_dir))
+    may_delete.set()
+    begun = checkpoints.begin(3)
+    assert names(checkpoints.output_dir) == [begun.name, "checkpoint-2"]
+
+
 def test_what_is_half_deleted_does_not_carry_the_name(checkpoints, monkeypatch):
     save(checkpoints, 1), save(checkpoints, 2)
     seen = []
     monkeypatch.setattr(disk.shutil, "rmtree", lambda path, **kwargs: seen.append(Path(path).name))
     checkpoints.rotate(1)
+    checkpoints.settle()
     assert len(seen) == 1 and seen[0].startswith(".trash-checkpoint-1.")
     assert [path.name for path in checkpoints.checkpoints()] == ["checkpoint-2"]
 

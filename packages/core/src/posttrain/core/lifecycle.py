@@ -210,6 +210,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._watch.end()
             self.is_in_train = False
             self._saver.leave()  # after an error; else everything is settled
+            self.store.settle()
             for callback in handler.callbacks:
                 if isinstance(callback, trackers.JSONLinesCallback):
                     callback.close()  # on_train_end is not heard when training raises

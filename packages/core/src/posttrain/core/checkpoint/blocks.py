@@ -7,41 +7,28 @@ block is.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import contextvars
 import errno
-import hashlib
+import itertools
 import mmap
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from posttrain.core.checkpoint.digests import BLOCK, Digest, cores, digest
 from posttrain.core.checkpoint.disk import free_bytes
 
-# Checksums are of blocks of this many bytes, so that all cores share a large file.
-BLOCK = 32 * 2**20
 # A file of fewer bytes is written by one call: beginning threads for it takes longer.
 SMALL = 2**20
 _PAGE = 4096
-_IN_FLIGHT = 3  # blocks being written or hashed while the next is filled
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Checksums of one block: SHA-256, and CRC-32, which is read four times as fast."""
-
-    sha256: str
-    crc32: str
-
-
-def digest(block: memoryview) -> Digest:
-    """The checksums of `block`."""
-    return Digest(hashlib.sha256(block).hexdigest(), f"{zlib.crc32(block):08x}")
+_IN_FLIGHT = 4  # blocks of memory: being filled, written or hashed
+_HASHING = 2  # threads: SHA-256 of one is no faster than a good disk
+_COPYING = 4  # threads at most: so many take all that memory gives
 
 
 class Source:
@@ -55,28 +42,37 @@ class Source:
     def __init__(self, header: bytes, tensors: list[torch.Tensor]) -> None:
         self.tensors = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
         self.sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
-        self.size = sum(self.sizes)
+        self.ends = list(itertools.accumulate(self.sizes))
+        self.size = self.ends[-1]
         self.devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        self._flat: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 
-    def read(self, block_size: int, buffer: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Blocks of `block_size` bytes, the last shorter, each copied into what `buffer` gives for its offset."""
-        offset, filled, block = 0, 0, buffer(0)
-        for tensor, size in zip(self.tensors, self.sizes, strict=True):
-            flat, done = (bytes_of(tensor), 0) if size else (tensor, 0)
-            while done < size:
-                count = min(size - done, block_size - filled)
-                block[filled : filled + count].copy_(flat[done : done + count], non_blocking=True)
-                filled, done, offset = filled + count, done + count, offset + count
-                if filled == block_size and offset < self.size:
-                    self._wait()
-                    yield block
-                    filled, block = 0, buffer(offset)
-        self._wait()
-        yield block[:filled]
-
-    def _wait(self) -> None:
+    def copy(self, start: int, place: torch.Tensor) -> None:
+        """Copy the bytes from `start` on into all of `place`. Threads may do so at the same time."""
+        number, done = bisect.bisect_right(self.ends, start), 0
+        while done < len(place):
+            begin = start + done - (self.ends[number] - self.sizes[number])
+            count = min(self.sizes[number] - begin, len(place) - done)
+            if count:
+                flat = self._bytes_of(number)[begin : begin + count]
+                place[done : done + count].copy_(flat, non_blocking=True)
+            number, done = number + 1, done + count
         for device in self.devices:  # copies into pinned memory are asynchronous
             torch.cuda.synchronize(device)
+
+    def fill(self, image: torch.Tensor) -> None:
+        """Copy all into `image`, which has room for it: on several threads, for one gets half of what memory gives."""
+        image = image[: self.size]
+        with ThreadPoolExecutor(min(cores(), _COPYING), "checkpoint-copy") as pool:
+            for _ in pool.map(self.copy, range(0, self.size, BLOCK), image.split(BLOCK)):
+                pass
+
+    def _bytes_of(self, number: int) -> torch.Tensor:
+        kept, flat = self._flat  # of one that is not contiguous all is copied, and wanted block by block
+        if kept != number:
+            flat = bytes_of(self.tensors[number])
+            self._flat = number, flat
+        return flat
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,8 +138,7 @@ class Part:
         name = path.relative_to(self.directory).as_posix()
         if self.later and source.size >= SMALL:
             image = self.memory.take(name, source.size, pinned=bool(source.devices))
-            for _ in source.read(source.size, lambda offset: image):
-                pass
+            source.fill(image)
             self._images.append((path, image[: source.size]))
         else:
             self.digests[name] = write_blocks(path, source, self.memory)
@@ -181,7 +176,8 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
     """
     size = source.size if isinstance(source, Source) else len(source)
     if size < SMALL:
-        (whole,) = source.read(SMALL, lambda offset: torch.empty(size, dtype=torch.uint8))
+        whole = torch.empty(size, dtype=torch.uint8)
+        source.copy(0, whole)
         with open(path, "wb") as file:
             file.write(whole.numpy().data)
             file.flush()
@@ -192,25 +188,29 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
     written: list[Future[None]] = []
     digests: list[Future[Digest]] = []
 
-    def buffer(offset: int) -> torch.Tensor:
-        number = offset // BLOCK
+    def block_at(start: int) -> torch.Tensor:
+        if not isinstance(source, Source):
+            return source[start : start + BLOCK]
+        number = start // BLOCK
         if number >= _IN_FLIGHT:  # the block that this memory held must be done with
             written[number - _IN_FLIGHT].result()
             digests[number - _IN_FLIGHT].result()
-        return memory.take(f"block {number % _IN_FLIGHT}", BLOCK, pinned=bool(source.devices))[:BLOCK]
+        block = memory.take(f"block {number % _IN_FLIGHT}", BLOCK, pinned=bool(source.devices))
+        block = block[: min(BLOCK, size - start)]
+        source.copy(start, block)
+        return block
 
-    blocks = source.read(BLOCK, buffer) if isinstance(source, Source) else source.split(BLOCK)
-    # One thread writes, for a file grows at one place at a time, and one hashes: neither holds the interpreter's lock.
+    # One thread writes, for a file grows at one place at a time. None of them holds the interpreter's lock.
     with (
         _opened(path) as file,
         ThreadPoolExecutor(1, "checkpoint-disk") as disk,
-        ThreadPoolExecutor(1, "checkpoint-hash") as hashing,
+        ThreadPoolExecutor(_HASHING, "checkpoint-hash") as hashing,
     ):
         try:
-            for number, block in enumerate(blocks):
-                view = block.numpy().data
+            for start in range(0, size, BLOCK):
+                view = block_at(start).numpy().data
                 digests.append(hashing.submit(digest, view))
-                written.append(disk.submit(file.write, view, number * BLOCK))
+                written.append(disk.submit(file.write, view, start))
             for future in written:
                 future.result()
             file.sync()

@@ -1,7 +1,7 @@
-"""``manifest.json``: name, size, SHA-256 and CRC-32 of every file of a checkpoint. It is written last and read first.
+"""``manifest.json``: name, size, SHA-256 and XXH128 of every file of a checkpoint. It is written last and read first.
 
-The CRC-32 is what a resume compares: it finds any damage by chance as surely, and is read four times as fast. The SHA-256
-is compared where a checkpoint came over a network.
+The XXH128 is what a resume compares; the SHA-256 where a checkpoint came over a network, or is of version 2, which had a
+CRC-32 beside it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import json
 import os
 import re
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.blocks import BLOCK, Digest
 from posttrain.core.checkpoint.codec import read_json
+from posttrain.core.checkpoint.digests import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
 
-MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 2
+MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
+_COMPARED = {2: ["sha256"], VERSION: [*KINDS]}  # of each version that is read: its kinds of checksum
 
 
 def write_manifest(
@@ -41,7 +41,7 @@ def write_manifest(
     others = {name: size for name, size in files.items() if name not in digests}
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="fsync") as pool:
         synced = [pool.submit(sync_file, directory / name) for name in others]  # waits for the disk while we hash
-        digests |= _hash(directory, others, BLOCK)
+        digests |= digests_of_files(directory, others, BLOCK)
         for file in synced:
             file.result()
     manifest = {
@@ -51,7 +51,7 @@ def write_manifest(
         "written": round(time.time(), 6),
         "block": BLOCK,
         "files": {
-            name: {"size": size, "sha256": [d.sha256 for d in digests[name]], "crc32": [d.crc32 for d in digests[name]]}
+            name: {"size": size} | {kind: [digest[kind] for digest in digests[name]] for kind in KINDS}
             for name, size in sorted(files.items())
         },
         "extra": extra,
@@ -70,7 +70,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
 
     Returns:
         ``{"step", "written": seconds since 1970, "block": bytes, "extra",
-        "files": {name: {"size": bytes, "sha256": [one for each block], "crc32": [likewise]}}}``
+        "files": {name: {"size": bytes, "sha256": [one for each block], "xxh128": [likewise]}}}``
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -87,21 +87,21 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is damaged: it does not hold the format {FORMAT!r}.")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in _COMPARED:
         raise CheckpointError(
-            f"{path} has version {manifest.get('version')!r} of its format, and this posttrain reads version {VERSION}."
+            f"{path} has version {manifest.get('version')!r} of its format, and this posttrain reads {[*_COMPARED]}."
         )
     if manifest.pop("sha256", None) != _seal(manifest) or not _well_formed(manifest):
         raise CheckpointError(f"{path} is damaged: its content and its own SHA-256 do not agree.")
     return manifest
 
 
-def damages(checkpoint: str | Path, deep: bool = True, kind: str = "crc32") -> list[str]:
+def damages(checkpoint: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
     """What is wrong with the checkpoint, a sentence for each damaged file; an empty list: it is whole.
 
     Args:
         deep: read every file and compare its checksum; else only check that it is there and has its size.
-        kind: of the checksum: ``"crc32"`` or ``"sha256"``.
+        kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
     """
     directory = Path(checkpoint)
     try:
@@ -112,10 +112,10 @@ def damages(checkpoint: str | Path, deep: bool = True, kind: str = "crc32") -> l
         }
         if deep:
             present = {name: files[name]["size"] for name, problem in problems.items() if not problem}
-            for name, digests in _hash(directory, present, manifest["block"], (kind,)).items():
-                if [getattr(digest, kind) for digest in digests] != files[name][kind]:
-                    shown = {"crc32": "CRC-32", "sha256": "SHA-256"}[kind]
-                    problems[name] = f"{directory / name} is damaged: its {shown} is not the one in {MANIFEST}."
+            kind = kind if kind in _COMPARED[manifest["version"]] else "sha256"
+            for name, digests in digests_of_files(directory, present, manifest["block"], [kind]).items():
+                if [digest[kind] for digest in digests] != files[name][kind]:
+                    problems[name] = f"{directory / name} is damaged: its {SHOWN[kind]} is not the one in {MANIFEST}."
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
@@ -129,13 +129,14 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 def _well_formed(manifest: dict[str, Any]) -> bool:
     files, block = manifest.get("files"), manifest.get("block")
+    kinds = _COMPARED[manifest["version"]]
     return (
         isinstance(block, int)
         and block >= 2**20
         and isinstance(manifest.get("written"), (int, float))
         and isinstance(files, dict)
         and all(isinstance(entry, dict) and isinstance(entry.get("size"), int) for entry in files.values())
-        and all(isinstance(entry.get(kind), list) for entry in files.values() for kind in ("sha256", "crc32"))
+        and all(isinstance(entry.get(kind), list) for entry in files.values() for kind in kinds)
     )
 
 
@@ -153,39 +154,6 @@ def _contents(directory: Path) -> tuple[dict[str, int], list[str]]:
             else:
                 files[relative] = path.stat().st_size
     return files, directories
-
-
-def _hash(
-    directory: Path, sizes: dict[str, int], block: int, kinds: tuple[str, ...] = ("sha256", "crc32")
-) -> dict[str, list[Digest]]:
-    """``{name: checksums of each block}``, on all cores; those of other `kinds` are left empty."""
-    blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    digests: dict[str, list[Digest]] = {name: [] for name in sizes}
-    # At least four: what is not in the page cache is read eight times as fast when several blocks are asked for at once.
-    with ThreadPoolExecutor(max_workers=min(max(cores, 4), 16), thread_name_prefix="checksum") as pool:
-        hashed = pool.map(lambda item: _hash_block(directory / item[0], item[1], block, kinds), blocks)
-        for (name, _), digest in zip(blocks, hashed, strict=True):
-            digests[name].append(digest)
-    return digests
-
-
-def _hash_block(path: Path, start: int, block: int, kinds: tuple[str, ...]) -> Digest:
-    sha256, crc32, buffer, left = hashlib.sha256(), 0, memoryview(bytearray(2**18)), block
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), start, block, os.POSIX_FADV_WILLNEED)
-            file.seek(start)
-            while left and (count := file.readinto(buffer[:left])):
-                if "sha256" in kinds:
-                    sha256.update(buffer[:count])
-                if "crc32" in kinds:
-                    crc32 = zlib.crc32(buffer[:count], crc32)
-                left -= count
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed read does not know its file
-    return Digest(sha256.hexdigest() if "sha256" in kinds else "", f"{crc32:08x}" if "crc32" in kinds else "")
 
 
 def is_inside(name: str) -> bool:

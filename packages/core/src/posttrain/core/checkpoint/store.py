@@ -13,13 +13,14 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.blocks import Digest
+from posttrain.core.checkpoint.digests import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
@@ -52,6 +53,7 @@ class Store:
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote
+        self._removals: list[threading.Thread] = []
 
     # ---- writing ----
 
@@ -68,6 +70,7 @@ class Store:
         temp = self._hidden("tmp", step)
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.settle()  # what is deleted makes room
             self.clean()
             remove(temp)
             temp.mkdir()
@@ -208,14 +211,14 @@ class Store:
         finally:
             self.abort(temp)
 
-    def verify(self, path: str | Path, deep: bool = True, kind: str = "crc32") -> list[str]:
+    def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
         """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
 
         Files that are not in the manifest, such as a callback leaves behind, are no damage.
 
         Args:
             deep: read every file and compare its checksum; else only that it is there and has its size.
-            kind: of the checksum: ``"crc32"`` or ``"sha256"``.
+            kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
         """
         return damages(path, deep, kind)
 
@@ -314,9 +317,20 @@ class Store:
             except OSError as error:
                 logger.warning("%s could not be deleted (%s); it stays.", path, error)
                 continue
-            remove(trash)
+            self._remove_later(trash)
             removed.append(path)
         return removed
+
+    def settle(self) -> None:
+        """Return once the room of all that was deleted is free again."""
+        while self._removals:
+            self._removals.pop().join()
+
+    def _remove_later(self, hidden: Path) -> None:
+        """Delete what has no checkpoint's name any more: file systems take 0.2 s for each GB, for which no one must wait."""
+        thread = threading.Thread(target=remove, args=(hidden,), name="checkpoint-removal")
+        thread.start()
+        self._removals.append(thread)
 
     def clean(self) -> None:
         """Remove what runs that died have left behind: half-written checkpoints and half-deleted ones.

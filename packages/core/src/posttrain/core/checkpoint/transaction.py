@@ -9,11 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.blocks import Digest, Memory, Part
+from posttrain.core.checkpoint.blocks import Memory, Part
+from posttrain.core.checkpoint.digests import Digest
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.checkpoint.writer import AsyncWriter
 from posttrain.core.errors import CheckpointError
@@ -197,10 +198,9 @@ class Saver:
 
     def _report(self, temp: Path, failure: str | None, part: Part) -> None:
         path = _report_path(temp, self.rank)
-        digests = {name: [asdict(digest) for digest in found] for name, found in part.digests.items()}
         try:
             unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(json.dumps({"failure": failure, "digests": digests}), encoding="utf-8")
+            unfinished.write_text(json.dumps({"failure": failure, "digests": part.digests}), encoding="utf-8")
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -220,8 +220,7 @@ class Saver:
         if not text:
             return "its files could not be written", {}
         report = json.loads(text)
-        digests = {name: [Digest(**one) for one in found] for name, found in report["digests"].items()}
-        return report["failure"], digests
+        return report["failure"], report["digests"]
 
 
 def _report_path(temp: Path, rank: int) -> Path:
