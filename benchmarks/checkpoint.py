@@ -107,8 +107,9 @@ except Stop:
     return float(lines[0][1]), float(lines[0][2])
 
 
-def fsync_files(folder: Path) -> None:
-    """Return once the files below `folder` would survive a loss of power."""
+def save_and_fsync(trainer: Any, folder: Path) -> None:
+    """Save into `folder`, and return once the files would survive a loss of power."""
+    trainer._save_checkpoint(trainer.model, None)
     for path in folder.rglob("*"):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -143,7 +144,7 @@ def main() -> None:
                 (root / folder).mkdir()
             timed("peer: save", peer._save_checkpoint, peer.model, None)
             shutil.rmtree(root / "peer")
-            timed("peer: save and fsync", lambda: (peer._save_checkpoint(peer.model, None), fsync_files(root / "peer")))
+            timed("peer: save and fsync", save_and_fsync, peer, root / "peer")
             timed("posttrain: save", ours._save_checkpoint, ours.model, None)
             shutil.rmtree(root / "ours")
             ours.args.save_async = True

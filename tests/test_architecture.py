@@ -26,7 +26,7 @@ FLOORS = {
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
-        heads hub interrupts loader merging models offload optim optimizers preview registry report samplers trackers
+        heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers trackers
     """.split(),
     2: """
         cli generating incidents leaving lifecycle questions resuming scripts search trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import datasets
 import pytest
 
 from posttrain.core.cli import main
@@ -77,6 +78,40 @@ def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd):
     for part in ("weights", "optimizer", "scheduler", "random numbers", "data, metrics, own state", "log"):
         assert f"  {part:<24}  equal" in out, out
     assert "DIFFERENT" not in out and "bit by bit" in out
+
+
+def test_a_run_is_started_again_from_its_record_and_compared(run_file, tmp_path, monkeypatch, capsys):
+    assert main(["sft", "run.yaml", "--learning_rate", "2e-2"]) == 0
+    run_file.unlink()  # the record holds what it said
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    capsys.readouterr()
+    assert main(["rerun", "../out"]) == 0
+    out = capsys.readouterr().out
+    assert "versions, hardware and processes are as they were" in out
+    assert "the 4 losses that both logs hold are equal" in out
+    again = json.loads((tmp_path / "out-rerun" / "run.json").read_text())["starts"][0]
+    assert again["arguments"]["learning_rate"] == 0.02 and again["asked"]["method"] == "sft"
+
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny.CORPUS[1:5] * 3))
+    assert main(["rerun", "../out", "--output_dir", "third", "--seed", "1"]) == 0
+    out = capsys.readouterr().out
+    assert (elsewhere / "third" / "checkpoint-4").is_dir()
+    assert "data: xxh128 was" in out and "the losses differ from update 1 on" in out
+
+
+def test_a_run_of_a_program_is_not_started_again_but_shown(run_file, tmp_path, capsys):
+    from posttrain.sft import SFTConfig, SFTTrainer
+
+    args = SFTConfig(str(tmp_path / "own"), max_steps=1, use_cpu=True, report_to="none")
+    model = str(run_file.read_text().split()[1])
+    SFTTrainer(
+        model, args, train_dataset=datasets.Dataset.from_list([{"text": text} for text in tiny.CORPUS[:4]])
+    ).train()
+    assert main(["rerun", str(tmp_path / "own")]) == 2
+    assert "started by a program of its own" in capsys.readouterr().err
+    assert main(["rerun", str(tmp_path)]) == 1 and main(["rerun"]) == 0 and main(["rerun", "a", "b"]) == 2
 
 
 def test_what_cannot_be_proved_says_why(run_file, capsys):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, schedules, trackers
+from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, record, schedules, trackers
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
@@ -34,7 +34,7 @@ from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerContro
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback]
+DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, record.RunRecordCallback]
 
 
 class Trainer(Lifecycle, Questions):

@@ -19,6 +19,7 @@ COMMANDS = {
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
+    "rerun": "Start a run again from its record, and compare.",
     "env": "Versions and hardware, for a bug report.",
 }
 
@@ -76,6 +77,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import verify
 
         return verify.run(words[1:])
+    elif words[0] == "rerun":
+        from posttrain.core.cli import rerun
+
+        rerun.run(words[1:], _train)
     elif words[0] == "preview":
         from posttrain.core.cli import show
 
@@ -95,7 +100,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_method(name: str, words: list[str]) -> int:
     from posttrain.core import registry
-    from posttrain.core.cli import help
+    from posttrain.core.cli import help, parse
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
@@ -103,12 +108,20 @@ def _run_method(name: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(help.of_method(method, _classes(method)))
         return 0
-    run = _read(method, [word for word in words if word != "--smoke"])
-    if "--smoke" in words:
-        _smoke(method, run)
-    else:
-        method.run(run)
+    _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
     return 0
+
+
+def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> None:
+    """Run `method` with `settings`, `problems` having been found in them before."""
+    run = _configs(method, settings, problems)
+    from posttrain.core import record  # after what was asked for is known to be right: this imports torch
+
+    with record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
+        if smoke:
+            _smoke(method, run)
+        else:
+            method.run(run)
 
 
 def _classes(method: Any) -> tuple[type, type, type]:
@@ -121,10 +134,16 @@ def _classes(method: Any) -> tuple[type, type, type]:
 
 def _read(method: Any, words: list[str]) -> Any:
     """The `Run` of a method that `words`, its files and flags, ask for."""
+    from posttrain.core.cli import parse
+
+    return _configs(method, *parse.read_words(words))
+
+
+def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `Run` that `settings` make; `ConfigError` with their problems and those found before."""
     from posttrain.core import registry
     from posttrain.core.cli import parse
 
-    settings, problems = parse.read_words(words)
     with warnings.catch_warnings():
         warnings.simplefilter("always", FutureWarning)
         warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)

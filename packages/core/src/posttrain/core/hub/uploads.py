@@ -81,7 +81,8 @@ def jobs(
     """
     found: list[tuple[Path, str, tuple[str, ...]]] = []
     if at_end:
-        found.append((Path(output_dir), "", (*RESUME_FILES, "checkpoint-*", ".*", "_*")))
+        # What run.json says of this machine is nobody else's business.
+        found.append((Path(output_dir), "", (*RESUME_FILES, "run.json", "checkpoint-*", ".*", "_*")))
     elif checkpoint is not None and strategy != "end":
         # A checkpoint has no card of its own, at most a template that PEFT wrote.
         found.append((Path(checkpoint), "", (*RESUME_FILES, "README.md")))

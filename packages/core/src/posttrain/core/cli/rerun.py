@@ -1,0 +1,87 @@
+"""``posttrain rerun``: start a run again from its record, in a folder of its own, and say what differs by now."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.core import record, registry
+from posttrain.core.cli import parse
+from posttrain.core.distributed import environment
+from posttrain.core.errors import ConfigError
+
+USAGE = """usage: posttrain rerun FOLDER [--name value ...]
+
+Start the run whose output is in FOLDER again: the method and the settings that its run.json holds, in the folder that it
+was started in. The output goes to FOLDER-rerun, or to --output_dir; other settings may be given too, and win.
+What differs by now is said: versions, hardware and processes before, the rows and the losses that were logged afterwards."""
+
+
+def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[str]], None]) -> None:
+    """Start a run again.
+
+    Args:
+        words: what follows ``posttrain rerun``.
+        train: runs a method with settings and the problems that were found in them.
+
+    Raises:
+        ConfigError: no folder is named, or the run was not started by the command line.
+        CheckpointError: there is no record.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    problems: list[str] = []
+    folders, flags = parse.read_flags(words, problems)
+    if len(folders) != 1:
+        raise ConfigError("rerun", [f"name one folder that holds a {record.RECORD}, not {len(folders)}"])
+    first = record.read(folders[0])["starts"][0]
+    say = print if environment.rank() == 0 else lambda text: None
+    now = {"packages": record.packages(), "hardware": record.hardware(), "processes": environment.world_size()}
+    told = {name: first[name] for name in now}
+    for line in record.differences(told, now) or ["versions, hardware and processes are as they were"]:
+        say(f"  {line}")
+    if first["asked"] is None:
+        raise ConfigError(
+            "rerun",
+            [
+                f"the run was started by a program of its own, which says itself where its output goes: in {first['directory']}, "
+                f"with another output folder, run: {shlex.join(first['command'])}"
+            ],
+        )
+    folder = Path(folders[0]).resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    settings = {
+        name: parse.Setting(f"{record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
+    }
+    settings["output_dir"] = parse.Setting("rerun", f"{folder}-rerun")
+    settings.pop("resume_from_checkpoint", None)
+    if "output_dir" in flags:
+        flags["output_dir"].value = str(Path(flags["output_dir"].value).resolve())
+    settings |= flags
+    os.chdir(first["directory"])
+    train(registry.method(first["asked"]["method"]), settings, problems)
+    for line in compare(folder, Path(settings["output_dir"].value)):
+        say(f"  {line}")
+
+
+def compare(before: Path, after: Path) -> list[str]:
+    """A line for each difference between two runs that have ended, in what they were given and in the losses of their logs."""
+    then, now = (record.read(folder)["starts"][0] for folder in (before, after))
+    given = {name: {} for name in ("packages", "hardware")} | {"processes": 1}
+    found = record.differences(then | given, now | given)
+    losses = [_losses(folder / "log.jsonl") for folder in (before, after)]
+    common = sorted(losses[0].keys() & losses[1].keys())
+    apart = next((step for step in common if losses[0][step] != losses[1][step]), None)
+    if apart is not None:
+        return [*found, f"the losses differ from update {apart} on: {losses[0][apart]} and {losses[1][apart]}"]
+    return [*found, f"the {len(common)} losses that both logs hold are equal"]
+
+
+def _losses(log: Path) -> dict[int, float]:
+    records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
