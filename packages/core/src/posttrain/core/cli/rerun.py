@@ -65,8 +65,9 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     settings |= flags
     os.chdir(first["directory"])
     train(registry.method(first["asked"]["method"]), settings, problems)
-    for line in compare(folder, Path(settings["output_dir"].value)):
-        say(f"  {line}")
+    if environment.rank() == 0:  # which has written the record and the log
+        for line in compare(folder, Path(settings["output_dir"].value)):
+            say(f"  {line}")
 
 
 def compare(before: Path, after: Path) -> list[str]:
