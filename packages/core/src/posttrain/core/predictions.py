@@ -73,7 +73,7 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
     if len(parts) == 1:
         return parts.pop()
     widest = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
-    whole = np.empty((sum(len(part) for part in parts), *widest), dtype=np.result_type(*parts))
+    whole = _empty((sum(len(part) for part in parts), *widest), np.result_type(*parts))
     row = 0
     parts.reverse()
     while parts:
@@ -84,6 +84,15 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
         target[(slice(None), *(slice(0, size) for size in part.shape[1:]))] = part
         row += len(part)
     return whole
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array by torch's allocator: numpy asks for huge pages, which a virtual machine may have to find first, for a second
+    each GB and more."""
+    try:
+        return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
+    except TypeError:  # texts, objects
+        return np.empty(shape, dtype)
 
 
 def restore(value: Any, order: np.ndarray) -> Any:

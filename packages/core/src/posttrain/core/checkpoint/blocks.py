@@ -100,14 +100,10 @@ class Memory:
 
 
 def allocate(size: int, pinned: bool = False) -> torch.Tensor:
-    """`size` bytes of page-aligned host memory, in huge pages where the system has them."""
+    """`size` bytes of page-aligned host memory. Not in huge pages, which a virtual machine may take seconds to find."""
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    region = mmap.mmap(-1, max(size, _PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)[:size]
+    return torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
 
 
 class Part:
