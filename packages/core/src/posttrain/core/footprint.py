@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from posttrain.core.registry import Run
 from posttrain.core.segments import Segments
 
 aten = torch.ops.aten
+TILE = 512  # rows of the largest tile of `posttrain.core.losses`
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
 # Bytes that bitsandbytes keeps for each number of a weight, by the field of `ModelConfig` that asks for it: a 4-bit number with a
@@ -128,11 +130,12 @@ class _Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.high = self.peak = 0
+        self.most = sys.maxsize
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, such as a label at each position
-            found = args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
+        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
+            found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
         elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
             return 1
         else:
@@ -310,7 +313,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         reached = live.high = live.now
 
     def loss_in_tiles(hidden: torch.Tensor) -> torch.Tensor:
-        targets = losses.shift_labels(labels)
+        # A tile takes the same memory whatever follows it, so as many labelled positions as fill the largest are enough.
+        targets, live.most = losses.shift_labels(labels), TILE
         if work.loss == "logps":
             return torch.stack(losses.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS))
         loss, stats = losses.linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, return_stats=True)

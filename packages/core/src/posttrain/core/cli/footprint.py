@@ -88,7 +88,7 @@ def _propose(proposals: Any, memory: int) -> None:
         )
 
 
-ALIASES = {"gradient_checkpointing"}  # both names are set in a change, and one is said
+ALIASES = {"activation_checkpointing"}  # the other name is set too, and wins over either of the two in a file
 
 
 def _as_word(value: Any) -> str:
