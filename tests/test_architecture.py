@@ -25,7 +25,7 @@ FLOORS = {
         predictions segments state
     """.split(),
     1: """
-        arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation generation
+        arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation footprint generation
         heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers trackers
     """.split(),
     2: """

@@ -241,7 +241,7 @@ def packed_head(model: nn.Module) -> Iterator[None]:
     For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight must
     not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in float32.
     """
-    linear = _output_embedding(base_model(model))
+    linear = output_embedding(base_model(model))
     if linear is None or not _can_be_packed(linear) or _is_sharded(model):
         yield
         return
@@ -298,7 +298,8 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
             setattr(config, head.softcap_switch, head.softcap)
 
 
-def _output_embedding(base: nn.Module) -> nn.Module | None:
+def output_embedding(base: nn.Module) -> nn.Module | None:
+    """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
     embedding = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's copy that is trained, beside the original
         if embedding.disable_adapters:
@@ -314,7 +315,7 @@ def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
     """The head of `model`, or None and why not. The trial is made once for each head."""
     base = base_model(model)
     name = type(base).__name__
-    linear = _output_embedding(base)
+    linear = output_embedding(base)
     if linear is None:
         return None, f"{name} names no output embedding (get_output_embeddings())."
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:

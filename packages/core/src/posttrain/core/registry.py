@@ -51,6 +51,8 @@ class Method:
         needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
         preview: ``(run, count)`` -> the first `count` rows as they would be trained on (`posttrain.core.preview.Row`), and the
             lines of a data report; None where there is no such view.
+        workload: ``(run, length)`` -> what one micro-batch is to the model (`posttrain.core.footprint.Workload`), with rows of `length`
+            tokens, None: the longest that the config allows. None where the method does not say.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Method:
     run: Callable[[Run], None]
     needs: tuple[str, ...] = ("model_name_or_path", "dataset_name")
     preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
+    workload: Callable[[Run, int | None], Any] | None = None
 
     @property
     def config_class(self) -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.registry import Method, Run
@@ -41,11 +42,44 @@ def train_with(trainer: str) -> Callable[[Run], None]:
     return run
 
 
+def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> Callable[[Run, int | None], Any]:
+    """A method's `workload`: `sides` completions of each row, each behind a prompt of its own as if none were shared."""
+
+    def workload(run: Run, length: int | None) -> Any:
+        from posttrain.core.footprint import Workload, longest_row
+
+        config, task = run.config, {"score": "AutoModelForSequenceClassification"}
+        return Workload(
+            sides * config.per_device_train_batch_size,
+            longest_row(length, config.max_length),
+            loss,
+            reference=reference and not config.precompute_ref_log_probs,
+            auto_class=task.get(loss, "AutoModelForCausalLM"),
+        )
+
+    return workload
+
+
+def of_rollouts(run: Run, length: int | None) -> Any:
+    """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they are."""
+    from posttrain.core.footprint import Workload, longest_row
+
+    config, size = (
+        run.config,
+        None if run.config.max_completion_length is None else 2 * run.config.max_completion_length,
+    )
+    size = longest_row(length, size)
+    rows = config.per_device_train_batch_size
+    generated = 0 if config.use_vllm else rows * config.steps_per_generation * size
+    return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated)
+
+
 DPO = Method(
     name="dpo",
     help="Learn from pairs of a better and a worse completion, held to the model it began as.",
     config="posttrain.rl.dpo:DPOConfig",
     run=train_with("posttrain.rl.dpo:DPOTrainer"),
+    workload=of_preferences(2, reference=True),
 )
 
 GRPO = Method(
@@ -54,6 +88,7 @@ GRPO = Method(
     config="posttrain.rl.grpo:GRPOConfig",
     run=train_with("posttrain.rl.grpo:GRPOTrainer"),
     needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+    workload=of_rollouts,
 )
 
 RLOO = Method(
@@ -62,6 +97,7 @@ RLOO = Method(
     config="posttrain.rl.rloo:RLOOConfig",
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
     needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+    workload=of_rollouts,
 )
 
 KTO = Method(
@@ -69,6 +105,7 @@ KTO = Method(
     help="Learn from single completions called good or bad, held to the model it began as.",
     config="posttrain.rl.kto:KTOConfig",
     run=train_with("posttrain.rl.kto:KTOTrainer"),
+    workload=of_preferences(1, reference=True),
 )
 
 ORPO = Method(
@@ -76,6 +113,7 @@ ORPO = Method(
     help="Fine-tune on the better completion of each pair and away from the worse, without a reference.",
     config="posttrain.rl.orpo:ORPOConfig",
     run=train_with("posttrain.rl.orpo:ORPOTrainer"),
+    workload=of_preferences(2),
 )
 
 CPO = Method(
@@ -83,6 +121,7 @@ CPO = Method(
     help="Learn from pairs without a reference: CPO and SimPO.",
     config="posttrain.rl.cpo:CPOConfig",
     run=train_with("posttrain.rl.cpo:CPOTrainer"),
+    workload=of_preferences(2),
 )
 
 REWARD = Method(
@@ -90,4 +129,5 @@ REWARD = Method(
     help="Train a model that gives a completion a number, from pairs of a better and a worse one.",
     config="posttrain.rl.reward_model:RewardConfig",
     run=train_with("posttrain.rl.reward_model:RewardTrainer"),
+    workload=of_preferences(2, loss="score"),
 )

@@ -67,6 +67,14 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
     return of_run(dataclasses.replace(run, config=with_weights(run)), count)
 
 
+def workload(run: Run, length: int | None) -> Any:
+    """What a micro-batch of `run` is to the model: rows as long as they may be, each position with a target."""
+    from posttrain.core.footprint import Workload, longest_row
+
+    config = run.config
+    return Workload(config.per_device_train_batch_size, longest_row(length, config.max_length), "tokens")
+
+
 METHOD = Method(
     name="sft",
     help="Fine-tune on examples: text, prompt and completion, or conversations.",
@@ -74,4 +82,5 @@ METHOD = Method(
     run=run,
     needs=("model_name_or_path", "dataset_name|dataset_mixture|datasets"),
     preview=preview,
+    workload=workload,
 )

@@ -16,6 +16,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show what a run would be trained on, token by token.",
+    "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
@@ -85,6 +86,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import show
 
         show.run(words[1:], _read)
+    elif words[0] == "plan":
+        from posttrain.core.cli import footprint
+
+        footprint.run(words[1:], _read)
     elif words[0] == "merge":
         from posttrain.core.cli import merge
 

@@ -1,0 +1,134 @@
+"""``posttrain plan <method> run.yaml``: how much memory a run will need, and what to change where it does not fit."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.core import registry
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import Method, Run
+
+USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--length N] [--name value ...]
+
+Estimates the most memory that one process of a run needs, and where it does not fit, what would make it fit. Takes all that the
+method takes (posttrain <method> --help); nothing is loaded, trained or written.
+
+  --memory SIZE  what there is, such as 24GiB [default: what is free on the device that would train]
+  --length N     tokens of each row, where rows are shorter than the config allows, or it sets no bound
+
+Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates: torch's own operations on tensors
+without numbers, without what kernels use inside and the gaps between tensors; leave a tenth free for those."""
+UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)}}
+UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
+TIGHT = 0.9
+
+
+def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
+    """Print the memory plan of a run.
+
+    Args:
+        words: a method, files and flags, among them ``--memory SIZE`` and ``--length N``.
+        read: makes a run of a method and its words.
+    """
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    words, memory, length = _take_options(words)
+    if not words or words[0].startswith("-"):
+        raise ConfigError("posttrain plan", ["name the method first, as in posttrain plan sft run.yaml"])
+    found = registry.method(words[0])
+    if found.workload is None:
+        having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
+        raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
+    asked = read(found, words[1:])
+
+    from posttrain.core import footprint  # after the words are known to be right: this imports torch
+
+    device = footprint.device_type(asked.config)
+    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
+
+    def workload(run: Run) -> Any:
+        return found.workload(run, length)
+
+    work = workload(asked)
+    plan = footprint.measure(asked, work)
+    tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
+    print(f"A micro-batch of {tokens} tokens, in one process on the {device}:\n")
+    width = max(map(len, plan.parts))
+    for name, size in plan.parts.items():
+        print(f"  {name:<{width}}  {in_words(size):>12}")
+    print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n")
+    print(f"{_verdict(plan.peak, memory)}: {in_words(memory)} {whose}.", flush=True)
+    if plan.peak > memory:
+        _propose(footprint.proposals(asked, workload, memory), memory)
+
+
+def _verdict(peak: int, memory: int) -> str:
+    if peak > memory:
+        return "It does not fit"
+    return "It fits" if peak <= TIGHT * memory else "It fits barely, and what is not counted may be too much"
+
+
+def _propose(proposals: Any, memory: int) -> None:
+    print("\nWhat helps, the cheapest first, each measured in the same way:\n", flush=True)
+    fits = False
+    for one in proposals:
+        changes = " ".join(f"--{name} {_as_word(value)}" for name, value in one.changes.items() if name not in ALIASES)
+        fits = one.footprint.peak <= memory
+        print(
+            f"  {in_words(one.footprint.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.price}",
+            flush=True,
+        )
+    if not fits:
+        print(
+            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or several processes (FSDP)."
+        )
+
+
+ALIASES = {"activation_checkpointing"}  # the other name is set too, and wins over either of the two in a file
+
+
+def _as_word(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def in_words(size: int) -> str:
+    """`size` bytes in GiB, or in MiB below one."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+def _free(device: str) -> int:
+    """Bytes that can be had on the device, in the whole system where it is the CPU."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _take_options(words: list[str]) -> tuple[list[str], int | None, int | None]:
+    options: dict[str, int | None] = {"memory": None, "length": None}
+    rest, problems, at = [], [], iter(words)
+    for word in at:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in options:
+            rest.append(word)
+            continue
+        value = value if equals else next(at, "")
+        size = re.fullmatch(r"([\d.]+) ?(\w*)" if name == "memory" else r"(\d+)()", value)
+        if size is None or size[2] not in UNITS or size[1].count(".") > 1 or not float(size[1].rstrip(".") or 0):
+            problems.append(
+                f"--{name} {value} must be a {'size such as 24GiB' if name == 'memory' else 'number above 0'}"
+            )
+        else:
+            options[name] = int(float(size[1]) * UNITS[size[2]])
+    if problems:
+        raise ConfigError("posttrain plan", problems)
+    return rest, options["memory"], options["length"]
