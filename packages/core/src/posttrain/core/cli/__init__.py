@@ -18,6 +18,7 @@ COMMANDS = {
     "preview": "Show what a run would be trained on, token by token.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
+    "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
     "env": "Versions and hardware, for a bug report.",
 }
@@ -76,6 +77,10 @@ def _dispatch(words: list[str]) -> int:
         from posttrain.core.cli import verify
 
         return verify.run(words[1:])
+    elif words[0] == "migrate":
+        from posttrain.core.cli import migrate
+
+        return migrate.run(words[1:])
     elif words[0] == "preview":
         from posttrain.core.cli import show
 
