@@ -217,7 +217,7 @@ class _Script:
         for number, alias in enumerate(node.names):
             if alias not in staying:
                 first, after = (place - start for place in self.span(alias))
-                comma = re.compile(rb"[ \t]*,[ \t]*").match(segment, after)
+                comma = re.compile(rb"[ \t]*,([ \t]*(?![ \t#]))?").match(segment, after)
                 # A null byte, which no script has, marks where something was, for the lines to be tidied below.
                 edits.append((first, comma.end() if comma else after, b"\0"))
                 if number == last + 1 and alias.lineno == staying[-1].end_lineno and all(
@@ -227,6 +227,7 @@ class _Script:
         for first, after, text in sorted(edits, reverse=True):
             segment = segment[:first] + text + segment[after:]
         segment = re.sub(rb"(?m)^[ \t]*\0[ \t\0]*\r?\n", b"", segment)
+        segment = re.sub(rb"(?m)^([ \t]*)\0[ \t\0]*(?=#)", rb"\1", segment)  # a comment moves to where the name was
         return re.sub(rb"[ \t]*\0[ \t\0]*(?=\r?\n)", b"", segment).replace(b"\0", b"")
 
     # ---- names below a module ----
