@@ -229,6 +229,7 @@ def test_a_document_that_trains_with_trl():
             "from transformers import AutoModel, \\\n    Trainer, \\\n    AutoConfig",
             "from posttrain.core import Trainer\nfrom transformers import AutoModel, AutoConfig",
         ),
+        ("import torch, \\\n    trl\ntrl.SFTConfig", "import posttrain.sft\nimport torch\nposttrain.sft.SFTConfig"),
         (
             "from transformers import (AutoModel, Trainer)",
             "from posttrain.core import Trainer\nfrom transformers import (AutoModel)",
@@ -272,7 +273,17 @@ def test_a_name_that_is_bound_twice_is_left_to_a_person():
     script = "try:\n    import trl\nexcept ImportError:\n    trl = None\ntrl.SFTTrainer(tokenizer=t)\n"
     done = migrate(script)
     assert done.text == script.replace("tokenizer=", "processing_class=")
-    assert [note.text for note in done.notes] == ["trl is also the name of something else here; replace trl.SFTTrainer"]
+    assert [note.text for note in done.notes] == [
+        "trl.SFTTrainer stays for you to replace: trl is also the name of something else here"
+    ]
+
+
+def test_a_place_inside_an_f_string_is_met_or_left():
+    text = 'x = f"""é\n {1} é {trl.SFTTrainer(tokenizer=t)} é"""\n'
+    done = migrate("import trl\n" + text)
+    now = text.replace("trl.", "posttrain.sft.").replace("tokenizer=", "processing_class=")
+    left = migrating.Migration("import trl\n" + text, done.notes)
+    assert done == migrating.Migration("import posttrain.sft\n" + now, []) or (done == left and len(done.notes) == 2)
 
 
 def test_names_that_posttrain_lacks_stay_and_are_named():

@@ -25,6 +25,7 @@ LIBRARIES = ("transformers", "trl")
 #: In the order in which a name that several export is looked for, where nothing else speaks for one of them.
 PACKAGES = ("core", "sft", "rl", "seq2seq")
 UNKNOWN = object()
+IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,12 @@ class _Script:
     def span(self, node: Any) -> tuple[int, int]:
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
 
+    def _is_at(self, node: ast.Attribute, root: str) -> bool:
+        """Whether `node` is where the parser says: Python 3.11 loses count inside f-strings."""
+        start, end = self.span(node)
+        text = self.code[start:end]
+        return text.startswith(root.encode()) and text.endswith(node.attr.encode())
+
     def rewrite(self, imports: list[ast.Import | ast.ImportFrom]) -> None:
         for node in imports:
             if isinstance(node, ast.Import):
@@ -181,7 +188,7 @@ class _Script:
             else:
                 self._note_unknown(alias, library, alias.name)
         stays = node.module if node.module in groups else max(groups, key=lambda module: len(groups[module]))
-        added = [_from_statement(module, names) for module, names in sorted(groups.items()) if module != stays]
+        added = [_statement(module, names) for module, names in sorted(groups.items()) if module != stays]
         if stays != node.module or added:
             self._restate(node, groups[stays], added, stays)
 
@@ -209,7 +216,7 @@ class _Script:
         segment = self.code[start:end]
         if b"(" not in segment and b"\n" in segment and len(staying) < len(node.names):
             # Names over lines that end in backslashes: there are no comments to keep.
-            return _from_statement(module, staying).encode()
+            return _statement(module, staying).encode()
         edits = []
         if module is not None and (place := re.match(rb"from[\s\\]+([\w.]+)", segment)):
             edits.append((*place.span(1), module.encode()))
@@ -250,7 +257,7 @@ class _Script:
                 self.attributes[id(known)] = known.attr
             if library == "posttrain":
                 continue
-            if known is not None and root.id not in bound:
+            if known is not None and root.id not in bound and self._is_at(known, root.id):
                 found.setdefault(root.id, []).append((known, known.attr))
                 continue
             kept[root.id] += 1
@@ -258,7 +265,8 @@ class _Script:
                 name = next((node.attr for node in nodes if node.attr[:1].isupper()), nodes[-1].attr)
                 self._note_unknown(root, library, name)
             else:
-                self.note(root, f"{root.id} is also the name of something else here; replace {root.id}.{known.attr}")
+                why = "is also the name of something else here" if root.id in bound else IN_A_STRING
+                self.note(root, f"{root.id}.{known.attr} stays for you to replace: {root.id} {why}")
         moved = {}
         for name, uses in found.items():
             chosen = _choose(attr for _, attr in uses)
@@ -323,10 +331,13 @@ class _Script:
                 self.note(word, f"{what.name}: {word.arg} is the old name of {today[0]}, given too; keep {today[0]}")
             elif today is not None:
                 start, end = self.span(word)
-                if today[1] == _literal(word.value):
+                if not self.code.startswith(word.arg.encode(), start):
+                    self.note(word, f"{what.name}: {word.arg} is now {today[0]}; it {IN_A_STRING}")
+                elif today[1] == _literal(word.value):
                     self.edits.append((start, start + len(word.arg), today[0].encode()))
                 else:
-                    self.edits.append((start, end, f"{today[0]}={json.dumps(today[1])}".encode()))
+                    value = json.dumps(today[1]) if isinstance(today[1], (str, list)) else repr(today[1])
+                    self.edits.append((start, end, f"{today[0]}={value}".encode()))
 
 
 def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[str, Any] | str | None:
@@ -384,6 +395,7 @@ def _chain(node: ast.expr) -> list[Any]:
     return [*_chain(node.value), node] if isinstance(node, ast.Attribute) else [node]
 
 
-def _from_statement(module: str | None, names: list[ast.alias]) -> str:
+def _statement(module: str | None, names: list[ast.alias]) -> str:
+    """``from module import names``; ``import names`` without a module."""
     listed = ", ".join(f"{alias.name} as {alias.asname}" if alias.asname else alias.name for alias in names)
-    return f"from {module} import {listed}"
+    return f"from {module} import {listed}" if module else f"import {listed}"
