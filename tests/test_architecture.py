@@ -29,7 +29,7 @@ FLOORS = {
         heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers trackers
     """.split(),
     2: """
-        cli generating incidents leaving lifecycle questions resuming scripts search trainer
+        cli generating incidents leaving lifecycle migrating questions resuming scripts search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.core import registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.cli import environment, help, main, parse
+from posttrain.core.cli import help, main, parse
 from posttrain.core.cli.source import DataSource
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.fields import opt
@@ -242,8 +242,9 @@ def test_help_starts_without_torch():
     assert "sft" in done.stdout
 
 
-def test_env_names_versions_and_hardware():
-    text = environment.report()
+def test_env_names_versions_and_hardware(capsys):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
     for name in ("python", "posttrain-core", "torch", "cpu", "memory"):
         assert f"\n{name} " in text or text.startswith(f"{name} ")
 

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -57,6 +57,8 @@ class Trainer(Lifecycle, Questions):
     """
 
     config_class = TrainingArguments
+    #: What earlier versions called arguments of the constructor.
+    OLD_ARGUMENTS: ClassVar[dict[str, str]] = {"tokenizer": "processing_class", "callback": "callbacks"}
     #: Columns of the dataset that the collator reads; None: the parameters of the model's forward, and the labels.
     signature_columns: tuple[str, ...] | None = None
     #: Arguments that are read when the trainer is built: a hyperparameter search cannot vary them.
@@ -688,9 +690,8 @@ def _as_list(value: Any) -> list[Any]:
 def _accept_old_names(trainer: str, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
     """``tokenizer=`` and ``callback=``, as earlier versions called them, with one warning each."""
     for name, value in old.items():
-        new, current = {"tokenizer": ("processing_class", processing_class), "callback": ("callbacks", callbacks)}.get(
-            name, (None, None)
-        )
+        new = Trainer.OLD_ARGUMENTS.get(name)
+        current = processing_class if new == "processing_class" else callbacks
         if new is None:
             known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
             raise TypeError(f"{trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")

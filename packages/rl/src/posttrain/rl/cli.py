@@ -64,11 +64,8 @@ def of_rollouts(run: Run, length: int | None) -> Any:
     """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they are."""
     from posttrain.core.footprint import Workload, longest_row
 
-    config, size = (
-        run.config,
-        None if run.config.max_completion_length is None else 2 * run.config.max_completion_length,
-    )
-    size = longest_row(length, size)
+    config = run.config
+    size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
     rows = config.per_device_train_batch_size
     generated = 0 if config.use_vllm else rows * config.steps_per_generation * size
     return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated)

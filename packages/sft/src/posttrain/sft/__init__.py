@@ -27,7 +27,7 @@ _HOME_OF |= {"ModelConfig": "posttrain.core.models"} | dict.fromkeys(
     "posttrain.core.scripts",
 )  # fmt: skip
 #: Names of earlier versions of trl, and what does their work now.
-_GONE = {
+GONE = {
     "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set SFTConfig(assistant_only_loss=True) or train_on",
     "ConstantLengthDataset": "set SFTConfig(packing=True)",
     "setup_chat_format": "set SFTConfig(chat_template_path=...), and add tokens with tokenizer.add_special_tokens",
@@ -37,8 +37,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _GONE:
-        raise AttributeError(f"posttrain.sft has no {name!r}: {_GONE[name]}.")
+    if name in GONE:
+        raise AttributeError(f"posttrain.sft has no {name!r}: {GONE[name]}.")
     if name not in _HOME_OF:
         raise AttributeError(f"posttrain.sft has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import shutil
 import sys
@@ -13,16 +14,19 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
+# Each is a module of this package with a function `run`.
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show what a run would be trained on, token by token.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
+    "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
     "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
     "env": "Versions and hardware, for a bug report.",
 }
+MODULES = {"preview": "show", "plan": "footprint", "verify-resume": "verify", "env": "environment"}  # of another name
 
 # Two updates that pass through every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
@@ -66,38 +70,10 @@ def _dispatch(words: list[str]) -> int:
         from importlib.metadata import version
 
         print(f"posttrain {version('posttrain-core')}")
-    elif words[0] == "env":
-        from posttrain.core.cli import environment
-
-        print(environment.report())
-    elif words[0] == "launch":
-        from posttrain.core.cli import launch
-
-        return launch.run(words[1:])
-    elif words[0] == "verify-resume":
-        from posttrain.core.cli import verify
-
-        return verify.run(words[1:])
-    elif words[0] == "rerun":
-        from posttrain.core.cli import rerun
-
-        rerun.run(words[1:], _train)
-    elif words[0] == "preview":
-        from posttrain.core.cli import show
-
-        show.run(words[1:], _read)
-    elif words[0] == "plan":
-        from posttrain.core.cli import footprint
-
-        footprint.run(words[1:], _read)
-    elif words[0] == "merge":
-        from posttrain.core.cli import merge
-
-        merge.run(words[1:])
-    elif words[0] == "consolidate":
-        from posttrain.core.cli import consolidate
-
-        consolidate.run(words[1:])
+    elif words[0] in COMMANDS:
+        module = importlib.import_module(f"posttrain.core.cli.{MODULES.get(words[0], words[0])}")
+        makes_runs = {"preview": [_read], "plan": [_read], "rerun": [_train]}.get(words[0], [])
+        return module.run(words[1:], *makes_runs) or 0
     else:
         return _run_method(words[0], words[1:])
     return 0

@@ -7,7 +7,7 @@ import sys
 from posttrain.core import record
 
 
-def report() -> str:
-    """Versions and hardware, a line each."""
+def run(words: list[str]) -> None:
+    """Print versions and hardware, a line each."""
     facts = record.packages() | {"executable": sys.executable} | record.hardware()
-    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+    print("\n".join(f"{name:<18} {value}" for name, value in facts.items()))
