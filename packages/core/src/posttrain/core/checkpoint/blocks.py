@@ -57,15 +57,19 @@ class Source:
                 flat = self._bytes_of(number)[begin : begin + count]
                 place[done : done + count].copy_(flat, non_blocking=True)
             number, done = number + 1, done + count
-        for device in self.devices:  # copies into pinned memory are asynchronous
-            torch.cuda.synchronize(device)
+        self._synchronize()  # copies into pinned memory are asynchronous
 
     def fill(self, image: torch.Tensor) -> None:
         """Copy all into `image`, which has room for it: on several threads, for one gets half of what memory gives."""
         image = image[: self.size]
+        self._synchronize()  # other threads copy in streams of their own
         with ThreadPoolExecutor(min(cores(), _COPYING), "checkpoint-copy") as pool:
             for _ in pool.map(self.copy, range(0, self.size, BLOCK), image.split(BLOCK)):
                 pass
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
 
     def _bytes_of(self, number: int) -> torch.Tensor:
         kept, flat = self._flat  # of one that is not contiguous all is copied, and wanted block by block
