@@ -104,7 +104,7 @@ class Memory:
 
 
 def allocate(size: int, pinned: bool = False) -> torch.Tensor:
-    """`size` bytes of page-aligned host memory. Not in huge pages, which a virtual machine may take seconds to find."""
+    """`size` bytes of page-aligned host memory; not in huge pages, which are filled no faster and may take seconds to be found."""
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
