@@ -162,7 +162,7 @@ def test_predictions_larger_than_memory_are_refused_at_the_first_batch(monkeypat
     seen = []
     options = {"num_batches": 3, "on_batch": lambda: seen.append(1)}
     need = 3 * 2 * 2 * 4  # batches x (predictions and labels) x rows x bytes
-    monkeypatch.setattr(predictions, "_free_memory", lambda: need - 1)
+    monkeypatch.setattr(predictions, "free_memory", lambda: need - 1)
     with pytest.raises(MemoryError, match="3 evaluation batches .*preprocess_logits_for_metrics"):
         run(loader(2), **options)
     assert seen == []
@@ -171,9 +171,9 @@ def test_predictions_larger_than_memory_are_refused_at_the_first_batch(monkeypat
 
 
 def test_predictions_near_the_free_memory_are_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(predictions, "_free_memory", lambda: 2 * 48 - 1)
+    monkeypatch.setattr(predictions, "free_memory", lambda: 2 * 48 - 1)
     run(loader(2), num_batches=3)
-    monkeypatch.setattr(predictions, "_free_memory", lambda: 2 * 48)
+    monkeypatch.setattr(predictions, "free_memory", lambda: 2 * 48)
     run(loader(2), num_batches=3)
     assert [r.levelname for r in caplog.records if "preprocess_logits_for_metrics" in r.getMessage()] == ["WARNING"]
 

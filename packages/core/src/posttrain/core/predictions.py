@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from posttrain.core.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def nbytes(value: Any) -> int:
 
 def check_size(need: int, num_batches: int) -> None:
     """Warn where `need` bytes are more than half of the free memory; raise MemoryError where they are more than all."""
-    free = _free_memory()
+    free = free_memory()
     if free is None or need <= free / 2:
         return
     said = (
@@ -164,19 +164,3 @@ def check_size(need: int, num_batches: int) -> None:
     if need > free:
         raise MemoryError(said)
     logger.warning("%s", said)
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be taken without swapping, or before the container's limit; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free

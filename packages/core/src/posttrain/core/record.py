@@ -23,6 +23,7 @@ import xxhash
 from posttrain.core.arguments import is_secret
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.codec import read_json
+from posttrain.core.checkpoint.digests import cores
 from posttrain.core.errors import CheckpointError
 from posttrain.core.state import strict
 
@@ -187,8 +188,7 @@ def packages() -> dict[str, str]:
 @functools.cache
 def hardware() -> dict[str, str]:
     """The machine: system, processor, memory, accelerators."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts = {"platform": platform.platform(), "cpu": f"{_cpu_name()}, {cores} cores usable"}
+    facts = {"platform": platform.platform(), "cpu": f"{_cpu_name()}, {cores()} cores usable"}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     facts["cuda of torch"] = str(torch.version.cuda)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.core import registry
+from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
@@ -101,27 +102,22 @@ def in_words(size: int) -> str:
 
 
 def _free(device: str) -> int:
-    """Bytes that can be had on the device, in the whole system where it is the CPU."""
-    if device == "cuda":
-        import torch
+    """Bytes that can be had on the device; all that there are, where the system does not say what is free on the host."""
+    import torch
 
+    from posttrain.core.memory import free_memory
+
+    if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory()
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
 
 def _take_options(words: list[str]) -> tuple[list[str], int | None, int | None]:
     options: dict[str, int | None] = {"memory": None, "length": None}
-    rest, problems, at = [], [], iter(words)
-    for word in at:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in options:
-            rest.append(word)
-            continue
-        value = value if equals else next(at, "")
+    rest, given = parse.take_flags(words, options)
+    problems = []
+    for name, value in given:
         size = re.fullmatch(r"([\d.]+) ?(\w*)" if name == "memory" else r"(\d+)()", value)
         if size is None or size[2] not in UNITS or size[1].count(".") > 1 or not float(size[1].rstrip(".") or 0):
             problems.append(

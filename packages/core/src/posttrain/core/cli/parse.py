@@ -111,6 +111,18 @@ def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], di
     }
 
 
+def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take the flags `names` with one text each out of `words`: ``(the other words, [(name, text), ...])``; "" where none follows."""
+    known, rest, taken, at = set(names), [], [], iter(words)
+    for word in at:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in known:
+            taken.append((name, value if equals else next(at, "")))
+        else:
+            rest.append(word)
+    return rest, taken
+
+
 def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
     """What YAML files and flags set, by name, and what is wrong with how they are written."""
     problems: list[str] = []

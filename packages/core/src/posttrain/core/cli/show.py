@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from posttrain.core import preview, registry
+from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
@@ -76,15 +77,9 @@ def _method(words: list[str]) -> Method:
 
 def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     options: dict[str, Any] = {"rows": ROWS, "html": None}
-    rest: list[str] = []
+    rest, given = parse.take_flags(words, options)
     problems = []
-    at = iter(words)
-    for word in at:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in options:
-            rest.append(word)
-            continue
-        value = value if equals else next(at, "")
+    for name, value in given:
         if not value or value.startswith("--"):
             problems.append(f"--{name} needs a value")
         elif name == "rows":
