@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.rl import KTOConfig, KTOTrainer
-from posttrain.rl.kto import KTOCollator, apo_zero_unpaired, kto
+from posttrain.rl.kto import KTOCollator, apo_zero_unpaired, kto, others_of
 from tests import tiny
 from tests.contract.trainers import arguments, preference, preference_rows
 
@@ -41,9 +41,41 @@ def test_an_untrained_policy_loses_one_half_a_row(tmp_path):
     assert metrics["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
-def test_each_row_is_set_beside_the_completion_of_the_row_before(tmp_path):
-    rows = preference(KTOTrainer)(tmp_path).train_dataset
-    assert rows[0]["kl_ids"] == rows[-1]["completion_ids"] and rows[3]["kl_ids"] == rows[2]["completion_ids"]
+def test_where_prompts_differ_each_row_is_set_beside_the_completion_of_the_row_before():
+    assert others_of([[1], [2], [3], [4]]) == [3, 0, 1, 2]
+
+
+# finding_A3
+def test_no_row_is_set_beside_a_completion_of_its_own_prompt(tmp_path):
+    rows = preference_rows(16)
+    trainer = preference(KTOTrainer)(tmp_path)
+    paired = KTOTrainer(trainer.model, None, trainer.args, None, rows, None, trainer.processing_class).train_dataset
+    assert len(paired) == 32
+    prompts = {tuple(row["completion_ids"]): tuple(row["prompt_ids"]) for row in paired}
+    own = [prompts[tuple(row["kl_ids"])] == tuple(row["prompt_ids"]) for row in paired]
+    assert sum(own) == 0
+    # Each completion serves once, and the chosen as often as the rejected.
+    assert sorted(paired["kl_ids"][:]) == sorted(paired["completion_ids"][:])
+
+
+# finding_A3
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (3, 1, 2), (5, 1, 1), (2, 2), (1, 4), (3,), (1,)])
+def test_the_row_set_beside_a_prompt_is_of_another_one_where_there_is_one(sizes):
+    prompts = [[number] for number, size in enumerate(sizes) for _ in range(size)]
+    for order in (prompts, prompts[::-1], prompts[::2] + prompts[1::2]):
+        taken = others_of(order)
+        if len(sizes) > 1:
+            assert all(order[row] != order[other] for row, other in enumerate(taken))
+        elif len(order) > 1:
+            assert all(row != other for row, other in enumerate(taken))
+        if 2 * max(sizes) <= len(order):
+            assert sorted(taken) == list(range(len(order)))
+
+
+# finding_A3
+def test_rows_of_a_stream_take_completions_of_other_prompts_in_their_batch():
+    rows = [{"prompt_ids": [p], "completion_ids": [10 * p + k], "label": k == 0} for p in (1, 2) for k in (0, 1)]
+    assert KTOCollator(0)(rows)["kl"]["input_ids"].tolist() == [[1, 20], [1, 21], [2, 10], [2, 11]]
 
 
 def test_prompts_with_others_completions_are_cut_to_the_maximum():

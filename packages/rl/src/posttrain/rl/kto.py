@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,27 @@ def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.
 
 LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
 WITH_KL = ("kto",)
+
+
+def others_of(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt the number of the row whose completion is set beside it: of another prompt, where there is one.
+
+    Each completion is taken once: rows are put together by prompt and moved on by as many as the most frequent prompt has,
+    which is the row before where all prompts differ. Only if that prompt has more than half of the rows, its rows take
+    what the others have in turn, some of them more than once.
+    """
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).append(row)
+    groups = list(rows_of.values())
+    order = [row for group in groups for row in group]
+    largest = max(groups, key=len, default=[])
+    step = len(largest) if len(groups) > 1 else 1
+    taken = dict(zip(order, order[-step:] + order[:-step], strict=True))
+    if len(groups) > 1 and 2 * len(largest) > len(order):
+        rest = [row for group in groups if group is not largest for row in group]
+        taken |= {row: rest[place % len(rest)] for place, row in enumerate(largest)}
+    return [taken[row] for row in range(len(order))]
 
 
 @dataclass
@@ -81,8 +102,8 @@ class KTOCollator:
         batch = self._lay_out(prompts, [row["completion_ids"] for row in rows])
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
         if self.with_kl:
-            own = [row["completion_ids"] for row in rows]  # of a stream, where each takes its neighbour's
-            others = [row.get("kl_ids", neighbour) for row, neighbour in zip(rows, own[-1:] + own[:-1], strict=True)]
+            taken = others_of(prompts)  # of a stream, where each takes another's in its batch
+            others = [row.get("kl_ids", rows[i]["completion_ids"]) for row, i in zip(rows, taken, strict=True)]
             if self.max_length is not None:
                 others = [o[: max(self.max_length - len(p), 1)] for p, o in zip(prompts, others, strict=True)]
             batch["kl"] = self._lay_out(prompts, others)
@@ -226,11 +247,11 @@ class KTOTrainer(PreferenceTrainer):
             self._kl = before
 
     def arrange(self, dataset: Any) -> Any:
-        """Rows with the completion of the row before as ``kl_ids``. A stream takes it from the batch: see `KTOCollator`."""
+        """Rows with another's completion as ``kl_ids``, see `others_of`. A stream takes it from the batch: see `KTOCollator`."""
         if not self.needs_kl or not hasattr(dataset, "__len__"):
             return dataset
-        own = dataset["completion_ids"][:]
-        return dataset.add_column("kl_ids", own[-1:] + own[:-1])
+        taken = dataset.select(others_of(dataset["prompt_ids"][:]))
+        return dataset.add_column("kl_ids", taken["completion_ids"][:])
 
     def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
         """What makes a batch of prepared rows."""
