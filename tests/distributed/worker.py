@@ -4,11 +4,13 @@ A piece of work is a function below; its arguments come as JSON. What it returns
 """
 
 import contextlib
+import copy
 import json
 import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -208,6 +210,29 @@ def generate(out, **changes):
     }
 
 
+def stream_weights(out, **changes):
+    """Weights in pieces as an engine is sent them, on each process, beside the model put together by a checkpoint."""
+    import weakref
+
+    from posttrain.core.distributed import is_in_pieces
+    from posttrain.rl.generation.weights import Weights
+
+    trainer = TRAINERS["grpo"](out, max_steps=1, **split(2), **changes)
+    trainer.train()
+    state = trainer.dist.broadcast_object(whole(trainer))
+    weights, equal, made, alive = Weights(trainer.model), True, [], []
+    for name, weight in weights:
+        equal &= torch.equal(weight, state[name])
+        made.append(weakref.ref(weight))
+        alive.append(sum(ref() is not None for ref in made))
+    return {
+        "equal": trainer.dist.gather_object(equal and [name for name, *_ in weights.facts] == list(state)),
+        "still_in_pieces": weights.are_in_pieces and all(map(is_in_pieces, trainer.model.parameters())),
+        "alive": max(alive),
+        "all": len(weights),
+    }
+
+
 def split_vllm(out):
     """Two processes whose stand-in for vLLM splits the model, and what each would write with the model whole."""
     import types
@@ -228,6 +253,53 @@ def split_vllm(out):
         found.append(engine.generate(prompts, 2, Sampling(6, eos_token_ids=tuple(range(40))), seeds).ids)
     ids = trainer.dist.gather_object(found)
     return {"ids": ids, "tensor_parallel_size": LLM.made[0].settings["tensor_parallel_size"]}
+
+
+def uneven_vllm(out, **changes):
+    """Train and evaluate where processes that split vLLM ask for completions a different number of times."""
+    import types
+
+    from posttrain.rl import GRPOConfig, GRPOTrainer
+    from tests import tiny
+    from tests.rl.test_generation_vllm_colocated import LLM, SamplingParams
+
+    sys.modules["vllm"] = types.ModuleType("vllm")
+    sys.modules["vllm"].LLM, sys.modules["vllm"].SamplingParams = LLM, SamplingParams
+
+    class Turns(GRPOTrainer):
+        """As with tools: completions of the second process go on for three more turns, of different lengths."""
+
+        def generate(self, samples, sampling):
+            super().generate(samples, sampling)
+            for turn in range(3 * self.dist.rank):
+                self._write(samples[: turn + 1], replace(sampling, max_new_tokens=turn + 2))
+
+    args = arguments(
+        GRPOConfig, out, num_generations=2, max_completion_length=4, max_steps=2, use_vllm=True, beta=0.1,
+        vllm_tensor_parallel_size=2, vllm_enable_sleep_mode=True, ddp_timeout=60, per_device_eval_batch_size=2,
+        temperature=0.8, **split(2), **changes,
+    )  # fmt: skip
+    prompts = [{"prompt": f"question {i}"} for i in range(8)]
+    model = tiny.causal_lm(initializer_range=0.3)
+    LLM.architecture = copy.deepcopy(model)
+
+    def spread(completion_ids):
+        return [sum(ids) % 11 / 11 for ids in completion_ids]
+
+    trainer = Turns(model, spread, args, prompts, prompts[:3], tiny.tokenizer())
+    metrics = [trainer.evaluate()]  # before anything was synced, and of the last prompt one process has none
+    gathered = []
+    inside = trainer.dist.gathered
+    trainer.dist.gathered = lambda model: gathered.append(trainer.is_in_train) or inside(model)
+    trainer.train()
+    metrics.append(trainer.evaluate())
+    return {
+        "together": trainer.dist.gather_object([LLM.made[0].events.count(e) for e in ("together", "sleep 2")]),
+        "steps": trainer.state.global_step,
+        "rewards": [one["eval_reward"] for one in metrics],
+        "gap": max(r.get("sampling/sampling_logp_difference/max", 0) for r in trainer.state.log_history),
+        "gathered_in_training": sum(gathered),
+    }
 
 
 if __name__ == "__main__":

@@ -29,3 +29,16 @@ def test_processes_that_split_vllm_write_together_and_keep_their_own(folder):
     assert found["tensor_parallel_size"] == 2
     for rank, (together, alone) in enumerate(found["ids"]):
         assert together == alone and len(together) == 4 - 2 * rank
+
+
+# finding_B2, finding_B5
+@pytest.mark.parametrize(
+    "mode", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": "full_shard"}], ids=["ddp", "fsdp"]
+)
+def test_processes_that_split_vllm_ask_together_however_often_each_asks(folder, mode):
+    jobs.do(2, [["uneven", "uneven_vllm", {"out": str(folder), **mode}]], folder)
+    found = jobs.result(folder, "uneven")
+    assert "error" not in found, found["error"]
+    assert found["steps"] == 2 and found["gap"] < 1e-4 and all(0 < reward < 1 for reward in found["rewards"])
+    assert found["together"][0] == found["together"][1] and found["together"][0][0] > 10
+    assert found["gathered_in_training"] == 0  # vLLM has weights of its own

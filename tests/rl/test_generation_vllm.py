@@ -12,7 +12,7 @@ from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
-from posttrain.rl.generation.weights import named_weights
+from posttrain.rl.generation.weights import Weights
 from tests import tiny
 
 
@@ -250,7 +250,7 @@ def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_sa
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
-    sent = dict(named_weights(adapted))
+    sent = dict(Weights(adapted))
     for name, parameter in adapted.named_parameters():
         torch.testing.assert_close(parameter, before[name], atol=1e-6, rtol=0)
     whole = dict(adapted.merge_and_unload().named_parameters())

@@ -60,6 +60,11 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm):
         assert self.awake == {"weights", "kv_cache"}
+        if (size := self.settings["tensor_parallel_size"]) > 1:  # they write each token together, so all must ask alike
+            asked: list = [None] * size
+            torch.distributed.all_gather_object(asked, (prompts, [vars(how) for how in sampling_params]))
+            assert all(one == asked[0] for one in asked), asked
+            self.events.append("together")
         made = []
         for prompt, how in zip(prompts, sampling_params, strict=True):
             sampling = Sampling(

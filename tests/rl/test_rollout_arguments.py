@@ -10,7 +10,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import GRPOTrainer, RLOOTrainer
 from posttrain.rl import completions as told
 from posttrain.rl.generation.transformers import TransformersGenerator
-from posttrain.rl.generation.weights import named_weights
+from posttrain.rl.generation.weights import Weights
 from tests import tiny
 from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
 
@@ -278,7 +278,7 @@ def test_a_quantized_policy_trains_its_adapter(tmp_path):
     assert moved and all("lora_" in name for name in moved)
     assert logged(run, "sampling/sampling_logp_difference/max")[0] < 1e-4  # the engine reads the same weights
     with pytest.raises(ValueError, match="is quantized"):
-        list(named_weights(run.model))
+        list(Weights(run.model))
 
 
 def test_environments_may_bring_the_prompts(tmp_path):

@@ -7,6 +7,7 @@ sample and to judge.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
+from posttrain.rl.generation.protocol import has_own_weights, session
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
@@ -328,9 +330,15 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
-        with self.dist.gathered(self.model):  # processes with fewer prompts, or shorter completions, wait for nobody
-            if not data.is_filler(inputs):
-                self._evaluate_prompts(inputs)
+        samples = [] if data.is_filler(inputs) else self._eval_samples(inputs)
+        with self._weights_to_generate():
+            temperature = self.args.eval_temperature
+            self._sample(samples, self.temperature if temperature is None else temperature)
+            with self.dist.gathered(
+                self.model
+            ):  # processes with fewer prompts, or shorter completions, wait for nobody
+                if samples:
+                    self._log_evaluation(samples, self._timed_score(samples))
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -467,17 +475,24 @@ class RolloutTrainer(Trainer):
         for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
             sample.seed = mix(self.args.seed, self._num_rollouts, number)
         self._num_rollouts += 1
-        with self.dist.gathered(self.model):  # processes write completions of different lengths
-            self._sample(samples, self.temperature)
+        self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
-        if self._synced_at != self.state.global_step:
-            with self.clock("sync"):
-                self.generator.sync_weights(self.model)
-            self._synced_at = self.state.global_step
-        with self.clock("generate"), self.compute_loss_context_manager():
-            self.generate(samples, self.sampling(temperature))
+        """Complete `samples`. Every process must call it, also one that has none."""
+        with self._weights_to_generate():
+            if self._synced_at != self.state.global_step:
+                with self.clock("sync"):
+                    self.generator.sync_weights(self.model)
+                self._synced_at = self.state.global_step
+            with session(self.generator), self.clock("generate"), self.compute_loss_context_manager():
+                if samples:
+                    self.generate(samples, self.sampling(temperature))
+
+    def _weights_to_generate(self) -> contextlib.AbstractContextManager:
+        """Where the engine generates: with whole weights of the policy, since processes write completions of different
+        lengths; or with a copy of its own, and then no process ever holds the policy whole."""
+        return contextlib.nullcontext() if has_own_weights(self.generator) else self.dist.gathered(self.model)
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
         with self.clock("score"):
@@ -552,13 +567,12 @@ class RolloutTrainer(Trainer):
         share, pad = self._share_prompts, self.processing_class.pad_token_id
         return rollout.micro_batches(self._train_batch_size, share, pad, multiple)
 
-    def _evaluate_prompts(self, rows: list[dict[str, Any]]) -> None:
-        size, temperature = self.num_generations_eval, self.args.eval_temperature
+    def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
+        size = self.num_generations_eval
         samples = self.new_samples([row for row in rows for _ in range(size)])
         for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
             sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
-        self._sample(samples, self.temperature if temperature is None else temperature)
-        self._log_evaluation(samples, self._timed_score(samples))
+        return samples
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"

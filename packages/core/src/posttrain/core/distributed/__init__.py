@@ -3,16 +3,18 @@
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import barrier, device, local_rank, precision, rank, world_size
 from posttrain.core.distributed.processes import Distributed
-from posttrain.core.distributed.sharding import whole
+from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
 
 __all__ = [
     "Distributed",
     "DistributedArguments",
     "barrier",
     "device",
+    "is_in_pieces",
     "local_rank",
     "precision",
     "rank",
     "whole",
+    "whole_shape",
     "world_size",
 ]

@@ -168,6 +168,19 @@ def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{above}{name}", value
 
 
+def is_piece(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter that ZeRO-3 keeps in pieces."""
+    return hasattr(tensor, "ds_id")
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of `parameter`, put together; every process must call this."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
 class Engine:
     """One training run under DeepSpeed.
 

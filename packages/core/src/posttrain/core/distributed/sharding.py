@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.environment import is_true
 from posttrain.core.errors import did_you_mean
 from posttrain.core.heads import base_model, unwrap
@@ -430,7 +431,19 @@ def is_piece(value: Any) -> bool:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, put together where each process holds a piece of it; then every process must call this."""
-    return tensor.full_tensor() if is_piece(tensor) else tensor
+    if is_piece(tensor):
+        return tensor.full_tensor()
+    return deepspeed.whole(tensor) if deepspeed.is_piece(tensor) else tensor
+
+
+def is_in_pieces(tensor: torch.Tensor) -> bool:
+    """Whether each process holds a piece of `tensor`: under FSDP, or under DeepSpeed's ZeRO-3."""
+    return is_piece(tensor) or deepspeed.is_piece(tensor)
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that `whole` would give `tensor`."""
+    return tuple(tensor.ds_shape if deepspeed.is_piece(tensor) else tensor.shape)
 
 
 def is_first_copy(tensor: Any) -> bool:

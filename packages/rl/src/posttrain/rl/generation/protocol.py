@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,7 +55,11 @@ class Completions:
 
 
 class Generator(Protocol):
-    """An engine that generates."""
+    """An engine that generates.
+
+    It may also have ``has_own_weights = True``, which says that it holds a copy of the weights and the policy need not be put
+    together for it; and ``session()``, see `session`.
+    """
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
@@ -71,3 +76,17 @@ class Generator(Protocol):
     def sync_weights(self, model: nn.Module) -> None:
         """Generate with the weights that `model` has now. Called after updates, before the next `generate`."""
         ...
+
+
+def has_own_weights(generator: Generator) -> bool:
+    """Whether `generator` writes with a copy of the weights, and not with the model that is trained."""
+    return bool(getattr(generator, "has_own_weights", False))
+
+
+def session(generator: Generator) -> contextlib.AbstractContextManager[None]:
+    """Around calls of `Generator.generate`. Every process must enter it and leave it; within it each calls as often as it needs.
+
+    Engines whose processes write together need this: one that has no more to ask goes on to take part in what others ask.
+    """
+    make = getattr(generator, "session", None)
+    return contextlib.nullcontext() if make is None else make()

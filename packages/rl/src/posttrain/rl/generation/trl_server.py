@@ -18,7 +18,7 @@ from posttrain.core.samplers import mix
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.transformers import ends_with_stop
-from posttrain.rl.generation.weights import Named, Written
+from posttrain.rl.generation.weights import Weights, Written
 
 UNPROCESSABLE = 422
 
@@ -40,14 +40,14 @@ class TrlServer:
         group_port: int,
         options: dict[str, Any],
         tokenizer: Any,
-        send: Callable[[Named, Server], None] | None = None,
+        send: Callable[[Weights, Server], None] | None = None,
     ) -> None:
         self.server, self.tokenizer, self._send = server, tokenizer, send or _Broadcast(group_port)
         self.options = dict(options)
         self.regex = (self.options.pop("structured_outputs", None) or {}).get("regex")
         self._reads_ids = True
 
-    def update(self, weights: Named) -> None:
+    def update(self, weights: Weights) -> None:
         """See `Dialect.update`."""
         self._send(weights, self.server)
         self.server.call("/reset_prefix_cache/", {}, empty=True)
@@ -120,9 +120,9 @@ class _Broadcast:
         self.communicator: Any = None
         self.rank = 0
 
-    def __call__(self, weights: Named, server: Server) -> None:
+    def __call__(self, weights: Weights, server: Server) -> None:
         if self.communicator is None:
-            self._join(server, weights[0][1].device)
+            self._join(server, weights.device)
         for name, weight in weights:
             server.call(
                 "/update_named_param/",

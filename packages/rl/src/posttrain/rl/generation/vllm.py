@@ -21,7 +21,7 @@ from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.trl_server import TrlServer
-from posttrain.rl.generation.weights import PROBE, Named, Written, check, named_weights
+from posttrain.rl.generation.weights import PROBE, Weights, Written, check
 
 CONCURRENCY = 64
 """Requests under way at a time."""
@@ -45,7 +45,7 @@ class Dialect(Protocol):
         """`n` completions of each prompt."""
         ...
 
-    def update(self, weights: Named) -> None:
+    def update(self, weights: Weights) -> None:
         """Let it generate with `weights`."""
         ...
 
@@ -60,6 +60,8 @@ class VLLMServerGenerator:
         send: ``(weights, server)``, sends weights; by default over NCCL.
     """
 
+    has_own_weights = True
+
     def __init__(
         self,
         url: str,
@@ -67,7 +69,7 @@ class VLLMServerGenerator:
         group_port: int = 51216,
         options: dict[str, Any] | None = None,
         tokenizer: Any = None,
-        send: Callable[[Named, Server], None] | None = None,
+        send: Callable[[Weights, Server], None] | None = None,
     ) -> None:
         self.server, self.timeout, self.group_port = Server(url), timeout, group_port
         self.options, self.tokenizer, self._send = dict(options or {}), tokenizer, send
@@ -82,9 +84,12 @@ class VLLMServerGenerator:
         """
         if self._dialect is None:
             self._dialect = self._connect()
-        weights = list(named_weights(model))
+        weights = Weights(model)
         if rank() == 0:
             self._dialect.update(weights)
+        elif weights.are_in_pieces:
+            for _ in weights:  # the first process puts them together with the help of all
+                pass
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         who = f"the vLLM server at {self.server.url}"
@@ -120,7 +125,7 @@ class VLLMServer:
     """vLLM's OpenAI interface: a request for each completion, with a seed of its own; its prefix cache reads a prompt once."""
 
     def __init__(
-        self, server: Server, group_port: int, options: dict[str, Any], send: Callable[[Named, Server], None] | None
+        self, server: Server, group_port: int, options: dict[str, Any], send: Callable[[Weights, Server], None] | None
     ) -> None:
         self.server, self.options, self._send = server, options, send or _Transfer(group_port)
         try:
@@ -130,7 +135,7 @@ class VLLMServer:
         self.scaled = info["model_config"].get("logprobs_mode", "raw_logprobs") == "processed_logprobs"
         self.name = server.call("/v1/models")["data"][0]["id"]
 
-    def update(self, weights: Named) -> None:
+    def update(self, weights: Weights) -> None:
         """See `Dialect.update`."""
         self.server.call("/start_weight_update", {})
         self._send(weights, self.server)
@@ -163,7 +168,7 @@ class _Transfer:
         self.group_port = group_port
         self.group: Any = None
 
-    def __call__(self, weights: Named, server: Server) -> None:
+    def __call__(self, weights: Weights, server: Server) -> None:
         require("vllm", "vllm", "use_vllm=True")
         try:
             from vllm.distributed.weight_transfer.nccl_engine import (
@@ -197,9 +202,9 @@ class _Transfer:
                 self.group = trainer_init(where)
                 answer.result()
             told = {
-                "names": [name for name, _ in weights],
-                "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
-                "shapes": [list(weight.shape) for _, weight in weights],
+                "names": [name for name, _, _ in weights.facts],
+                "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
+                "shapes": [list(shape) for *_, shape in weights.facts],
             }
             told |= {"packed": True} if packed_at == "update" else {}
             answer = pool.submit(server.call, "/update_weights", {"update_info": told})

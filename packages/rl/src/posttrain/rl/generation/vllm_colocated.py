@@ -7,9 +7,11 @@ forgets its weights with it; they are loaded again before it writes. Tested agai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,16 @@ from posttrain.core.errors import require
 from posttrain.core.models import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
-from posttrain.rl.generation.weights import PROBE, Written, check, named_weights
+from posttrain.rl.generation.weights import PROBE, Weights, Written, check
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A completion that is asked for. Each says by itself how it is drawn: processes may be at different turns."""
+
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
 
 
 class VLLMColocatedGenerator:
@@ -35,6 +46,8 @@ class VLLMColocatedGenerator:
     Raises:
         ValueError: `group_size` does not divide the processes.
     """
+
+    has_own_weights = True
 
     def __init__(
         self,
@@ -57,7 +70,7 @@ class VLLMColocatedGenerator:
         self._llm: Any = None
         self._group: Any = None
         self._model: nn.Module | None = None
-        self._has_weights = False
+        self._has_weights = self._in_session = False
 
     def sync_weights(self, model: nn.Module) -> None:
         """Load the weights into vLLM, then compare log-probabilities of a few tokens. Every process must call it.
@@ -69,21 +82,34 @@ class VLLMColocatedGenerator:
             self._llm = self._start(model)
         self._model = model
         self._load()
-        check(model, lambda prompt: self._write([prompt], PROBE, [0])[0], True, "the vLLM in this process")
+        check(model, lambda prompt: self._write([_Request(prompt, PROBE, 0)])[0], True, "the vLLM in this process")
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See `posttrain.rl.generation.protocol.session`. Weights that were given back are loaded again at its beginning."""
+        if not self._has_weights:
+            self._load()
+        self._in_session = True
+        try:
+            yield
+            self._serve_others()
+        finally:
+            self._in_session = False
+            if self.sleeps:
+                self._llm.sleep(level=2)
+                self._has_weights = False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
         """See `Generator.generate`. Log-probabilities are told where nothing but the temperature changes probabilities."""
+        if not self._in_session:
+            with self.session():
+                return self.generate(prompts, n, sampling, seeds)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        if not self._has_weights:
-            self._load()
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
-        done = self._write(rows, sampling, list(seeds))
-        if self.sleeps:
-            self._llm.sleep(level=2)
-            self._has_weights = False
+        done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
         logps = None if filters(sampling) else [logps for _, logps, _ in done]
         return Completions([ids for ids, _, _ in done], logps, [ended for *_, ended in done])
 
@@ -123,44 +149,62 @@ class VLLMColocatedGenerator:
                 torch.cuda.empty_cache()  # what training has let go of is vLLM's to take
             self._llm.wake_up(tags=["weights"])
         model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        for weight in named_weights(self._model):
+        for weight in Weights(self._model):
             model.load_weights([weight])
         if self.sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
         self._has_weights = True
 
-    def _write(self, rows: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[Written]:
-        """A completion of each row. Processes that split the model write those of all of them, and keep their own."""
-        mine = [(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+    def _write(self, mine: list[_Request]) -> list[Written]:
+        """The completions that are asked for. Processes that split the model write those of all of them, and keep their own."""
         if self._group is None:
-            return self._ask(mine, sampling)
-        parts: list[Any] = [None] * self.group_size
-        torch.distributed.all_gather_object(parts, mine, group=self._group)
-        done = self._ask([one for part in parts for one in part], sampling)
+            return self._ask(mine)
+        parts = self._gather(mine)
+        done = self._ask([request for part in parts for request in part or ()])
         place = torch.distributed.get_rank(self._group)
-        start = sum(map(len, parts[:place]))
+        start = sum(len(part or ()) for part in parts[:place])
         return done[start : start + len(mine)]
 
-    def _ask(self, rows: list[tuple[list[int], int]], sampling: Sampling) -> list[Written]:
+    def _serve_others(self) -> None:
+        """Take part in what other processes of the group still ask for, until none has anything to ask."""
+        if self._group is None:
+            return
+        while (parts := self._gather(None)) != [None] * self.group_size:
+            self._ask([request for part in parts for request in part or ()])
+
+    def _gather(self, mine: list[_Request] | None) -> list[list[_Request] | None]:
+        """What each process of the group asks for; None of one that has come to its end."""
+        parts: list[Any] = [None] * self.group_size
+        torch.distributed.all_gather_object(parts, mine, group=self._group)
+        return parts
+
+    def _ask(self, requests: list[_Request]) -> list[Written]:
+        if not requests:
+            return []
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": request.prompt} for request in requests],
+            sampling_params=[self._params(request) for request in requests],
+            use_tqdm=False,
+        )
+        return [_written(output.outputs[0]) for output in outputs]
+
+    def _params(self, request: _Request) -> Any:
+        """vLLM's SamplingParams."""
         from vllm import SamplingParams
 
+        sampling = request.sampling
         usual = {
             "n": 1, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
-            "include_stop_str_in_output": True, "logprobs": 0,
+            "include_stop_str_in_output": True, "logprobs": 0, "seed": request.seed % 2**63,
         } | self.options  # fmt: skip
         if isinstance(wanted := usual.get("structured_outputs"), dict):
             from vllm.sampling_params import StructuredOutputsParams
 
             usual["structured_outputs"] = StructuredOutputsParams(**wanted)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": row} for row, _ in rows],
-            sampling_params=[SamplingParams(**usual | {"seed": seed % 2**63}) for _, seed in rows],
-            use_tqdm=False,
-        )
-        return [_written(output.outputs[0]) for output in outputs]
+        return SamplingParams(**usual)
 
 
 def _written(output: Any) -> Written:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from posttrain.core.models import base_model, is_peft_model, unwrap
+from posttrain.core.distributed import is_in_pieces, whole, whole_shape
+from posttrain.core.models import base_model
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.generation.transformers import evaluating
 
@@ -17,37 +20,129 @@ LARGEST_GAP = 0.1
 PROBE = Sampling(8, temperature=2.0)
 """How the tokens of the test are drawn: at a temperature that tells log-probabilities before it from those after it."""
 
-Named = list[tuple[str, torch.Tensor]]
 Written = tuple[list[int], list[float] | None, bool]
 """Tokens of a completion, their log-probabilities, and whether it ended by itself."""
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names, as the model below all adapters has them, and whole weights, with adapters merged into them.
+class Weights:
+    """The weights of a model as an engine loads them: ``(name, tensor)``, one after the other, with adapters merged into copies.
+
+    Names are those that the model below all adapters has. No more than one layer is put together or copied at a time, and the
+    model stays as it is, bit for bit. Where weights are in pieces, every process must go through all of them.
 
     Raises:
-        ValueError: a weight is quantized, and cannot be sent as the engine would read it.
+        ValueError: a weight is quantized, and cannot be sent as the engine would read it; or an adapter has changed one of two
+            weights that are tied.
     """
-    merges = is_peft_model(model)
-    tuner = getattr(getattr(unwrap(model), "base_model", None), "prefix", "lora_") if merges else "lora_"
-    if merges:
-        unwrap(model).merge_adapter()
-    try:
-        for name, weight in base_model(model).named_parameters():
-            if tuner in name or "original_module" in name:
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base = base_model(model)
+        self._parts = _each_once(_parts(self.base))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def facts(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of each, in order; nothing is put together for it."""
+        return [(part.name, part.weight.dtype, whole_shape(part.weight)) for part in self._parts]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.base.parameters()).device
+
+    @property
+    def are_in_pieces(self) -> bool:
+        """Whether each process holds a part of them."""
+        return any(is_in_pieces(parameter) for parameter in self.base.parameters())
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        merged: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
+        for part in self._parts:
+            if part.layer is None:
+                yield part.name, whole(part.weight).detach()
                 continue
-            if not weight.is_floating_point():
-                raise ValueError(
-                    f"{name} is quantized ({weight.dtype}), and vLLM takes whole weights. Load the model without a "
-                    "quantization_config, or leave use_vllm out."
-                )
-            weight = weight.detach()
-            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
-            yield name, weight.clone() if merges else weight
-    finally:
-        if merges:
-            unwrap(model).unmerge_adapter()
+            if merged is None or merged[0] is not part.layer:  # those of one layer are neighbours
+                merged = part.layer, _merged(part.layer)
+            yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A weight: of the layer of adapters `layer` as its `of_layer`, or as it is."""
+
+    name: str
+    weight: torch.Tensor
+    layer: nn.Module | None = None
+    of_layer: str = ""
+
+
+def _parts(module: nn.Module, name: str = "") -> Iterator[_Part]:
+    """The weights below `module`, in the order of ``named_parameters``; tied ones as often as they are used."""
+    if _is_wrapper(module):
+        module = _in_use(module)
+    layer, below = None, list(module.named_children())
+    parameters = list(module.named_parameters(recurse=False))
+    if _is_adapted(module):
+        layer, below = module, []
+        parameters = list(module.get_base_layer().named_parameters())
+    for path, weight in parameters:
+        full_name = f"{name}.{path}".lstrip(".")
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"{full_name} is quantized ({weight.dtype}), and vLLM takes whole weights. Load the model without a "
+                "quantization_config, or leave use_vllm out."
+            )
+        yield _Part(full_name, weight, layer, path)
+    for child, one in below:
+        yield from _parts(one, f"{name}.{child}".lstrip("."))
+
+
+def _each_once(parts: Iterator[_Part]) -> list[_Part]:
+    """`parts` without those that are tied to an earlier one, as engines that tie them expect."""
+    kept: dict[int, _Part] = {}
+    for part in parts:
+        first = kept.setdefault(id(part.weight), part)
+        if first is part or (first.layer is None and part.layer is None):
+            continue
+        if not all(hasattr(one.layer, "trainable_tokens_delta") for one in (first, part)):  # these change both alike
+            raise ValueError(
+                f"{first.name} and {part.name} are one weight, and an adapter has changed one of them: vLLM knows no such model. "
+                "Leave both out of target_modules and modules_to_save, or load the model with tie_word_embeddings=False."
+            )
+    return list(kept.values())
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether `module` holds another one that peft trains in place of the original: ``modules_to_save``, single tokens."""
+    return any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__)
+
+
+def _in_use(wrapper: nn.Module) -> nn.Module:
+    """What `wrapper` calls."""
+    if hasattr(wrapper, "token_adapter"):
+        return wrapper.token_adapter
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    return wrapper.modules_to_save[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether `module` is a layer with adapters of peft, which can merge them."""
+    return any(kind.__name__ == "BaseTunerLayer" for kind in type(module).__mro__) and hasattr(module, "base_layer")
+
+
+def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the layer below `layer` with its adapters merged into them, in float32, as a copy."""
+    copies = {id(p): nn.Parameter(whole(p).detach().float().clone(), False) for p in layer.parameters()}
+    copied = copy.deepcopy(layer, copies)  # parameters that are in `copies` are not copied again
+    for module in reversed(
+        list(copied.modules())
+    ):  # inner ones first: an adapter of one parameter may lie on another's
+        if _is_adapted(module):
+            module.merge()
+    return dict(copied.get_base_layer().named_parameters())
 
 
 @torch.no_grad()
