@@ -141,6 +141,8 @@ def callback(base: type, fault: dict[str, Any]) -> Any:
             raise RuntimeError("injected")
         elif what == "hang":
             time.sleep(600)
+        elif what == "stop":  # a time limit, a deadline: what a callback of the user's own asks for
+            control.should_training_stop = True
         else:
             os.kill(os.getpid(), getattr(signal, what))
             time.sleep(0.05)
@@ -328,6 +330,39 @@ for name, spec, libraries in (
         "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.5}}, BASIC),
 ):  # fmt: skip
     row("01", name, libraries)(lambda bench, spec=spec: cut_and_resumed(bench, **dict(spec)))
+
+
+# ---- 01, stopped by a callback: the same criterion; the run ends in peace, and `resume=True` goes on with it
+
+
+def stopped_and_resumed(bench: Bench, *places: tuple[str, int], **spec: Any) -> str:
+    folder = bench.folder()
+    arguments = {"save_steps": 1} | spec.pop("arguments", {})
+    for event, step in places:
+        fault = {"event": event, "step": step, "what": "stop"}
+        bench.run(folder, **spec, arguments=arguments, faults=[fault], resume=True if checkpoints(folder) else None)
+        if not checkpoints(folder):
+            return "no checkpoint"
+        if (at := int(checkpoints(folder)[-1].name.split("-")[1])) not in (step, step + 1):
+            return f"stopped at update {step} and the newest checkpoint is of update {at}"
+    return same(
+        bench.run(folder, **spec, arguments=arguments, resume=True), bench.straight(**spec, arguments=arguments)
+    )
+
+
+for name, places, spec in (
+    ("at the end of an update", [("on_step_end", 3)], {}),
+    ("inside an update, then between two", [("on_substep_end", 2), ("on_step_begin", 4)], {}),
+    ("at a log, then at a save", [("on_log", 2), ("on_save", 4)], {}),
+    ("at an evaluation", [("on_evaluate", 2)], {"arguments": {"eval_strategy": "steps", "eval_steps": 2}}),
+    ("inside an epoch, saved by epochs", [("on_step_end", 3)], {"arguments": {"save_strategy": "epoch"}}),
+):
+    row("01", f"stopped by a callback {name}", TRAINERS if "evaluation" not in name else BASIC)(
+        lambda bench, places=places, spec=spec: stopped_and_resumed(bench, *places, **dict(spec))
+    )
+row("01", "stopped by a callback inside an update", GRPO)(
+    lambda bench: stopped_and_resumed(bench, ("on_substep_end", 2), ("on_step_end", 4))
+)
 
 
 # ---- 02: kill -9 and resume=True: no cleaning up by hand, at most save_steps lost

@@ -36,12 +36,32 @@ class Stop(TrainerCallback):
             self.how()
 
 
+class At(TrainerCallback):
+    """Does `how` at one event of one step."""
+
+    def __init__(self, event, step, how):
+        setattr(self, event, lambda args, state, control, **kwargs: how() if state.global_step == step else None)
+
+
 class PowerCut(Exception):
     pass
 
 
 def cut():
     raise PowerCut
+
+
+class Ask(TrainerCallback):
+    """Sets a flag of the control at one event of one step, as a time limit or a deadline of the user's own does."""
+
+    def __init__(self, event, step, flag="should_training_stop"):
+        def hear(args, state, control, **kwargs):
+            self.calls += state.global_step == step
+            if state.global_step == step and self.calls == 1:
+                setattr(control, flag, True)
+
+        self.calls = 0
+        setattr(self, event, hear)
 
 
 def tree_equal(left, right):
@@ -98,6 +118,99 @@ def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, tmp
     resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, straight)
     assert all(resumed.store.verify(path) == [] for path in resumed.store.checkpoints())
+
+
+# ---- runs that a callback stopped ----
+
+
+def stops(straight):
+    """Where a callback may stop a run: (event, step at which it is heard, updates done when the run has ended)."""
+    total = straight.state.global_step
+    edge, last = total // 2, total - 1
+    places = [
+        ("on_substep_end", 0, 1), ("on_step_begin", 1, 2), ("on_log", 3, 3), ("on_epoch_end", edge, edge),
+        ("on_evaluate", 4, 4), ("on_save", edge + 1, edge + 1), ("on_optimizer_step", edge + 1, edge + 2),
+        ("on_step_end", last, last),
+    ]  # fmt: skip
+    done, in_order = 0, []
+    for place in places:
+        if place[2] > done:
+            done = place[2]
+            in_order.append(place)
+    return in_order
+
+
+def stopped_again_and_again(make, out, places, **changes):
+    """A run that a callback stops at each of `places`, gone on with each time, and then to its end."""
+    for event, step, done in places:
+        trainer = make(out, callbacks=[Ask(event, step)], **changes)
+        trainer.train(resume_from_checkpoint=True if Store(out).checkpoints() else None)
+        assert trainer.state.global_step == done, (event, step)
+    resumed = make(out, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    return resumed
+
+
+def assert_goes_on_wherever_it_is_stopped(name, folder, first=0, every=1):
+    straight = TRAINERS[name](folder / "straight", **ARGS)
+    straight.train()
+    places = stops(straight)[first::every]
+    assert_same_run(stopped_again_and_again(TRAINERS[name], folder / "stopped", places, **ARGS), straight)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_run_that_a_callback_stopped_goes_on_to_the_same_bits(name, tmp_path):
+    assert_goes_on_wherever_it_is_stopped(name, tmp_path, first=list(TRAINERS).index(name) % 2, every=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_run_that_a_callback_stopped_at_every_event_goes_on_to_the_same_bits(name, tmp_path):
+    assert_goes_on_wherever_it_is_stopped(name, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_begin"])
+@pytest.mark.parametrize("name", ["causal-lm", "dropout", "sft-packed", "grpo", "grpo-reused"])
+def test_the_rest_of_an_epoch_in_which_a_callback_stopped_is_trained_when_the_run_goes_on(
+    name, event, strategy, tmp_path
+):
+    changes = ARGS | dict(save_strategy="epoch", eval_strategy=strategy, logging_strategy=strategy, eval_steps=3)
+    straight = TRAINERS[name](tmp_path / "straight", **changes)
+    straight.train()
+    edge = straight.state.global_step // 2
+    places = [(event, s, s) for s in ([edge] if event == "on_epoch_begin" else [edge - 1, edge])]
+    assert_same_run(stopped_again_and_again(TRAINERS[name], tmp_path / "stopped", places, **changes), straight)
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "grpo-reused"])
+def test_an_epoch_that_a_callback_ended_is_not_taken_up_again(name, tmp_path):
+    def make(out, *callbacks):
+        return TRAINERS[name](out, callbacks=[Ask("on_step_end", 2, "should_epoch_stop"), *callbacks], **ARGS)
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    with pytest.raises(PowerCut):
+        make(tmp_path / "cut", At("on_epoch_end", 2, cut)).train()
+    resumed = make(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert straight.state.global_step < TRAINERS[name](tmp_path / "plain", **ARGS).train().global_step
+    assert_same_run(resumed, straight)
+
+
+def test_early_stopping_stops_a_resumed_run_again_and_says_so(tmp_path, caplog):
+    straight = of_kind("early stopping, best model", tmp_path)
+    straight.train()
+    stopped_at = straight.state.global_step
+    assert stopped_at < straight.state.max_steps
+    again = of_kind("early stopping, best model", tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert_same_run(again, straight)
+    assert f"stopped the run at update {stopped_at}" in caplog.text and "restore_callback_states" in caplog.text
+    on = of_kind("early stopping, best model", tmp_path)
+    on.args.restore_callback_states_from_checkpoint = False
+    on.train(resume_from_checkpoint=True)
+    assert on.state.global_step > stopped_at
 
 
 # ---- kinds of data, of schedules, of precision ----
@@ -212,6 +325,19 @@ def test_every_kind_of_run_goes_on_to_the_same_bits(kind, tmp_path):
         torch.rand(3), np.random.rand(5), random.random()
         resumed.train(resume_from_checkpoint=True)
         assert_same_run(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_that_a_callback_stopped_goes_on_to_the_same_bits(kind, tmp_path):
+    straight = of_kind(kind, tmp_path / "straight")
+    straight.train()
+    total = straight.state.global_step
+    for event, step in {"on_substep_end": total // 2, "on_step_end": total - 1}.items():
+        of_kind(kind, tmp_path / "stopped", [Ask(event, step)]).train(resume_from_checkpoint=event == "on_step_end")
+    resumed = of_kind(kind, tmp_path / "stopped")
+    torch.rand(3), np.random.rand(5), random.random()
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, straight)
 
 
 @pytest.mark.parametrize("kind", ["random rows", "stream"])

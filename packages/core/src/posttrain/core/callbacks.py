@@ -252,6 +252,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
+        if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
+            logger.warning(
+                "EarlyStoppingCallback had stopped the run at update %d or before, after %d evaluations without improvement "
+                "(early_stopping_patience=%d), and stops it again. To train on, leave the callback out, or set "
+                "restore_callback_states_from_checkpoint=False: it then counts afresh, with the patience it is given.",
+                state.global_step, self.early_stopping_patience_counter, self.early_stopping_patience,
+            )  # fmt: skip
+            control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         name = args.metric_for_best_model

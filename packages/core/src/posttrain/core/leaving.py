@@ -38,6 +38,7 @@ class Leaving:
     windows: Callable[..., Iterator[tuple[list[Any], torch.Tensor | None]]]
     _watch: interrupts.Watch
     _boundary: dict[str, Any] | None  # the position after the last whole update, where errors are to save it
+    _epoch_stops: bool  # a callback had ended the epoch when the checkpoint was taken that the run goes on from
     _saved_step: int | None  # of the newest checkpoint of this run
     _may_leave_at: int | None = None  # records in the log while an evaluation may be given up
 
@@ -77,11 +78,46 @@ class Leaving:
             self.progress.epoch += 1
             self._loader.set_epoch(self.progress.epoch)
 
+    def _epochs_left(self, plan: Plan) -> range:
+        """The epochs that are to be trained; none where a callback does not let the run begin, which is said."""
+        step, epochs = self.state.global_step, range(self.progress.epoch, plan.num_epochs)
+        if self.control.should_training_stop:
+            logger.warning(
+                "A callback asked to stop in on_train_begin: training ends at update %d, where it began.", step
+            )
+            return range(0)
+        if step >= plan.max_steps:
+            logger.warning(
+                "The checkpoint is of update %d and the run has %d: nothing is left to train. To train on, set a larger "
+                "max_steps or num_train_epochs.", step, plan.max_steps,
+            )  # fmt: skip
+        return epochs
+
+    def _leaves_the_epoch(self, plan: Plan) -> bool:
+        """Whether a callback has stopped the run inside an epoch, of which the rest is trained when it goes on."""
+        if not self.control.should_training_stop or self.control.should_epoch_stop:
+            return False
+        length = plan.batches_per_epoch
+        return self.state.global_step < plan.max_steps and (length is None or self.progress.batches < length)
+
+    def _save_before_the_rest(self, model: nn.Module, trial: Any) -> None:
+        """Save where the run stands before it logs and evaluates the part of an epoch: the whole one will be, by the run
+        that goes on."""
+        asked = {flag: getattr(self.control, flag) for flag in interrupts.LEFT_TO_DO}
+        for flag in asked:
+            setattr(self.control, flag, False)
+        self.store_flos()
+        self._save_checkpoint(model, trial)
+        self._settle_save()
+        for flag in asked:
+            setattr(self.control, flag, getattr(self.control, flag) or (asked[flag] and flag != "should_save"))
+
     def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """The windows of an epoch. There is none left where the checkpoint was saved after the last, for which the loader
-        had come to its end and begun the next epoch."""
-        if loader.epoch == epoch:
+        had come to its end and begun the next epoch, or a callback had asked for the epoch to end."""
+        if loader.epoch == epoch and not self._epoch_stops:
             return self.windows(plan, loader)
+        self._epoch_stops = False
         self._restore_rng()
         return iter(())
 

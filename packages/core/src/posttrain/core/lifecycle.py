@@ -166,7 +166,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
         self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
-        self._cuts, self._loss_terms = 0, {}
+        self._cuts, self._loss_terms, self._epoch_stops = 0, {}, False
         limit = args.max_time and interrupts.seconds(args.max_time)
         self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
         self._is_moving, self._boundary, self._saved_step = False, None, None
@@ -382,19 +382,22 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.control.should_epoch_stop = False
         self._fire("on_epoch_begin")
 
-    def _end_epoch(self, plan: Plan) -> None:
-        progress = self.progress
+    def _end_epoch(self, plan: Plan, model: nn.Module, trial: Any) -> None:
+        progress, is_left = self.progress, self._leaves_the_epoch(plan)
         if progress.batches == 0 and self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            if self.state.global_step == self._first_step:
+            if self.state.global_step == 0:
                 raise DataError(
                     "The training data gave not one batch, so nothing was trained. See whether the stream is empty or used up, "
                     "or whether every row of it was dropped."
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
-        progress.epoch_ended, progress.batches = True, 0
-        self._loader.set_epoch(progress.epoch + 1)
+        if not is_left:
+            progress.epoch_ended, progress.batches = True, 0
+            self._loader.set_epoch(progress.epoch + 1)
         self._fire("on_epoch_end")
+        if is_left and self.control.should_save:
+            self._save_before_the_rest(model, trial)
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""

@@ -144,7 +144,7 @@ class Trainer(Lifecycle, Questions):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train from the start, or go on from a checkpoint bit for bit.
+        """Train from the start, or go on from a checkpoint bit for bit, also where a callback had stopped the run.
 
         Args:
             resume_from_checkpoint: a checkpoint directory, or True for the newest whole one in ``args.output_dir``.
@@ -157,10 +157,11 @@ class Trainer(Lifecycle, Questions):
         plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
+            epochs = self._epochs_left(plan)
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             self._do_what_was_left(model, trial, ignore_keys_for_eval)
-            for epoch in range(self.progress.epoch, plan.num_epochs):
+            for epoch in epochs:
                 self._begin_epoch(epoch)
                 for window, num_items in self._windows_left(plan, loader, epoch):  # the micro-batches of one update
                     self._fire("on_step_begin")
@@ -170,7 +171,7 @@ class Trainer(Lifecycle, Questions):
                     self._log_evaluate_save(model, trial, ignore_keys_for_eval)
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
-                self._end_epoch(plan)
+                self._end_epoch(plan, model, trial)
                 self._log_evaluate_save(model, trial, ignore_keys_for_eval)
                 if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
                     break
@@ -573,7 +574,7 @@ class Trainer(Lifecycle, Questions):
             "metrics": self.metrics.state_dict(),
             "health": self._guard.state_dict(),
             "cuts": self._cuts,
-            "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
+            "epoch_stops": self.control.should_epoch_stop and not self.progress.epoch_ended,
             "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
@@ -583,7 +584,7 @@ class Trainer(Lifecycle, Questions):
         self.metrics.load_state_dict(state["metrics"])
         self._guard.load_state_dict(state["health"])
         self._cuts = state["cuts"]
-        self.control.should_training_stop = state["stopped"]
+        self._epoch_stops = state.get("epoch_stops", False)
         for flag in state["left"]:
             setattr(self.control, flag, True)
         self._seek(state["loader"])

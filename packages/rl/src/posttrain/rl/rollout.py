@@ -262,7 +262,7 @@ class RolloutTrainer(Trainer):
         yield from self._windows_of(plan, batches)
 
     def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        if loader.epoch == epoch or self._rollout is None:
+        if loader.epoch == epoch or self._rollout is None or self._epoch_stops:
             return super()._windows_left(plan, loader, epoch)
         self._restore_rng()  # the prompts had come to their end, and what was made of them had not
         return self._windows_of(plan, iter(()))
