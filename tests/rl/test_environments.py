@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import signal
+import sqlite3
+import time
 
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.environments import Environments, take_rollout, tool_calls
+from posttrain.rl.environments import Environments, take_rollout
 from posttrain.rl.prompts import PromptCodec
 from posttrain.rl.samples import Sample
+from posttrain.rl.tool_formats import Call
 from tests import tiny
 
-TOKENIZER = tiny.tokenizer()
+TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
 CODEC = PromptCodec(TOKENIZER)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
@@ -41,7 +45,7 @@ async def slow(a: int):
 
 
 def call(name, **arguments):
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def sample(text, prompt=None):
@@ -69,7 +73,7 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
     one, (go_on, shown) = sample(call("add", a=2, b=3)), writer("so it is five")
     Environments([add]).converse([one], CODEC, go_on, max_tokens=500)
     first = len(ids(call("add", a=2, b=3))) + 1
-    told = ids("\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    told = ids("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     last = [*ids("so it is five"), END]
     assert one.ids == [*one.ids[:first], *told, *last]
     assert one.learn == [True] * first + [False] * len(told) + [True] * len(last)
@@ -77,7 +81,7 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
     assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.completion[1][
         "content"
     ] == "5"
-    assert shown[0].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n") and one.finished
+    assert shown[0].endswith("<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n") and one.finished
 
 
 def test_several_turns_until_nothing_is_asked_for():
@@ -103,29 +107,24 @@ def test_an_answer_that_does_not_fit_is_left_out():
 
 def test_a_completion_is_cut_at_its_limit_after_a_tool():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer("a long answer that goes on and on and on and on and on")
-    limit = len(one.ids) + len(ids("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")) + 3
+    limit = (
+        len(one.ids)
+        + len(ids("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"))
+        + 3
+    )
     Environments([add]).converse([one], CODEC, go_on, limit)
     assert len(one.ids) == len(one.learn) == len(one.logps) == limit and not one.finished
 
 
 @pytest.mark.parametrize(("text", "says"), [
     (call("ad", a=1, b=1), "no tool 'ad', did you mean 'add'"), (call("add", a=1), "TypeError"),
-    ("<tool_call>add(1, 2)</tool_call>", "in JSON"), (call("add", a="x", b=1), "TypeError"),
+    ("<tool_call>add(1, 2)</tool_call>", 'a call is written <tool_call>\n{"name": "name"'), (call("add", a="x", b=1), "TypeError"),
 ])  # fmt: skip
 def test_a_call_that_cannot_be_made_is_answered(text, says):
     one, (go_on, _) = sample(text), writer("oh")
     environments = Environments([add])
     environments.converse([one], CODEC, go_on, 500)
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
-
-
-def test_calls_are_read_from_messages_too():
-    message = {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
-    }
-    assert tool_calls(message) == [("f", {"a": 1})]
-    assert tool_calls({"role": "assistant", "content": "no call"}) == []
 
 
 class Counter:
@@ -158,8 +157,7 @@ def test_each_completion_has_an_environment_of_its_own():
     assert [s.prompt[-1]["content"] for s in samples] == ["count from 0", "count from 0", "count from 5"]
     assert set(environments.tools_of(samples[0])) == {"step"}
     for number, one in enumerate(samples):
-        one.completion = [{"role": "assistant", "content": call("step", by=number)}]
-        environments.answer(one)
+        assert environments.answer([(one, [Call("step", {"by": number})])])[0][0]["role"] == "tool"
     rewards = environments.reward_functions[0]
     assert rewards.__name__ == "Counter" and rewards([s.environment for s in samples]) == [0, 1, 7]
     made = Counter.made
@@ -212,3 +210,116 @@ def test_a_rollout_function_gives_tokens_masks_and_columns():
         take_rollout(samples, {"prompt_ids": [], "completion_ids": []}, CODEC)
     with pytest.raises(ValueError, match="1 of completion_ids for 2 prompts"):
         take_rollout(samples, output | {"completion_ids": [[7]]}, CODEC)
+
+
+# finding_B8
+@pytest.mark.parametrize(("prompt", "told", "content"), [
+    (None, None, ""), (None, "go", "go"), ([{"role": "user", "content": "play"}], None, "play"),
+    ([{"role": "user", "content": "play "}], [{"type": "text", "text": "chess"}],
+     [{"type": "text", "text": "play "}, {"type": "text", "text": "chess"}]),
+])  # fmt: skip
+def test_a_prompt_is_what_the_row_and_the_environment_say(prompt, told, content):
+    class Says:
+        def reset(self, **row):
+            return told
+
+    one = Sample({}, prompt, [])
+    Environments(factory=Says).begin([one])
+    assert one.prompt[-1] == {"role": "user", "content": content}
+
+
+def test_what_an_environment_says_is_a_text():
+    class Says:
+        def reset(self, **row):
+            return {"observation": 1}
+
+    with pytest.raises(TypeError, match=r"reset\(\) of Says returned a dict; return a text"):
+        Environments(factory=Says).begin([Sample({}, None, [])])
+
+
+class Database:
+    """An environment of things that belong to the thread that made them."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+
+    def reset(self, **row):
+        self.connection.execute("create table if not exists seen (word text)")
+
+    def note(self, word: str):
+        """Note a word.
+
+        Args:
+            word: It.
+        """
+        self.connection.execute("insert into seen values (?)", (word,))
+        return self.connection.execute("select count(*) from seen").fetchone()[0]
+
+    def wait(self):
+        """Wait, but not for long."""
+
+        def ring(*_):
+            raise TimeoutError("it took too long")
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    async def remember(self):
+        """Count the words."""
+        return self.connection.execute("select count(*) from seen").fetchone()[0]
+
+
+def asked(environments, samples, *calls):
+    environments.begin(samples)
+    return [[m["content"] for m in told] for told in environments.answer([(one, calls) for one in samples])]
+
+
+# finding_B4
+def test_plain_tools_run_in_the_thread_that_trains():
+    samples = [Sample({}, None, []) for _ in range(2)]
+    calls = [Call("note", {"word": "a"}), Call("wait", {}), Call("note", {"word": "b"})]
+    told = asked(Environments(factory=Database), samples, *calls)
+    assert told == [["1", "error: TimeoutError: it took too long", "2"]] * 2
+
+
+# finding_B4
+def test_a_failure_that_comes_of_our_threads_is_not_told_the_policy():
+    with pytest.raises(RuntimeError, match="because of the thread that it runs in.*sqlite3|SQLite"):
+        asked(Environments(factory=Database), [Sample({}, None, [])], Call("remember", {}))
+
+
+class Clock:
+    def __init__(self):
+        self.seen = []
+
+    def reset(self, **row):
+        self.seen = []
+
+    async def sleep(self, name: str):
+        """Sleep.
+
+        Args:
+            name: Of the sleep.
+        """
+        await asyncio.sleep(0.2)
+        self.seen.append(name)
+        return list(self.seen)
+
+    def look(self):
+        """Look."""
+        return list(self.seen)
+
+
+# finding_B4
+def test_async_tools_of_all_completions_run_side_by_side_and_a_samples_calls_in_their_order():
+    samples = [Sample({}, None, []) for _ in range(16)]
+    calls = [Call("sleep", {"name": "a"}), Call("look", {})]
+    began = time.perf_counter()
+    told = asked(Environments(factory=Clock), samples, *calls)
+    assert time.perf_counter() - began < 1.5, "one after the other takes 3.2 seconds"
+    assert told == [["['a']", "['a']"]] * 16

@@ -42,7 +42,9 @@ def spread(completion_ids):
 def trainer(tmp_path, kind=GRPOTrainer, reward=spread, rows=ROWS, model=None, eval_rows=None, options=None, **changes):
     args = config(kind.config_class, output_dir=str(tmp_path), **changes)
     model = model or tiny.causal_lm(initializer_range=0.2)
-    return kind(model, reward, args, rows, eval_rows, tiny.tokenizer(), **(options or {}))
+    with_tools = {"tools", "environment_factory"} & {*(options or {})}
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS if with_tools else tiny.CHATML)
+    return kind(model, reward, args, rows, eval_rows, **({"processing_class": tokenizer} | (options or {})))
 
 
 def logged(run, name):
@@ -363,6 +365,7 @@ def test_tools_are_called_in_training(tmp_path):
 
     def judge(completions):
         seen["last"] = [completion[-1]["content"] for completion in completions]
+        seen["calls"] = [completion[0]["tool_calls"] for completion in completions]
         return [float(i) for i in range(len(completions))]
 
     rows = [{"prompt": [{"role": "user", "content": "double 4"}]}] * 4
@@ -370,7 +373,68 @@ def test_tools_are_called_in_training(tmp_path):
     run = trainer(tmp_path, reward=judge, rows=rows, max_steps=1, max_completion_length=200, options=options)
     run.train()
     assert seen["last"] == ["8"] * 4 and engine.calls == [(1, 4), (1, 4)]
+    call = {"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}  # finding_A2
+    assert seen["calls"] == [[call]] * 4
+    assert tiny.tokenizer().convert_tokens_to_ids("<|im_end|>") in run.sampling().eos_token_ids
     assert logged(run, "tools/call_frequency") == [1] and math.isfinite(logged(run, "grad_norm")[0])
+
+
+def double(x: int):
+    """Double a number.
+
+    Args:
+        x: The number.
+    """
+    return 2 * x
+
+
+# finding_A2
+def test_a_template_that_shows_no_tools_is_refused_when_the_trainer_is_made(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "double 4"}]}] * 4
+    options = {"tools": [double], "processing_class": tiny.tokenizer()}
+    with pytest.raises(ValueError, match="Tools cannot be used with this chat template.*shows no tools"):
+        trainer(tmp_path, rows=rows, options=options)
+
+
+# finding_A2
+def test_tools_need_conversations(tmp_path):
+    with pytest.raises(ValueError, match="Tools are called in conversations, and the prompt is a text"):
+        trainer(tmp_path, options={"tools": [double]}).train()
+
+
+class Die:
+    """An environment that says nothing when it begins."""
+
+    def reset(self, **row):
+        self.rolls = 0
+
+    def roll(self):
+        """Roll the die."""
+        self.rolls += 1
+        return 3
+
+    def get_reward(self):
+        return float(self.rolls)
+
+
+# finding_B8
+@pytest.mark.parametrize("rows", [[{"level": 1}] * 4, [{"prompt": None}] * 4, None])
+def test_an_environment_without_prompts_is_asked_with_an_empty_question(rows, tmp_path, caplog):
+    texts = ('<tool_call>\n{"name": "roll", "arguments": {}}\n</tool_call><|im_end|>', "3<|im_end|>")
+
+    class Rolls(Scripted):
+        def generate(self, prompts, n, sampling, seeds):
+            self.calls.append([tiny.tokenizer().decode(prompt) for prompt in prompts])
+            ids = [tiny.tokenizer()(texts[len(self.calls) > 1])["input_ids"]] * len(prompts) * n
+            return Completions(ids, None, [True] * len(ids))
+
+    engine = Rolls()
+    options = {"generator": engine, "environment_factory": Die}
+    run = trainer(tmp_path, reward=None, rows=rows, max_steps=1, max_completion_length=200, options=options)
+    run.train()
+    assert logged(run, "rewards/Die/mean") == [1.0]
+    assert engine.calls[0][0].endswith("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")
+    assert '"name": "roll"' in engine.calls[0][0]
 
 
 def test_a_rollout_function_takes_the_place_of_generation(tmp_path):

@@ -197,7 +197,7 @@ def test_turns_with_tools_are_bounded_by_the_argument(tmp_path):
         """
         return "7"
 
-    asks = '<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>'
+    asks = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
     engine = Scripted(asks, asks, asks, asks)
     run = trainer(
         tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_tool_calling_iterations=2,

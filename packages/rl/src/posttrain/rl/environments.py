@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import re
+import logging
+import sqlite3
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from posttrain.core import chat
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.rl import background
 from posttrain.rl.prompts import PromptCodec
 from posttrain.rl.samples import Sample
+from posttrain.rl.tool_formats import Call
+from posttrain.rl.tool_protocol import names_all
 
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+logger = logging.getLogger(__name__)
+
 NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -73,8 +76,36 @@ class Environments:
             taken[name] += 1
             row = {key: value for key, value in sample.row.items() if not (self.by_name and key == "environment")}
             told = background.call(partial(sample.environment.reset, **row))
-            if told is not None:
-                sample.prompt = _with_observation(sample.prompt, told)
+            sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
+
+    def check(self, codec: PromptCodec) -> set[int]:
+        """Try the chat template on every tool, before anything is sampled. Returns the tokens that end a turn with calls.
+
+        Raises:
+            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`.
+        """
+        everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
+        tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
+        return {token for protocol in tried for token in protocol.end_ids}
+
+    def check_prompt(self, sample: Sample, schemas: Sequence[dict[str, Any]], codec: PromptCodec) -> None:
+        """Refuse a prompt from which the policy cannot know that there are tools.
+
+        Raises:
+            DataError: it is a text; or neither the template nor the prompt names the tools.
+        """
+        if not schemas:
+            return
+        if isinstance(sample.prompt, str):
+            raise DataError(
+                "Tools are called in conversations, and the prompt is a text. Give prompts as lists of messages, "
+                '[{"role": "user", "content": ...}].'
+            )
+        if not codec.protocol(schemas).describes and not names_all(codec.tokenizer.decode(sample.prompt_ids), schemas):
+            raise DataError(
+                "The chat template does not tell the model which tools there are, and the prompt does not name all of them. "
+                "Describe them in a message of the role 'system', or set chat_template_path to a template that shows tools."
+            )
 
     def tools_of(self, sample: Sample) -> dict[str, Callable[..., Any]]:
         """The tools of one sample, by name."""
@@ -88,14 +119,21 @@ class Environments:
         """What the chat template tells the model of the tools of one sample."""
         return [schema_of(getattr(tool, "__func__", tool)) for tool in self.tools_of(sample).values()]
 
-    def answer(self, sample: Sample) -> list[dict[str, Any]]:
-        """Do what the last message of `sample` asks tools for: a message for each call; none where it asks for nothing."""
-        calls, tools = tool_calls(sample.completion[-1]), self.tools_of(sample)
-        results = background.gather([_call(tools, name, arguments) for name, arguments in calls])
-        self.counts["calls"] += len(calls)
-        self.counts["failures"] += sum(failed for _, failed in results)
+    def answer(self, asked: Sequence[tuple[Sample, Sequence[Call]]], example: str = "") -> list[list[dict[str, Any]]]:
+        """Make the calls of several samples: for each sample the messages of its tools, one for each call.
+
+        A sample's calls are made in their order. Plain functions run in the thread that trains, as `reset` does, one
+        after the other; async ones of all samples run side by side.
+
+        Args:
+            example: how a call is written, for one that could not be read.
+        """
+        results = _make_calls([(self.tools_of(sample), calls) for sample, calls in asked], example)
+        self.counts["calls"] += sum(len(calls) for _, calls in asked)
+        self.counts["failures"] += sum(failed for found in results for _, failed in found)
         return [
-            {"role": "tool", "name": name, "content": text} for (name, _), (text, _) in zip(calls, results, strict=True)
+            [_message(call, text) for call, (text, _) in zip(calls, found, strict=True)]
+            for (_, calls), found in zip(asked, results, strict=True)
         ]
 
     def converse(
@@ -113,39 +151,50 @@ class Environments:
         """
         for sample in samples:
             sample.learn = [True] * len(sample.ids)
-        active, turn = list(samples), 0
+        active, turn = [(sample, sample.ids) for sample in samples if self.tools_of(sample)], 0
         while active and (self.max_turns is None or turn < self.max_turns):
             turn += 1
-            asking = [sample for sample in active if sample.finished and len(sample.ids) < max_tokens]
+            asking = []
+            for sample, written in active:
+                schemas = self.schemas_of(sample)
+                protocol = codec.protocol(schemas)
+                if sample.finished and len(sample.ids) < max_tokens:
+                    if calls := protocol.read(written, schemas, sample.prompt_ids).calls:
+                        asking.append((sample, calls, schemas, protocol))
+            answered = self.answer([pair[:2] for pair in asking], asking[0][3].example if asking else "")
             active = []
-            for sample in asking:
-                answers = self.answer(sample)
-                written = suffix_ids(codec, sample, answers, self.schemas_of(sample)) if answers else []
-                if not answers or len(sample.ids) + len(written) >= max_tokens:
-                    continue
-                sample.completion = [*sample.completion, *answers]
-                sample.ids += written
-                sample.learn += [False] * len(written)
-                if sample.logps is not None:
-                    sample.logps += [0.0] * len(written)
-                active.append(sample)
-            self._go_on(active, go_on, turn, max_tokens)
+            for (sample, _, schemas, protocol), answers in zip(asking, answered, strict=True):
+                told = protocol.answer_ids(sample.ids, answers, schemas)
+                if len(sample.ids) + len(told) < max_tokens:
+                    _take_answers(sample, answers, told)
+                    active.append(sample)
+            active = self._go_on(active, go_on, turn, max_tokens)
 
     def _go_on(
         self, samples: list[Sample], go_on: Callable[[list[Sample], int, int], None], turn: int, max_tokens: int
-    ) -> None:
+    ) -> list[tuple[Sample, list[int]]]:
+        """Let `samples` write their next turn. Returns each with the tokens of it."""
         if not samples:
-            return
-        turns = [Sample(s.row, s.prompt, s.prompt_ids + s.ids, seed=s.seed) for s in samples]
+            return []
+        turns = [Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed) for s in samples]
         go_on(turns, turn, max(max_tokens - len(sample.ids) for sample in samples))
         for sample, more in zip(samples, turns, strict=True):
             room = max_tokens - len(sample.ids)
             sample.finished = more.finished and len(more.ids) <= room
-            sample.ids += more.ids[:room]
-            sample.learn += [True] * len(more.ids[:room])
+            more.ids = more.ids[:room]
+            sample.ids = [*sample.ids, *more.ids]
+            sample.learn = [*sample.learn, *[True] * len(more.ids)]
             sample.logps = None if None in (sample.logps, more.logps) else sample.logps + more.logps[:room]
             sample.is_exact &= more.is_exact
             sample.completion = [*sample.completion, *more.completion]
+        return [(sample, more.ids) for sample, more in zip(samples, turns, strict=True)]
+
+
+def _take_answers(sample: Sample, answers: list[dict[str, Any]], ids: list[int]) -> None:
+    sample.completion = [*sample.completion, *answers]
+    sample.ids = [*sample.ids, *ids]  # the lists of an engine may be shared
+    sample.learn = [*sample.learn, *[False] * len(ids)]
+    sample.logps = None if sample.logps is None else [*sample.logps, *[0.0] * len(ids)]
 
 
 @functools.cache
@@ -166,77 +215,102 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def tool_calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(name, arguments) of each call in a message of the assistant: of its ``tool_calls``, or of ``<tool_call>{...}</tool_call>``
-    in its text. What cannot be read has the arguments None."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        calls = [_read_call(text) for text in TOOL_CALL.findall(chat_text(message))]
-    functions = [call.get("function", call) for call in calls]
-    return [(str(function.get("name")), function.get("arguments")) for function in functions]
+def _make_calls(
+    asked: Sequence[tuple[Mapping[str, Callable[..., Any]], Sequence[Call]]], example: str
+) -> list[list[tuple[str, bool]]]:
+    """(what the tool said, whether it failed) for each call of each sample."""
+    waiting = [deque(calls) for _, calls in asked]
+    results: list[list[Any]] = [[] for _ in asked]
+    while any(waiting):
+        running = []  # a place in `results`, and what is awaited for it
+        for (tools, _), calls, found in zip(asked, waiting, results, strict=True):
+            has_begun = False
+            while calls and not (has_begun and not background.is_async(tools.get(calls[0].name, len))):
+                result = _begin(tools, calls.popleft(), example)
+                found.append(result)
+                if inspect.isawaitable(result):
+                    has_begun = True
+                    running.append((found, len(found) - 1, result))
+        done = background.gather([_finish(result) for *_, result in running]) if running else []
+        for (found, place, _), result in zip(running, done, strict=True):
+            found[place] = result
+    return results
 
 
-def chat_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _read_call(text: str) -> dict[str, Any]:
+def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) -> Any:
+    """What a call gives: (text, whether it failed), or what is to be awaited for that."""
+    if call.arguments is None:
+        return f"error: this call cannot be read{f'; a call is written {example}' if example else ''}", True
+    if call.name not in tools:
+        near = did_you_mean(call.name, tools)
+        return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
     try:
-        call = json.loads(text)
-    except json.JSONDecodeError:
-        call = None
-    return call if isinstance(call, dict) else {"name": "unreadable", "arguments": None}
+        result = tools[call.name](**call.arguments)
+    except Exception as error:
+        return _failure(error)
+    return result if inspect.isawaitable(result) else (str(result), False)
 
 
-async def _call(tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, bool]:
-    """(what the tool said, whether it failed). A call that cannot be made is answered with what is wrong."""
-    if arguments is None:
-        return 'error: a call is {"name": ..., "arguments": {...}} in JSON', True
-    if name not in tools:
-        return f"error: there is no tool {name!r}{did_you_mean(name, tools)}; there are {', '.join(tools)}", True
+async def _finish(awaitable: Any) -> tuple[str, bool]:
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        result = tools[name](**arguments)
-        return str(await result if inspect.isawaitable(result) else result), False
-    except Exception as error:  # of a tool of the user's, or of what the policy has given it: the policy is to see it
-        return f"error: {type(error).__name__}: {error}", True
+        return str(await awaitable), False
+    except Exception as error:
+        return _failure(error)
 
 
-def suffix_ids(
-    codec: PromptCodec, sample: Sample, answers: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> list[int]:
-    """The tokens that the chat template puts between the policy's turn and its next one: the answers of tools.
+def _failure(error: Exception) -> tuple[str, bool]:
+    """What the policy is told of an error of a tool, or of the arguments that it has given."""
+    if problem := _of_threads(error):
+        raise RuntimeError(
+            f"A tool failed because of the thread that it runs in, which is no fault of the policy: {problem}. Async tools run on "
+            "an event loop in a thread of their own, plain ones in the thread that trains. Make the tool a plain function, "
+            "or let it make what it uses itself."
+        ) from error
+    return f"error: {type(error).__name__}: {error}", True
 
-    Raises:
-        DataError: the template shows nothing of them.
-    """
-    tokenizer, template = codec.tokenizer, codec.template(tools)
-    calls = [{"type": "function", "function": {"name": answer["name"], "arguments": {}}} for answer in answers]
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": chat.PLACEHOLDER, "tool_calls": calls}]
-    before, after = template.render(said), template.render([*said, *answers], add_generation_prompt=True)
-    if not after.startswith(before) or answers[0]["content"] not in after[len(before) :]:
-        raise DataError(
-            "The chat template does not render what tools say after the assistant's turn. Use a template that knows the role "
-            "'tool', or leave tools out."
+
+def _of_threads(error: Exception) -> str | None:
+    signs = {
+        sqlite3.ProgrammingError: ("same thread",),
+        ValueError: ("signal only works in main thread",),
+        RuntimeError: ("no current event loop", "attached to a different loop", "bound to a different event loop"),
+    }
+    text = str(error)
+    found = any(isinstance(error, kind) and any(sign in text for sign in some) for kind, some in signs.items())
+    return f"{type(error).__name__}: {text}" if found else None
+
+
+def _message(call: Call, text: str) -> dict[str, Any]:
+    message = {"role": "tool", "name": call.name, "content": text}
+    return message if call.id is None else message | {"tool_call_id": call.id}
+
+
+def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
+    """A prompt, and what ``reset()`` of an environment said, behind its last words."""
+    if not isinstance(told, (str, list, type(None))):
+        raise TypeError(
+            f"reset() of {kind} returned a {type(told).__name__}; return a text, a list of parts of content, or nothing."
         )
-    last = tokenizer.decode(sample.ids[-1:])
-    ending = before[before.rfind(chat.PLACEHOLDER) + len(chat.PLACEHOLDER) :]
-    end = template.turn_ending().strip()
-    place = ending.rfind(last if last and last in ending else end)
-    if last and last in ending:
-        ending = ending[place + len(last) :]  # the policy has written the token that ends its turn
-    elif place >= 0:
-        ending = ending[place:]
-    return chat.encode_texts(tokenizer, [ending + after[len(before) :]])[0].ids
-
-
-def _with_observation(prompt: Any, told: Any) -> Any:
     if prompt is None:
-        return [{"role": "user", "content": told}]
+        if told is None:
+            _warn_of_no_question(kind)
+        return [{"role": "user", "content": "" if told is None else told}]
+    if told is None:
+        return prompt
     if isinstance(prompt, str):
-        return prompt + str(told)
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + told}]
+        return prompt + (told if isinstance(told, str) else "".join(part.get("text", "") for part in told))
+    before = prompt[-1]["content"] or ""
+    if isinstance(before, list) != isinstance(told, list):
+        before, told = (part if isinstance(part, list) else [{"type": "text", "text": part}] for part in (before, told))
+    return [*prompt[:-1], {**prompt[-1], "content": before + told}]
+
+
+@functools.cache
+def _warn_of_no_question(kind: str) -> None:
+    logger.warning(
+        "A row has no prompt and reset() of %s returned nothing: the policy is asked an empty question, and knows no more than "
+        "which tools there are. Return a text from reset(), or give the rows a column 'prompt'.", kind,
+    )  # fmt: skip
 
 
 def _reward_of(kind: type) -> Callable[..., list[Any]]:
@@ -275,7 +349,7 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
             )
         sample.logps = None if output["logprobs"] is None else _plain_logps(output["logprobs"][i])
         sample.learn = None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]]
-        sample.completion = codec.decode(sample.prompt, sample.ids)
+        sample.completion = codec.decode(sample.prompt, sample.ids, sample.prompt_ids)
         sample.finished = sample.ids[-1] in {codec.tokenizer.eos_token_id, codec.tokenizer.pad_token_id}
         for name, values in others.items():
             sample.extra[name] = values[i] if isinstance(values, list) and i < len(values) else values

@@ -14,6 +14,7 @@ from posttrain.core import chat
 from posttrain.core.data import check_dataset, has_length, is_stream
 from posttrain.core.errors import DataError
 from posttrain.core.samplers import EpochSampler
+from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser, parse_response
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class PromptCodec:
     def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
         self._before, _ = chat.special_tokens_around(tokenizer)
+        self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
     def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
         """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the beginning of
@@ -136,13 +138,31 @@ class PromptCodec:
         """The chat template, with these tools."""
         return chat.Template(self.tokenizer, tools or None, self.kwargs)
 
-    def decode(self, prompt: Any, ids: list[int]) -> Any:
-        """What tokens of the policy amount to: a text, or one message of the assistant where the prompt is messages."""
+    def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
+        """How tools with these schemas are called and answered under the chat template.
+
+        Raises:
+            ValueError: they cannot be.
+        """
+        names = tuple(argument_types(schemas))
+        if names not in self._protocols:
+            self._protocols[names] = ToolProtocol(self.tokenizer, self.kwargs, schemas)
+        return self._protocols[names]
+
+    def decode(
+        self, prompt: Any, ids: list[int], prompt_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+    ) -> Any:
+        """What tokens of the policy amount to: a text, or one message of the assistant where the prompt is messages.
+
+        Args:
+            prompt_ids: what the policy had read. tools: schemas of what it may call; calls become ``tool_calls``.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.decode(ids, skip_special_tokens=True)
-        if getattr(self.tokenizer, "response_template", None) or getattr(self.tokenizer, "response_schema", None):
-            message = self.tokenizer.parse_response(ids)
-            return [{"role": "assistant", "content": ""} | message]
+        if tools:
+            return [self.protocol(tools).read(ids, tools, prompt_ids).message]
+        if has_parser(self.tokenizer):
+            return [parse_response(self.tokenizer, ids, prompt_ids)]
         return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
 
 

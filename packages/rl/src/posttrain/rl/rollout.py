@@ -137,6 +137,7 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+        self._ends_of_calls = self.environments.check(self.codec) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
@@ -179,7 +180,8 @@ class RolloutTrainer(Trainer):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
                 sample.logps = None if done.logps is None else done.logps[number]
-                sample.completion = self.codec.decode(sample.prompt, sample.ids)
+                schemas = self.environments.schemas_of(sample)
+                sample.completion = self.codec.decode(sample.prompt, sample.ids, sample.prompt_ids, schemas)
 
     def score(self, samples: list[Sample]) -> Scores:
         """What the reward functions make of `samples`."""
@@ -419,9 +421,11 @@ class RolloutTrainer(Trainer):
         read, ids = None, []
         for sample in samples:  # those of one prompt are neighbours, and it is tokenised once
             asked = sample.prompt, self.environments.schemas_of(sample)
-            if asked != read:
-                read, ids = asked, self.codec.encode(*asked)
+            is_new, read = asked != read, asked
+            ids = self.codec.encode(*asked) if is_new else ids
             sample.prompt_ids = list(ids)
+            if is_new and self.rollout_func is None:
+                self.environments.check_prompt(sample, asked[1], self.codec)
         return samples
 
     def sampling(self, temperature: float | None = None) -> Sampling:
@@ -430,6 +434,7 @@ class RolloutTrainer(Trainer):
         stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
         own = getattr(getattr(models.base_model(self.model), "generation_config", None), "eos_token_id", None)
         ends = {self.processing_class.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
+        ends.update(self._ends_of_calls)
         return Sampling(
             max_new_tokens=args.max_completion_length,
             temperature=args.temperature if temperature is None else temperature,

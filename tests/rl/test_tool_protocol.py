@@ -1,0 +1,386 @@
+"""Calls of tools and their answers under the official chat templates of each family."""
+
+import copy
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from posttrain.rl.environments import Environments
+from posttrain.rl.prompts import PromptCodec
+from posttrain.rl.samples import Sample
+from posttrain.rl.tool_formats import Call
+from tests import tiny
+
+HERE = Path(__file__).parent / "templates"
+TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl") else None
+CHATML_END, OF_USER = "<|im_end|>", "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response>"
+QWEN = '<tool_call>\n{"name": "look", "arguments": {"where": "x \\"y\\"", "far": 2}}\n</tool_call><|im_end|>'
+XML = (
+    '<tool_call>\n<function=look>\n<parameter=where>\nx "y"\n</parameter>\n<parameter=far>\n2\n</parameter>\n</function>\n'
+    "</tool_call><|im_end|>"
+)
+GEMMA = '<|tool_call>call:look{far:2,where:<|"|>x "y"<|"|>}<tool_call|>'
+LLAMA = '{"name": "look", "parameters": {"where": "x \\"y\\"", "far": 2}}<|eot_id|>'
+LLAMA_TAIL = (
+    '<|start_header_id|>ipython<|end_header_id|>\n\n"{}"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
+)
+HARMONY_TAIL = '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"{}"<|end|><|start|>assistant'
+GEMMA_TAIL = 'response:look{{value:<|"|>{}<|"|>}}<tool_response|>'
+GLM = (
+    '\n<think></think>\n<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>x "y"</arg_value>\n<arg_key>far</arg_key>\n'
+    "<arg_value>2</arg_value>\n</tool_call><|observation|>"
+)
+#: Family -> what the policy writes, with the token that ends its turn, and what the template puts behind it, around the answer.
+FAMILIES = {
+    "qwen2_5": (QWEN, OF_USER + "<|im_end|>\n<|im_start|>assistant\n"),
+    "qwen3": (QWEN, OF_USER + "<|im_end|>\n<|im_start|>assistant\n"),
+    "qwen3_instruct_2507": (QWEN, OF_USER + "<|im_end|>\n<|im_start|>assistant\n"),
+    "qwen3_5_nothink": (XML, OF_USER + "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    "qwen3_5_think": ("hm\n</think>\n\n" + XML, OF_USER + "<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    "qwen3_6": ("hm\n</think>\n\n" + XML, OF_USER + "<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    "qwen3_coder": (XML, OF_USER + "\n<|im_end|>\n<|im_start|>assistant\n"),
+    "nemotron_3_nano": ("hm</think>\n" + XML, OF_USER + "\n<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    "hermes_2_pro": (
+        QWEN,
+        "\n<|im_start|>tool\n<tool_response>\n{}\n</tool_response><|im_end|><|im_start|>assistant\n",
+    ),
+    "llama3_1": (LLAMA, LLAMA_TAIL),
+    "llama3_2": (LLAMA, LLAMA_TAIL),
+    "gptoss": (
+        ' to=functions.look<|channel|>commentary json<|message|>{"where": "x \\"y\\"", "far": 2}<|call|>',
+        HARMONY_TAIL,
+    ),
+    "gemma4": (GEMMA + "<|tool_response>", GEMMA_TAIL),
+    "gemma4_v5": (GEMMA + "<|tool_response>", GEMMA_TAIL),
+    "gemma4_v2": (GEMMA + "<turn|>", "\n<|turn>tool\n{}<turn|>\n<|turn>model\n"),
+    "mistral_nemo": (
+        '[TOOL_CALLS][{"name": "look", "arguments": {"where": "x \\"y\\"", "far": 2}, "id": "abcdefghi"}]<|endoftext|>',
+        '[TOOL_RESULTS]{{"content": {}, "call_id": "abcdefghi"}}[/TOOL_RESULTS]',
+    ),
+    "mistral_small_3_2": (
+        '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{"where": "x \\"y\\"", "far": 2}<|endoftext|>',
+        "[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]{}[/TOOL_RESULTS]",
+    ),
+    "glm4moe": (GLM, "\n<tool_response>\n{}\n</tool_response><|assistant|>"),
+    "deepseekv3": (
+        'hm</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{"where": "x \\"y\\"", '
+        '"far": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+    ),
+    "deepseek_v3_1": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"where": "x \\"y\\"", "far": 2}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+        "<｜tool▁output▁begin｜>{}<｜tool▁output▁end｜>",
+    ),
+    "command_r7b": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"where": "x \\"y\\"", "far": 2}}\n]'
+        "<|END_ACTION|><|END_OF_TURN_TOKEN|>",
+        '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\n    {{\n        "tool_call_id": "0",\n        '
+        '"results": {{\n            "0": "{}"\n        }},\n        "is_error": null\n    }}\n]<|END_TOOL_RESULT|>'
+        "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+        '{"where": "x \\"y\\"", "far": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+        "<|im_system|>tool<|im_middle|>## Return of functions.look:0\\n{}<|im_end|><|im_assistant|>assistant<|im_middle|>",
+    ),
+    "lfm2_v2": (
+        "<|tool_call_start|>[look(where='x \"y\"', far=2)]<|tool_call_end|><|im_end|>",
+        "\n<|im_start|>tool\n<|tool_response_start|>{}<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "lfm2": (
+        "<|tool_call_start|>[look(where='x \"y\"', far=2)]<|tool_call_end|><|im_end|>",
+        "\n<|im_start|>tool\n<|tool_response_start|>{}<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "muse_glimmer": (
+        ' to=look<|message|><atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="where">x "y"'
+        '</atem:parameter>\n<atem:parameter name="far">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eot|>',
+        '<|start|>tool look<|message|><tool_output name="look">\n{}\n</tool_output><|eot|><|start|>assistant',
+    ),
+}
+#: Official templates that know no tools.
+WITHOUT = (
+    "gemma",
+    "gemma3",
+    "llama3",
+    "phi3",
+    "phi3_5",
+    "cohere",
+    "cohere2",
+    "qwen2_5_vl",
+    "smolvlm",
+    "deepseek_r1_distill",
+)
+#: They write an answer into JSON, and so as JSON.
+ESCAPE = ("llama3_1", "llama3_2", "gptoss", "command_r7b")
+#: They leave out white space around an answer.
+STRIP = ("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "gemma4_v2")
+
+
+def look(where: str, far: int = 1):
+    """Look somewhere.
+
+    Args:
+        where: A place.
+        far: How far.
+    """
+    return f"{where} at {far}"
+
+
+def tokenizer(name):
+    path = HERE / f"{name}.jinja"
+    if not path.is_file():
+        if TRL is None:
+            pytest.skip("trl, which has the official template, is not installed")
+        path = TRL / f"{name}.jinja"
+    source = path.read_text(encoding="utf-8")
+    tok = copy.deepcopy(tiny.tokenizer(chat_template=source))
+    tok.bos_token = "<s>"
+    written = source + FAMILIES.get(name, ("", ""))[0] + FAMILIES.get(name, ("", ""))[1]
+    special = set(re.findall(r"<\|[\w\"]+\|?>|<\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]{4,}\]", written))
+    tok.add_special_tokens({"additional_special_tokens": sorted(special)})
+    tok.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return tok
+
+
+def codec_of(name):
+    return PromptCodec(tokenizer(name))
+
+
+ENVIRONMENTS = Environments([look])
+SCHEMAS = ENVIRONMENTS.schemas_of(Sample({}, None, []))
+ASKED = [{"role": "user", "content": "Please look."}]
+
+
+def sample_of(codec, text):
+    ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = codec.encode(ASKED, SCHEMAS)
+    one = Sample({}, ASKED, prompt, ids, [-1.0] * len(ids), finished=True)
+    one.completion = codec.decode(ASKED, ids, prompt, SCHEMAS)
+    return one
+
+
+def converse(codec, text, tool=look, then="done"):
+    """One call, its answer, and the policy's last words. Returns the sample and what the policy was shown."""
+    one, shown = sample_of(codec, text), []
+
+    def go_on(turns, turn, tokens):
+        for each in turns:
+            shown.append(list(each.prompt_ids))
+            each.ids = codec.tokenizer(then, add_special_tokens=False)["input_ids"]
+            each.logps, each.finished = [-2.0] * len(each.ids), True
+            each.completion = codec.decode(ASKED, each.ids, each.prompt_ids, SCHEMAS)
+
+    environments = Environments([tool])
+    environments.converse([one], codec, go_on, max_tokens=5000)
+    return one, shown, environments
+
+
+# finding_B3
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_is_read_and_answered_as_the_official_template_does_it(name):
+    codec = codec_of(name)
+    written, tail = FAMILIES[name]
+    before = sample_of(codec, written)
+    one, shown, environments = converse(codec, written)
+    assert environments.counts == {"calls": 1, "failures": 0}
+    (call,) = one.completion[0]["tool_calls"]
+    assert call["type"] == "function" and call["function"] == {
+        "name": "look",
+        "arguments": {"where": 'x "y"', "far": 2},
+    }
+    assert "look" not in one.completion[0]["content"], "the call is told once"
+    answer = 'x "y" at 2'
+    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"]
+    assert one.completion[1]["content"] == answer
+    # What was read and written stays token for token, and what the template says around an answer follows.
+    assert shown[0][: len(before.prompt_ids) + len(before.ids)] == before.prompt_ids + before.ids
+    told = codec.tokenizer.decode(shown[0][len(before.prompt_ids) + len(before.ids) :])
+    assert told == tail.format(answer.replace('"', '\\"') if name in ESCAPE else answer)
+    number = len(shown[0]) - len(before.prompt_ids) - len(before.ids)
+    assert one.learn == [True] * len(before.ids) + [False] * number + [True] * (len(one.ids) - len(before.ids) - number)
+
+
+# finding_B3
+@pytest.mark.parametrize("answer", ["", "two\nlines", ' of "quotes" \n', "{'a': [1]}", "<tool_call>"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_answer_can_be_told(name, answer):
+    def look(where: str, far: int = 1):
+        return answer
+
+    look.__doc__ = globals()["look"].__doc__
+    codec = codec_of(name)
+    written, tail = FAMILIES[name]
+    one, shown, environments = converse(codec, written, look)
+    told = codec.tokenizer.decode(shown[0][-(len(one.learn) - sum(one.learn)) :])
+    expected = answer.strip() if name in STRIP else answer
+    if name in ESCAPE:
+        expected = expected.replace('"', '\\"').replace("\n", "\\n")
+    assert told == tail.format(expected) and environments.counts["failures"] == 0
+    if answer and name == "gptoss":  # <|constrain|> is what the model itself writes, and its template does not
+        text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+        text += '<|constrain|>json<|message|>{"where": "here"}<|call|>'
+        first = sample_of(codec, text).completion[0]
+        assert first["thinking"] == "hm" and first["tool_calls"][0]["function"]["arguments"] == {"where": "here"}
+
+
+# finding_B3
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3_coder", "hermes_2_pro", "glm4moe", "mistral_nemo", "gemma4", "kimi_k2"]
+)
+def test_the_whole_conversation_is_what_the_template_renders_of_its_messages(name):
+    """Where the template itself leaves earlier turns as they were."""
+    codec = codec_of(name)
+    one, shown, _ = converse(codec, FAMILIES[name][0])
+    text = codec.template(SCHEMAS).render(
+        [*ASKED, *({"tool_call_id": "abcdefghi"} | m for m in one.completion[:2])], True
+    )
+    assert codec.tokenizer.decode(shown[0]) == text
+    assert shown[0] == codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# finding_A2
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_template_that_shows_no_tools_is_refused(name):
+    with pytest.raises(ValueError, match="Tools cannot be used with this chat template.*it shows no tools"):
+        ENVIRONMENTS.check(codec_of(name))
+
+
+# finding_A2
+@pytest.mark.parametrize(("template", "says"), [
+    (tiny.CHATML, "it shows no tools"),
+    ("{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "leaves out what tools answer"),
+    ("{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}@{{ c.function.name }}@"
+     "{{ c.function.arguments }}{% endfor %}{% endfor %}", "a form that is not known here; set tokenizer.response_template"),
+])  # fmt: skip
+def test_a_template_that_cannot_call_or_answer_is_refused(template, says):
+    with pytest.raises(ValueError, match=says):
+        ENVIRONMENTS.check(PromptCodec(tiny.tokenizer(chat_template=template)))
+
+
+# finding_A2
+def test_a_template_that_calls_tools_without_describing_them_needs_a_prompt_that_does():
+    codec = codec_of("deepseekv3")
+    assert ENVIRONMENTS.check(codec) == {codec.tokenizer.convert_tokens_to_ids("<｜end▁of▁sentence｜>")}
+    for text, is_told in (("Please look.", True), ("Please overlook it.", False), ("Hello", False)):
+        one = Sample({}, [{"role": "user", "content": text}], [])
+        one.prompt_ids = codec.encode(one.prompt, SCHEMAS)
+        if is_told:
+            ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
+        else:
+            with pytest.raises(ValueError, match="does not tell the model which tools there are"):
+                ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
+
+
+# finding_B3
+@pytest.mark.parametrize(("name", "token"), [
+    ("qwen2_5", "<|im_end|>"), ("gptoss", "<|call|>"), ("gemma4", "<|tool_response>"), ("glm4moe", "<|observation|>"),
+    ("llama3_1", "<|eot_id|>"), ("nemotron_3_nano", "<|im_end|>"), ("command_r7b", "<|END_OF_TURN_TOKEN|>"),
+])  # fmt: skip
+def test_a_turn_stops_at_the_token_that_ends_a_call(name, token):
+    codec = codec_of(name)
+    assert ENVIRONMENTS.check(codec) == {codec.tokenizer.convert_tokens_to_ids(token)}
+
+
+# finding_A2
+def test_arguments_have_the_types_that_their_tool_asks_for():
+    def store(number: int, text: str, on: bool, parts: list[int], note: str | None = None):
+        """Store.
+
+        Args:
+            number: A.
+            text: B.
+            on: C.
+            parts: D.
+            note: E.
+        """
+
+    values = {"number": "7", "text": "7", "on": "True", "parts": "[1, 2]", "note": "null"}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    codec = codec_of("qwen3_5_nothink")
+    schemas = Environments([store]).schemas_of(Sample({}, None, []))
+    ids = codec.tokenizer(f"<tool_call>\n<function=store>\n{body}</function>\n</tool_call>")["input_ids"]
+    (call,) = codec.decode(ASKED, ids, codec.encode(ASKED, schemas), schemas)[0]["tool_calls"]
+    assert call["function"]["arguments"] == {"number": 7, "text": "7", "on": True, "parts": [1, 2], "note": None}
+
+
+# finding_A2
+def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
+    codec = codec_of("qwen3_5_think")
+    one = sample_of(codec, "I could write <tool_call>\n<function=look></function></tool_call>")
+    assert "tool_calls" not in one.completion[0] and one.completion[0]["content"] == ""
+    one = sample_of(codec, "<tool_call> or not?\n</think>\n\nWell.\n\n" + XML)
+    assert one.completion[0]["reasoning_content"] == "<tool_call> or not?" and one.completion[0]["content"] == "Well."
+    assert len(one.completion[0]["tool_calls"]) == 1
+    one = sample_of(codec_of("qwen3"), "Just words.<|im_end|>")
+    assert one.completion == [{"role": "assistant", "content": "Just words."}]
+
+
+# finding_A2
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen2_5", XML), ("qwen3_coder", QWEN), ("qwen2_5", "<tool_call>\n{'name': 'look'}\n</tool_call>"),
+    ("mistral_nemo", "[TOOL_CALLS][{look}]<|endoftext|>"), ("qwen2_5", '<tool_call>\n{"name": "look", "arguments": [1]}\n</tool_call>'),
+])  # fmt: skip
+def test_a_call_in_another_form_is_answered_with_the_right_one(name, text):
+    codec = codec_of(name)
+    one, _, environments = converse(codec, text)
+    assert environments.counts == {"calls": 1, "failures": 1} and "tool_calls" not in one.completion[0]
+    assert one.completion[1]["content"].startswith("error: this call cannot be read; a call is written ")
+    form = codec.protocol(SCHEMAS).example
+    assert form in one.completion[1]["content"] and "look" not in form
+
+
+# finding_B3
+def test_words_that_only_look_like_a_call_are_none():
+    codec = codec_of("llama3_1")
+    for text in (
+        '{"name": "Bob", "age": 3}<|eot_id|>',
+        "{}<|eot_id|>",
+        'Say {"name": "look", "parameters": {}}<|eot_id|>',
+    ):
+        assert sample_of(codec, text).completion == [{"role": "assistant", "content": text.removesuffix("<|eot_id|>")}]
+    called = sample_of(
+        codec, '<|python_tag|>{"name": "look", "parameters": {"where": "a"}}; {"name": "look", "parameters": {}}'
+    )
+    assert len(called.completion[0]["tool_calls"]) == 2
+
+
+# finding_A2
+def test_a_response_template_of_the_tokenizer_is_asked_first():
+    codec = codec_of("qwen2_5")
+    own = r"<tool_call>\s*(?P<name>\w+)\("
+    codec.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }  # fmt: skip
+    one, _, environments = converse(codec, "Well. " + QWEN)
+    assert own and one.completion[0]["tool_calls"][0]["function"]["arguments"] == {"where": 'x "y"', "far": 2}
+    assert one.completion[0]["content"].strip() == "Well." and environments.counts == {"calls": 1, "failures": 0}
+    # without tools, too, messages are what the tokenizer makes of them; what it cannot parse is a text
+    ids = codec.tokenizer("Hello.<|im_end|>")["input_ids"]
+    assert codec.decode(ASKED, ids, codec.encode(ASKED)) == [{"role": "assistant", "content": "Hello."}]
+
+
+def test_several_calls_of_one_turn_are_answered_in_their_order():
+    for name in ("qwen2_5", "llama3_1", "gptoss", "gemma4", "mistral_nemo", "command_r7b"):
+        codec = codec_of(name)
+        protocol = codec.protocol(SCHEMAS)
+        answers = [{"role": "tool", "name": "look", "content": f"answer {i}"} for i in range(3)]
+        text = codec.tokenizer.decode(protocol.answer_ids([], answers, SCHEMAS))
+        places = [text.index(f"answer {i}") for i in range(3)]
+        assert places == sorted(places)
+
+
+def test_calls_are_values_and_messages():
+    assert Call("look", {"far": 1}, "x").as_message() == {
+        "id": "x", "type": "function", "function": {"name": "look", "arguments": {"far": 1}},
+    }  # fmt: skip
