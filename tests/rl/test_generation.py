@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from posttrain.core.errors import NonFiniteError
 from posttrain.rl.generation import Sampling
+from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.sampling import draw, keep_probable, sample, uniforms
 from posttrain.rl.generation.transformers import TransformersGenerator
 from tests import tiny
@@ -97,6 +99,33 @@ def test_a_completion_ends_with_what_ended_it():
     by_string = made.generate([PROMPTS[0]], 1, Sampling(10, temperature=0, stop=(text,)))
     assert by_string.ids[0] == free[:2] and by_string.finished == [True]
     assert made.generate([PROMPTS[0]], 1, Sampling(10, temperature=0)).finished == [False]
+
+
+# finding_B8
+@pytest.mark.parametrize("sampling", [Sampling(4), Sampling(4, temperature=0), Sampling(4, top_k=5)])
+@pytest.mark.parametrize("kind", [TransformersGenerator, LocalGenerator])
+def test_a_model_that_gives_nan_is_named_as_the_cause(kind, sampling):
+    model = tiny.causal_lm().eval()
+    engine = kind(tiny.tokenizer())
+    engine.sync_weights(model)
+    engine.generate([[5, 6, 7]], 2, sampling, [1, 2])  # whether it can be done is found out while all is well
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    with pytest.raises(NonFiniteError, match="The policy gave NaN in place of probabilities, first for token 0"):
+        engine.generate([[5, 6, 7]], 2, sampling, [1, 2])
+
+
+# finding_B8
+@pytest.mark.parametrize("kind", [TransformersGenerator, LocalGenerator])
+def test_a_stop_string_longer_than_32_tokens_ends_a_completion(kind):
+    model, tokenizer = tiny.causal_lm(initializer_range=0.3).eval(), tiny.tokenizer()
+    engine = kind(tokenizer)
+    engine.sync_weights(model)
+    whole = engine.generate([[5, 6, 7]], 1, Sampling(60), [3]).ids[0]
+    stop = tokenizer.decode(whole[3:48])
+    done = engine.generate([[5, 6, 7]], 1, Sampling(60, stop=(stop,)), [3])
+    assert done.finished == [True] and done.ids[0] == whole[: len(done.ids[0])] and len(done.ids[0]) <= 48
+    assert stop in tokenizer.decode(done.ids[0])
 
 
 def test_generation_leaves_the_model_as_it_was():

@@ -336,6 +336,36 @@ def test_weights_and_several_functions(tmp_path):
     assert logged(run, "reward") == [1, 7] and logged(run, "rewards/answers/mean") == [3]
 
 
+# finding_E
+def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
+    run = trainer(tmp_path, reward=[spread, spread], reward_weights=[0.7, 0.3], entropy_coef=0.25)
+    assert run.reward_weights.tolist() == pytest.approx([0.7, 0.3]) and run.entropy_coef == 0.25
+    assert trainer(tmp_path).entropy_coef == 0
+
+
+# finding_E
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
+    trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
+    assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
+
+
+# finding_E
+def test_rollouts_without_any_reward_leave_the_weights_alone(tmp_path, caplog):
+    run = trainer(tmp_path, reward=lambda completion_ids: [None] * len(completion_ids), optim="adamw_torch")
+    before = [parameter.clone() for parameter in run.model.parameters()]
+    run.train()
+    assert run.state.global_step > 1 and "All reward functions returned None" in caplog.text
+    assert all(map(torch.equal, before, run.model.parameters()))
+
+
+# finding_E
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_without_any_dataset_it_is_said_what_is_needed(kind, tmp_path):
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        trainer(tmp_path, kind, rows=None)
+
+
 def test_no_source_of_rewards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No reward source"):
         trainer(tmp_path, reward=None)

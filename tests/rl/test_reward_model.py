@@ -100,3 +100,34 @@ def test_pictures_are_not_passed_over_in_silence(tmp_path):
             train_dataset=rows,
             processing_class=tiny.tokenizer(),
         )
+
+
+# finding_E
+def test_rows_are_prepared_as_the_whole_texts_that_the_model_reads(tmp_path):
+    tokenizer = tiny.tokenizer(
+        chat_template=tiny.CHATML.replace("<|im_start|>{{", "<|im_start|>{{ shout or '' }}{{", 1)
+    )
+    rows = [
+        {
+            "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
+            "chat_template_kwargs": {"shout": "!" * i},
+        }
+        for i in range(1, 3)
+    ]
+    trainer = RewardTrainer(tiny.reward_model(), arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
+    assert trainer.train_dataset.column_names == ["chosen_ids", "rejected_ids"]
+    for i, row in enumerate(rows):
+        whole = tokenizer.apply_chat_template(row["chosen"], tokenize=False, shout="!" * (i + 1))
+        assert tokenizer.decode(trainer.train_dataset[i]["chosen_ids"]) == whole
+    assert "!!" in whole
+
+
+# finding_E
+def test_earlier_names_of_columns_are_taken_with_a_word(tmp_path):
+    rows = datasets.Dataset.from_list([{"chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}] * 3)
+    with pytest.warns(FutureWarning, match="will not be supported in v1"):
+        trainer = RewardTrainer(
+            tiny.reward_model(), arguments(RewardConfig, tmp_path), None, rows, None, tiny.tokenizer()
+        )
+    assert trainer.train_dataset[0] == {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 8]}

@@ -114,13 +114,27 @@ def test_nan_can_be_masked_alone():
 
 def test_completions_that_no_function_applies_to_teach_nothing_and_are_told_of(caplog):
     assert score(lambda completions: [None, 1.0]).rewards.isnan().tolist() == [[True], [False]]
-    assert "All reward functions returned None for 1 of 2 completions" in caplog.text
+    assert "All reward functions returned None" in caplog.text and "for 1 of 2 completions" in caplog.text
 
 
+# finding_E
 @pytest.mark.parametrize("first", [None, math.nan])
-def test_nothing_left_to_learn_from_is_an_error(first):
+def test_nothing_left_to_learn_from_is_said_or_an_error_as_asked_for(first, caplog):
+    assert score(lambda completions: [first, None], reward_on_error="mask").rewards.isnan().all()
+    assert "All reward functions returned None" in caplog.text and "for 2 of 2 completions" in caplog.text
     with pytest.raises(RewardError, match="No reward function gave a reward for any of 2 completions"):
-        score(lambda completions: [first, None], reward_on_error="mask")
+        score(lambda completions: [first, None], reward_on_error="mask", reward_on_none="raise")
+
+
+# finding_E
+def test_weights_may_leave_the_rewards_of_environments_out():
+    functions = [lambda completions: [1.0, 1.0], lambda completions: [2.0, 2.0]]
+    given = rw.Rewards(functions, rw.RewardArguments(reward_weights=[0.5]), from_environments=1)
+    assert given.weights.tolist() == [0.5, 1.0]
+    both = rw.Rewards(functions, rw.RewardArguments(reward_weights=[0.5, 3.0]), from_environments=1)
+    assert both.weights.tolist() == [0.5, 3.0]
+    with pytest.raises(ValueError, match="reward_weights has 3 numbers and there are 2"):
+        rw.Rewards(functions, rw.RewardArguments(reward_weights=[1, 1, 1]), from_environments=1)
 
 
 def test_one_tokenizer_is_that_of_one_reward_model():

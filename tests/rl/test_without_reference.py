@@ -9,7 +9,9 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer
 from posttrain.rl.cpo import LOSSES
 from posttrain.rl.orpo import log_odds, odds_ratio
-from tests.contract.trainers import preference
+from posttrain.rl.shared_prefix import score_completions
+from tests import tiny
+from tests.contract.trainers import arguments, preference, preference_rows
 
 
 def t(*values):
@@ -77,6 +79,31 @@ def test_the_first_loss_of_orpo_is_the_formula_on_the_models_own_probabilities(t
     odds = chosen - torch.log(1 - chosen.exp()) - rejected + torch.log(1 - rejected.exp())
     expected = (-chosen - 0.1 * torch.nn.functional.logsigmoid(odds)).mean()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# finding_B8
+@pytest.mark.parametrize(("trainer", "kind"), [(ORPOTrainer, ORPOConfig), (CPOTrainer, CPOConfig)])
+def test_an_encoder_decoder_is_trained_on_the_probabilities_of_its_decoder(trainer, kind, tmp_path):
+    model, rows = tiny.seq2seq_lm(), preference_rows(8)
+    args = arguments(kind, tmp_path, num_train_epochs=8, learning_rate=3e-3, optim="adamw_torch", num_eval_samples=1)
+    run = trainer(model, args, None, rows, rows[:3], tiny.tokenizer())
+    batch = run.data_collator([run.train_dataset[i] for i in range(2)])
+    scores = score_completions(model, batch)
+    for i, side in enumerate(("chosen_ids", "chosen_ids", "rejected_ids", "rejected_ids")):
+        row = run.train_dataset[i % 2]
+        with torch.no_grad():  # its own loss, which is the mean over the tokens
+            expected = -model(input_ids=torch.tensor([row["prompt_ids"]]), labels=torch.tensor([row[side]])).loss
+        assert float(scores.logps[i].detach().sum()) / len(row[side]) == pytest.approx(float(expected), rel=1e-5)
+    run.train()
+    records = [record for record in run.state.log_history if "rewards/margins" in record]
+    assert records[-1]["rewards/margins"] > records[0]["rewards/margins"] and records[-1]["loss"] < records[0]["loss"]
+    assert math.isfinite(run.evaluate()["eval_loss"])
+
+
+# finding_E
+def test_alphapo_is_simpo_without_the_likelihood():
+    args = CPOConfig(output_dir="out", loss_type="alphapo", alpha=0.5)
+    assert (args.loss_type, args.cpo_alpha, args.alpha) == ("simpo", 0.0, 0.5)
 
 
 def test_what_cannot_work_is_refused():

@@ -66,6 +66,13 @@ class CPOConfig(PreferenceConfig):
 
     OLD_NAMES = WITHOUT_REFERENCE
 
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``loss_type="alphapo"``, which is simpo without the likelihood of the chosen completion, and with an alpha."""
+        if kwargs.get("loss_type") == "alphapo":
+            kwargs = {"cpo_alpha": 0.0} | kwargs | {"loss_type": "simpo"}
+        return kwargs
+
     def _problems(self) -> Iterator[str]:
         if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
             yield f"label_smoothing={self.label_smoothing} has no meaning for loss_type={self.loss_type!r}; set it to 0"

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+OF_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
+"""Losses that add up tokens, and divide by what is the same for all completions."""
+
 UNCLIPPED = ("cispo", "sapo", "vespo")
 """Losses that hold the policy back in another way than PPO's clip."""
 
@@ -126,7 +129,17 @@ class GRPOTrainer(RolloutTrainer):
             logger.warning(
                 "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
             )
+        if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
+            logger.warning(
+                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion length, since every "
+                "token brings the ratio of the whole; GSPO weighs all alike: set loss_type='grpo'.", config.loss_type,
+            )  # fmt: skip
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus as it is now."""
+        return self.args.entropy_coef if self.entropy_bonus is None else float(self.entropy_bonus.coefficient)
 
     @property
     def average(self) -> str:

@@ -24,7 +24,7 @@ from posttrain.core.fields import Removed
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
-from posttrain.rl.shared_prefix import padded_rows, score_completions, shared_rows
+from posttrain.rl.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
 
 # ------------------------------------------------------------------------------------------------------------- losses
 
@@ -89,6 +89,7 @@ class KTOCollator:
         max_length: a prompt with another's completion is cut to so many tokens.
         flat: one row without padding, see `shared_rows`; else a row each.
         with_kl: whether the loss needs the second half.
+        encoder: of a model that reads prompts in an encoder.
     """
 
     pad_token_id: int
@@ -96,6 +97,7 @@ class KTOCollator:
     flat: bool = False
     pad_to_multiple_of: int | None = None
     with_kl: bool = True
+    encoder: Encoder | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         prompts = [row["prompt_ids"] for row in rows]
@@ -114,7 +116,9 @@ class KTOCollator:
 
     def _lay_out(self, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
         groups = [(prompt, [completion]) for prompt, completion in zip(prompts, completions, strict=True)]
-        return shared_rows(groups) if self.flat else padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+        if self.flat:
+            return shared_rows(groups)
+        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -257,7 +261,7 @@ class KTOTrainer(PreferenceTrainer):
         """What makes a batch of prepared rows."""
         pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
         flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
-        return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl)
+        return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The rows of a micro-batch."""

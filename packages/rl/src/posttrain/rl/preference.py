@@ -29,7 +29,7 @@ from posttrain.rl.overrides import PREFERENCE_METHODS
 from posttrain.rl.policy import router_coefficient
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
-from posttrain.rl.shared_prefix import CompletionScores, padded_rows, reorder, score_completions, shared_rows
+from posttrain.rl.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, score_completions, shared_rows
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +68,14 @@ class PreferenceCollator:
 
     Args:
         shared: one row, each prompt once, see `shared_rows`. flat: one row, without padding. Neither: a row each.
+        encoder: of a model that reads prompts in an encoder.
     """
 
     pad_token_id: int
     shared: bool = False
     flat: bool = False
     pad_to_multiple_of: int | None = None
+    encoder: Encoder | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
@@ -87,7 +89,7 @@ class PreferenceCollator:
         """A batch of prompts with their completions."""
         if self.shared or self.flat:
             return shared_rows(groups, share=self.shared)
-        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 
 class PreferenceTrainer(Trainer):
@@ -137,6 +139,8 @@ class PreferenceTrainer(Trainer):
                 check_dataset(dataset, f"{name}_dataset")
         if ref_model is not None and ref_model is model:
             raise ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
+        if train_dataset is None and eval_dataset is None:
+            raise ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
         data.set_seed(args.seed)  # an adapter's first weights are random
         tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
         model, tokenizer = self.load(model, tokenizer, args, quantization_config, peft_config)
@@ -145,6 +149,7 @@ class PreferenceTrainer(Trainer):
         for one in (model, ref_model):
             if one is not None and args.disable_dropout:
                 models.disable_dropout(one)
+        self._encoder = Encoder.of(model, tokenizer)
         self._choose_layout(model, ref_model, args)
         self.data_reports: dict[str, PreferenceReport] = {}
         self._prepared: list[Any] = []
@@ -184,7 +189,7 @@ class PreferenceTrainer(Trainer):
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
         pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
-        return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of)
+        return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any

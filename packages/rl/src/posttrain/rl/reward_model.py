@@ -12,6 +12,7 @@ https://arxiv.org/abs/2312.09244, eq. 2).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class RewardCollator:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [[*row.get("prompt_ids", ()), *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
+        texts = [list(row[side]) for side in ("chosen_ids", "rejected_ids") for row in rows]
         options = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(texts, self.pad_token_id, **options),
@@ -91,7 +92,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     """
 
     config_class = RewardConfig
-    signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "margin")
+    signature_columns = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(
         self,
@@ -152,6 +153,10 @@ class RewardTrainer(ReferenceFreeTrainer):
     def _prepare(self, dataset: Any, name: str) -> Any:
         return super()._prepare(_with_prompt_ids(dataset), name)
 
+    def arrange(self, dataset: Any) -> Any:
+        """Rows with each text whole as `chosen_ids` and `rejected_ids`: the model reads nothing else."""
+        return dataset.map(_joined, batched=True, remove_columns=["prompt_ids"])
+
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
         return RewardCollator(getattr(tokenizer, "tokenizer", tokenizer).pad_token_id, args.pad_to_multiple_of)
@@ -173,7 +178,8 @@ class RewardTrainer(ReferenceFreeTrainer):
         ):
             raise ValueError(
                 f"The model is a {type(models.base_model(model)).__name__} with {getattr(config, 'num_labels', 'unknown')} "
-                f"labels; a reward model gives one number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
+                f"labels, and reward models require `num_labels=1`: one number for a text. Load it by "
+                f"{TASK}.from_pretrained(..., num_labels=1)."
             )
         tokenizer = tokenizer or models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
@@ -196,11 +202,23 @@ class RewardTrainer(ReferenceFreeTrainer):
         self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)
 
 
+def _joined(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    prompts = columns["prompt_ids"]
+    return {
+        side: [[*prompt, *ids] for prompt, ids in zip(prompts, columns[side], strict=True)]
+        for side in ("chosen_ids", "rejected_ids")
+    }
+
+
 def _with_prompt_ids(dataset: Any) -> Any:
     """Rows of tokens that hold each text whole, as `chosen_ids` and `rejected_ids`, with a prompt of no tokens."""
     columns = getattr(dataset, "column_names", None) or ()
     earlier = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
     if set(earlier) <= set(columns):
+        warnings.warn(
+            "The columns chosen_input_ids and rejected_input_ids are called chosen_ids and rejected_ids now; the earlier names "
+            "will not be supported in v1.", FutureWarning, stacklevel=2,
+        )  # fmt: skip
         dataset = dataset.rename_columns(earlier)
         columns = dataset.column_names
     if "prompt_ids" in columns or not set(earlier.values()) <= set(columns):

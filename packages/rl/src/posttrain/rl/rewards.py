@@ -65,6 +65,10 @@ class RewardArguments:
     reward_timeout: float | None = opt(
         None, "Seconds that one call of a reward function may take; None: as long as it wants.", above=0
     )
+    reward_on_none: str = opt(
+        "skip", "When no reward function gives a reward for any completion of a rollout: skip says so and learns nothing from "
+        "it, raise stops the run.", choices=("skip", "raise"),
+    )  # fmt: skip
     reward_concurrency: int = opt(
         1, "Reward functions that run at the same time, in threads; async ones always run side by side.", min=1
     )
@@ -148,16 +152,24 @@ class Rewards:
             with those of these that its signature names: ``prompts``, ``completions``, ``completion_ids``, every column of
             the dataset as a list, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
         options: the policy on errors and the limits.
+        from_environments: how many functions at the end are environments' own. Weights may leave them out: they count 1.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], options: RewardArguments | None = None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        options: RewardArguments | None = None,
+        from_environments: int = 0,
+    ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
         self.names = [name_of(function) for function in self.functions]
         weights = self.options.reward_weights
+        if weights is not None and len(weights) == len(self.functions) - from_environments:
+            weights = [*weights, *[1.0] * from_environments]
         if weights is not None and len(weights) != len(self.functions):
             raise ValueError(
                 f"reward_weights has {len(weights)} numbers and there are {len(self.functions)} reward functions "
-                f"({', '.join(self.names)}). Give one for each."
+                f"({', '.join(self.names)}). Give one for each; rewards of environments may be left out."
             )
         self.weights = torch.tensor(weights or [1.0] * len(self.functions), dtype=torch.float32)
         self._told: set[str] = set()
@@ -177,7 +189,8 @@ class Rewards:
             columns: of the dataset, N values each. extra: whatever else functions may ask for.
 
         Raises:
-            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion.
+            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion and
+                ``reward_on_none`` is "raise".
         """
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
@@ -273,7 +286,7 @@ class Rewards:
             return
         first = int(unknown.nonzero()[0])
         which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
-        if unknown.all():
+        if unknown.all() and self.options.reward_on_none == "raise":
             raise RewardError(
                 f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} returned "
                 f"None, or failed and were masked): there is nothing to learn from.\n{which}"
@@ -281,8 +294,9 @@ class Rewards:
         if "" not in self._told:
             self._told.add("")
             logger.warning(
-                "All reward functions returned None for %d of %d completions: none applies to them. They teach nothing, and "
-                "their share is logged as rewards/none.\n%s", int(unknown.sum()), len(unknown), which,
+                "All reward functions returned None for the following kwargs:\n%s\nSo it was for %d of %d completions, which "
+                "teach nothing; their share is logged as rewards/none. reward_on_none='raise' stops the run where it is so for all.",
+                which, int(unknown.sum()), len(unknown),
             )  # fmt: skip
 
 

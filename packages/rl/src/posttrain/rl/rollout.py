@@ -95,6 +95,11 @@ class RolloutTrainer(Trainer):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
         columns = () if environment_factory is not None else ("prompt",)
+        if train_dataset is None and eval_dataset is None and environment_factory is None:
+            raise ValueError(
+                "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes prompts, or an "
+                "eval_dataset to evaluate alone."
+            )
         if train_dataset is None and environment_factory is not None:
             if args.max_steps <= 0:
                 raise ValueError(
@@ -109,12 +114,13 @@ class RolloutTrainer(Trainer):
         self.rollout_func = rollout_func
         given = args.reward_funcs if reward_funcs is None else reward_funcs
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
-        functions += self.environments.reward_functions
+        own = self.environments.reward_functions
+        functions += own
         if not functions:
             raise ValueError(
                 "No reward source: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
-        self.rewards = Rewards(functions, args)
+        self.rewards = Rewards(functions, args, len(own))
         data.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, processing_class, args, quantization_config, peft_config)
         super().__init__(
@@ -672,6 +678,11 @@ class RolloutTrainer(Trainer):
             raise ValueError(f"share_prompts=True cannot be had: {problem}")
         logger.info("The prompt is read once for each completion: %s", problem)
         return False
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """(F,) the weight of each reward function, those of environments among them."""
+        return self.rewards.weights
 
     @property
     def layout(self) -> Layout:

@@ -8,7 +8,8 @@ each completion's segment continuing the prompt's. So the model reads the prompt
 a completion's segment predicts token j of that completion: nothing has to be gathered before the output head, and the head
 sees completion tokens only. The numbers are those of each prompt and completion read alone.
 
-The other layout is the plain one: a row each, filled up on the right.
+The other layout is the plain one: a row each, filled up on the right. An encoder-decoder reads the prompt in its encoder,
+and its decoder gets a row for each completion.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import models
+from posttrain.core import chat, models
 from posttrain.core.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.losses import shift_labels
 from posttrain.core.segments import Segments
@@ -86,14 +87,67 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
     }
 
 
-def padded_rows(
-    groups: Sequence[tuple[Ids, Sequence[Ids]]], pad_token_id: int, pad_to_multiple_of: int | None = None
+@dataclass(frozen=True)
+class Encoder:
+    """How an encoder-decoder is given a prompt and a completion.
+
+    start: the token that its decoder begins with. end: the tokens that stand behind a prompt in its encoder.
+    """
+
+    start: int
+    end: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
+        """That of `model`; None where it has no encoder."""
+        config = getattr(models.base_model(model), "config", None)
+        if not getattr(config, "is_encoder_decoder", False):
+            return None
+        start = config.decoder_start_token_id
+        if start is None:
+            raise ValueError(
+                f"{type(models.base_model(model)).__name__} has an encoder and a decoder, and its config does not say what the "
+                "decoder begins with. Set model.config.decoder_start_token_id."
+            )
+        return cls(start, tuple(chat.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
+
+
+def encoded_rows(
+    groups: Sequence[tuple[Ids, Sequence[Ids]]], pad_token_id: int, encoder: Encoder, multiple: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """A batch of a row for each of K completions, behind its prompt.
+    """A batch of a row for each of K completions, whose prompt the encoder reads.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` (K, P) for the encoder; ``decoder_input_ids``, ``completion_mask`` and
+        ``shift_labels`` (K, T) for the decoder.
+    """
+    rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
+    prompts = [[*prompt, *encoder.end] for prompt, _ in rows]
+    completions = [completion for _, completion in rows]
+    return {
+        "input_ids": pad_rows(prompts, pad_token_id, pad_to_multiple_of=multiple),
+        "attention_mask": pad_rows([[1] * len(p) for p in prompts], 0, pad_to_multiple_of=multiple),
+        "decoder_input_ids": pad_rows(
+            [[encoder.start, *c[:-1]] for c in completions], pad_token_id, pad_to_multiple_of=multiple
+        ),
+        "completion_mask": pad_rows([[1] * len(c) for c in completions], 0, pad_to_multiple_of=multiple),
+        "shift_labels": pad_rows(completions, IGNORE_INDEX, pad_to_multiple_of=multiple),
+    }
+
+
+def padded_rows(
+    groups: Sequence[tuple[Ids, Sequence[Ids]]],
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+    encoder: Encoder | None = None,
+) -> dict[str, torch.Tensor]:
+    """A batch of a row for each of K completions, behind its prompt; see `encoded_rows` for a model with an `encoder`.
 
     Returns:
         ``input_ids``, ``attention_mask`` and ``completion_mask``, each (K, T).
     """
+    if encoder is not None:
+        return encoded_rows(groups, pad_token_id, encoder, pad_to_multiple_of)
     rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
     return {
         "input_ids": pad_rows([p + c for p, c in rows], pad_token_id, pad_to_multiple_of=pad_to_multiple_of),
@@ -151,7 +205,7 @@ def score_completions(
     Where the model's head cannot do this itself (`posttrain.core.models.supports_loss_in_head`), its logits are held whole.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
-    if "completion_places" in batch:
+    if "shift_labels" in batch:
         labels, mask = batch["shift_labels"], batch["completion_mask"].bool()
     else:
         labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))

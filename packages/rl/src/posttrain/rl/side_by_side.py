@@ -31,7 +31,8 @@ def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[i
     written = models.unwrap(model).generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options
     )
-    return tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
+    has_encoder = getattr(models.base_model(model).config, "is_encoder_decoder", False)
+    return tokenizer.batch_decode(written[:, 1 if has_encoder else ids.shape[1] :], skip_special_tokens=True)
 
 
 def compare(

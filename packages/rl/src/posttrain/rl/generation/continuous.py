@@ -17,7 +17,7 @@ from posttrain.core.attention import PREFIX
 from posttrain.core.models import base_model, unwrap
 from posttrain.core.samplers import mix
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.sampling import check_logps, filters
 from posttrain.rl.generation.transformers import cut, evaluating, is_float32
 
 
@@ -93,6 +93,7 @@ class ContinuousGenerator:
         logps = None
         if draws and not filters(sampling) and all(len(result.logprobs or ()) for result in results):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
+            check_logps(logps)
         return Completions(ids, logps, finished, is_exact=logps is not None and is_float32(self.model))
 
 

@@ -21,7 +21,7 @@ from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.models import base_model, packed_head, unwrap
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import sample, uniforms
+from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.transformers import TransformersGenerator, ends_with_stop, evaluating, is_float32
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class _Run:
                 self._go_on()
         ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
         logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
+        check_logps(logps)
         return Completions(ids, logps, self.finished, is_exact=is_float32(self.model))
 
     def _read(self, numbers: list[int]) -> None:

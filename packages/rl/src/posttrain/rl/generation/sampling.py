@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from posttrain.core.errors import NonFiniteError
 from posttrain.rl.generation.protocol import Sampling
 
 
@@ -72,6 +74,7 @@ def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor)
     total = cumulated[:, -1]
     below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
     block = torch.searchsorted(cumulated, below, right=True)
+    block = block.clamp(max=cumulated.shape[1] - 1)  # where weights are NaN; `check_logps` says so
     before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0)
     places = torch.arange(BLOCK, device=weights.device)
     tokens = block * BLOCK + places
@@ -80,6 +83,25 @@ def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor)
     # Sums taken in another order may end a rounding error short of what was looked for.
     last = torch.where(inside > 0, places, 0).amax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(place, last)).squeeze(1)
+
+
+def check_logps(completions: Sequence[Sequence[float]]) -> None:
+    """Refuse completions of a model that gave NaN.
+
+    Args:
+        completions: the log-probability of each token of each.
+
+    Raises:
+        NonFiniteError: one is NaN.
+    """
+    for number, logps in enumerate(completions):
+        place = next((place for place, logp in enumerate(logps) if math.isnan(logp)), None)
+        if place is not None:
+            raise NonFiniteError(
+                f"The policy gave NaN in place of probabilities, first for token {place} of completion {number} of this "
+                "generation: its weights hold NaN or infinity, or it overflows in float16. See loss and grad_norm in the last "
+                "log records, go on from an earlier checkpoint with a lower learning_rate, or load it in bfloat16 or float32."
+            )
 
 
 def filters(sampling: Sampling) -> bool:

@@ -11,10 +11,10 @@ from torch import nn
 
 from posttrain.core.models import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import sample, uniforms
+from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 
 STOP_WINDOW = 32
-"""Tokens at the end of a completion in which a stop string is looked for."""
+"""Tokens at the end of a completion in which a stop string is looked for, unless one may be longer."""
 
 
 class TransformersGenerator:
@@ -52,6 +52,7 @@ class TransformersGenerator:
             output = self._generate(ids, mask, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
         logps = drawing.logps_of(completions)
+        check_logps(logps or ())
         return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(self.model))
 
     def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
@@ -124,7 +125,7 @@ class _StopStrings:
         self.tokenizer, self.stop, self.width = tokenizer, stop, width
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        tails = input_ids[:, self.width :][:, -STOP_WINDOW:].tolist()
+        tails = input_ids[:, self.width :][:, -stop_window(self.stop) :].tolist()
         done = [ends_with_stop(self.tokenizer, tail, self.stop) for tail in tails]
         return torch.tensor(done, device=input_ids.device)
 
@@ -158,9 +159,14 @@ def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list
     return completions, finished
 
 
+def stop_window(stop: tuple[str, ...]) -> int:
+    """Tokens that hold any of these strings: a token has one byte at least, and the first and the last may have others too."""
+    return max([STOP_WINDOW, *(len(string.encode()) + 2 for string in stop)])
+
+
 def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:
     """Whether a stop string is in the end of a completion."""
-    text = tokenizer.decode(ids[-STOP_WINDOW:])
+    text = tokenizer.decode(ids[-stop_window(stop) :])
     return any(string in text for string in stop)
 
 
