@@ -21,12 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         accelerator_config allocator collators emulation errors fields health losses memory metrics objective overrides plan
+        redaction
         schedules
         predictions segments state
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation footprint generation
         heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers trackers
+        workers
     """.split(),
     2: """
         cli generating incidents leaving lifecycle migrating questions resuming scripts search trainer

@@ -42,15 +42,9 @@ from posttrain.core.hub import HubArguments
 from posttrain.core.interrupts import InterruptArguments
 from posttrain.core.models import ModelSideArguments
 from posttrain.core.optim import OptimizerArguments
+from posttrain.core.redaction import masked, shown
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.trackers import LoggingArguments
-
-NO_SECRETS = ("eos_token", "pad_token")  # every other argument named like a token opens something
-
-
-def is_secret(name: str) -> bool:
-    """Whether the value of the argument `name` must not be written down."""
-    return name.endswith("_token") and name not in NO_SECRETS
 
 
 def _later(instead: str, *harmless: Any) -> Removed:
@@ -344,9 +338,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     # ---- as plain data ----
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument as plain data: enums and dtypes as strings, tokens masked."""
+        """Every argument as plain data: enums and dtypes as strings, secrets masked at any depth."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
-        return {name: f"<{name.upper()}>" if value and is_secret(name) else value for name, value in values.items()}
+        return {name: masked(value, name) for name, value in values.items()}
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""
@@ -359,6 +353,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             name: value if type(value) in (bool, int, float, str, torch.Tensor) else str(value)
             for name, value in (self.to_dict() | sizes).items()
         }
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
+        return f"{type(self).__name__}({', '.join(f'{name}={shown(name, value)}' for name, value in values.items())})"
 
     def __str__(self) -> str:
         lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))

@@ -40,7 +40,9 @@ class DataArguments:
         0, "Processes that read and collate ahead of training; 0 reads in between steps.", min=0
     )
     dataloader_pin_memory: bool = opt(True, "Put batches into pinned host memory, from where they reach a GPU sooner.")
-    dataloader_persistent_workers: bool = opt(False, "Keep the workers from one epoch to the next. Needs workers.")
+    dataloader_persistent_workers: bool = opt(
+        False, "Keep the workers from one epoch to the next; they end with train(). Needs workers."
+    )
     dataloader_prefetch_factor: int | None = opt(
         None, "Batches each worker reads ahead; None: 2. Needs workers.", min=1
     )

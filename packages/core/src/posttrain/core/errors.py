@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
+from posttrain.core.redaction import redact
+
 
 class ConfigError(ValueError, TypeError):
     """One or more arguments cannot work. The message lists every problem found, one a line.
@@ -16,7 +18,7 @@ class ConfigError(ValueError, TypeError):
     """
 
     def __init__(self, where: str, problems: Iterable[str]) -> None:
-        self.where, self.problems = where, list(problems)
+        self.where, self.problems = where, [redact(problem) for problem in problems]
         lines = self.problems if len(self.problems) == 1 else [""] + [f"  - {p}" for p in self.problems]
         super().__init__(f"{where}: " + "\n".join(lines).lstrip(" "))
 

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.redaction import shown
 
 
 class Help(str):
@@ -149,11 +150,11 @@ def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     allowed = field_types(type(config)).get(field.name, ())
     if not _has_type(value, allowed) and _is_ours(type(config), field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
-        yield f"{field.name}={value!r} must be of type {names}"
+        yield f"{field.name}={shown(field.name, value)} must be of type {names}"
         return
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])
-        yield f"{field.name}={value!r} is not one of {', '.join(bounds['choices'])}{near}"
+        yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isnan(value):
             yield f"{field.name} is NaN; give a number"
@@ -204,7 +205,7 @@ def tidy(config: Any) -> Iterator[str]:
             try:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
-                yield f"{field.name}={value!r} looks like JSON but is not: {error}"
+                yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
         elif type(value) is str and str in allowed:
             value = _number(value, allowed)
         if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
@@ -306,7 +307,7 @@ def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dic
         old = table[name]
         if isinstance(old, Removed):
             if old.harmless is not None and value not in old.harmless:
-                problems.append(f"{name}={value!r} has no effect: {old.why}")
+                problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
             elif not old.quiet:
                 warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
         elif value in old.ignore:
@@ -315,13 +316,14 @@ def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dic
             new_value = old.convert(value)
             if old.new in today and today[old.new] != new_value:
                 problems.append(
-                    f"{name}={value!r} and {old.new}={today[old.new]!r} are both given, and {name} is the old name of "
-                    f"{old.new}; keep {old.new}"
+                    f"{name}={shown(name, value)} and {old.new}={shown(old.new, today[old.new])} are both given, and {name} "
+                    f"is the old name of {old.new}; keep {old.new}"
                 )
             elif old.new not in known:
                 problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
             else:
-                warning = f"{config_class.__name__}: {name}={value!r} is now {old.new}={new_value!r}"
+                now = f"{old.new}={shown(old.new, new_value)}"
+                warning = f"{config_class.__name__}: {name}={shown(name, value)} is now {now}"
                 warnings.warn(warning, FutureWarning, stacklevel=3)
                 today[old.new] = new_value
     return today, problems
@@ -334,6 +336,9 @@ class ConfigMeta(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Not the one that `dataclass` gives to each subclass, which would show secrets.
+        written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
+        cls.__repr__ = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
         kwargs, problems = translate_old_names(cls, cls.accept_old_names(kwargs))
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         problems += [

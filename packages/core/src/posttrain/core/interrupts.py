@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core import workers
 from posttrain.core.fields import opt
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -133,9 +134,14 @@ class Watch:
                 if before in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = before
                     signal.signal(number, self._notice)
+        workers.keep_through_sigterm(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
 
     def end(self) -> None:
-        """Give the signals back."""
+        """Give the signals back; the run is over."""
+        self._give_back()
+        workers.keep_through_sigterm(False)
+
+    def _give_back(self) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
 
@@ -143,7 +149,7 @@ class Watch:
         if os.getpid() != self._process:
             return  # a forked worker: the process that it works for decides
         self._number = number
-        self.end()  # the next signal does what it did before: it ends the program at once
+        self._give_back()  # the next signal does what it did before: it ends the program at once
         # Not by `logging`, whose locks the interrupted code may hold.
         name = signal.Signals(number).name
         os.write(2, f"\n{name}: finishing this update and saving a checkpoint; a second one ends at once.\n".encode())
@@ -196,21 +202,3 @@ def _group() -> Any:
 
 
 _groups: dict[Any, Any] = {}
-
-
-class WorkerStart:
-    """Lets a worker of a data loader outlive the signal that a launcher or a terminal sends to all processes at once:
-    the update that is to be finished needs its rows. A second SIGTERM ends it, and so does its loader.
-
-    Args:
-        then: the user's own ``worker_init_fn``.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None = None) -> None:
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        if self.then is not None:
-            self.then(worker)

@@ -209,6 +209,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         finally:
             self._watch.end()
             self.is_in_train = False
+            for reads in [loader, *(kept for _, kept in self._kept_loaders.values())]:
+                reads.end_workers()
             self._saver.leave()  # after an error; else everything is settled
             self.store.settle()
             for callback in handler.callbacks:
@@ -548,12 +550,21 @@ class Lifecycle(Incidents, Resuming, Leaving):
         loss_only = None if keep or self.compute_metrics is not None else True
         averaged = self.is_in_train and self._ema is not None and self.args.ema_use != "final"
         weights = self._ema.swapped_in() if averaged else contextlib.nullcontext()
-        with weights, self._memory.stage(prefix) as memory:
+        with weights, self._memory.stage(prefix) as memory, self._ending_workers(loader):
             output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
         output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
         output.metrics.update(memory)
         return output
+
+    @contextlib.contextmanager
+    def _ending_workers(self, loader: data.Loader) -> Iterator[None]:
+        """After this context no process reads for `loader`, unless the next evaluation of the same training will take it."""
+        try:
+            yield
+        finally:
+            if not self.is_in_train or all(loader is not kept for _, kept in self._kept_loaders.values()):
+                loader.end_workers()
 
     def _evaluation_model(self) -> nn.Module:
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.

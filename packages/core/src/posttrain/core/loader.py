@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from posttrain.core import workers
 from posttrain.core.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError
-from posttrain.core.interrupts import WorkerStart
 from posttrain.core.samplers import (
     SeededRandomSampler,
     deal,
@@ -106,7 +106,8 @@ class Loader(DataLoader):
         dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
         self._generator = torch.Generator()
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
-        engine["worker_init_fn"] = WorkerStart(engine.get("worker_init_fn"))
+        if engine["num_workers"]:
+            engine["worker_init_fn"] = workers.WorkerStart(engine.get("worker_init_fn"))
         if is_stream(dataset):
             if any_rank is not None and world_size > 1 and _splits_evenly(dataset, world_size):
                 from datasets.distributed import split_dataset_by_node
@@ -232,13 +233,17 @@ class Loader(DataLoader):
         self._generator.manual_seed(mix(self._seed, self.epoch))
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
-            return self._give_from_stream(iter(self._engine), now)
+            return self._give_from_stream(workers.iterate(self._engine), now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
                 generator.set_state(now.sampler)
             now.sampler = generator.get_state()
         self._draws.epoch, self._draws.start = self.epoch, now.given[0]
-        return self._give(self._read_here() if self._reads_here else iter(self._engine), now)
+        return self._give(self._read_here() if self._reads_here else workers.iterate(self._engine), now)
+
+    def end_workers(self) -> None:
+        """End the processes that read for this loader, and an iteration with them; the next starts new ones."""
+        workers.end(self._engine)
 
     @property
     def _reads_here(self) -> bool:

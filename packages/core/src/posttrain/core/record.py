@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import xxhash
 
-from posttrain.core.arguments import is_secret
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.digests import cores
 from posttrain.core.errors import CheckpointError
+from posttrain.core.redaction import masked_words, without_secrets
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RunRecordCallback(TrainerCallback):
 @contextlib.contextmanager
 def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
     """In here a run is one that the command line asked for: `method`, and the text of each setting by its name."""
-    kept = {name: value for name, value in settings.items() if not is_secret(name)}
+    kept = without_secrets(settings)
     token = _asked.set({"method": method, "settings": kept})
     try:
         yield
@@ -84,7 +84,7 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,
-        "command": _without_secrets(sys.orig_argv),
+        "command": masked_words(sys.orig_argv),
         "directory": os.getcwd(),
         "asked": _asked.get(),
         "processes": args.world_size,
@@ -214,17 +214,6 @@ def code(folder: str) -> dict[str, Any]:
         return {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return {}
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    """`words` of a command line with what follows flags such as --hub_token masked."""
-    masked, hide = [], False
-    for word in words:
-        name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
-        secret = word.startswith("--") and is_secret(name)
-        masked.append("***" if hide else f"{word.partition('=')[0]}=***" if secret and equals else word)
-        hide = secret and not equals
-    return masked
 
 
 def _cpu_name() -> str:

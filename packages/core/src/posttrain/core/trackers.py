@@ -15,6 +15,7 @@ from posttrain.core.callbacks import _hears as hears
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields import opt
 from posttrain.core.metrics import is_performance
+from posttrain.core.redaction import redact
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def apart(name: str, callback: Any) -> Any:
                 else:
                     method(_TrackerArguments(args), state, control, **kwargs)
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {redact(str(error))}"
                 if event == "on_train_begin":
                     raise RuntimeError(
                         f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of report_to."

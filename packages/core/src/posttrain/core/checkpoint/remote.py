@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.manifest import MANIFEST, is_inside, read_manifest
 from posttrain.core.errors import CheckpointError, require
+from posttrain.core.redaction import redact
 
 _NAME = re.compile(r"checkpoint-\d+")
 
@@ -25,7 +26,7 @@ def is_url(path: Any) -> bool:
 
 def working_folder(url: str) -> str:
     """The folder on this machine in which a run works whose output goes to `url`; the same at each start."""
-    return str(Path("trainer_output") / re.sub(r"[^\w.-]+", "-", url).strip("-"))
+    return str(Path("trainer_output") / re.sub(r"[^\w.-]+", "-", redact(url)).strip("-"))
 
 
 class Remote:
@@ -36,13 +37,13 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        fsspec = require("fsspec", "fsspec", why=url)
+        fsspec = require("fsspec", "fsspec", why=redact(url))
         self.url = url.rstrip("/")
         self.fs, self.root = fsspec.core.url_to_fs(self.url)
         self._pushed: dict[Path, tuple[int, int]] = {}  # files that are no checkpoint's: size and time when uploaded
 
     def __str__(self) -> str:
-        return self.url
+        return redact(self.url)
 
     def whole(self) -> list[str]:
         """Names of the checkpoints that were uploaded to their end, by ascending step."""
@@ -68,7 +69,7 @@ class Remote:
         self.fs.get_file(self._path(name, MANIFEST), str(directory / MANIFEST))
         for file in read_manifest(directory)["files"]:
             if not is_inside(file):
-                raise CheckpointError(f"{self.url}/{name}/{MANIFEST} names {file!r}, which lies outside of it.")
+                raise CheckpointError(f"{self}/{name}/{MANIFEST} names {file!r}, which lies outside of it.")
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
             self.fs.get_file(self._path(name, file), str(directory / file))
 

@@ -25,6 +25,7 @@ from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk
 from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
+from posttrain.core.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Store:
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
                     "%s was not copied to %s (%s: %s). Training goes on, the checkpoint is whole on this machine, and copying "
-                    "is tried again at the next save.", path, self.remote, type(error).__name__, error,
+                    "is tried again at the next save.", path, self.remote, type(error).__name__, redact(str(error)),
                 )  # fmt: skip
 
     def push_files(self) -> None:
@@ -191,7 +192,7 @@ class Store:
             except Exception as error:
                 logger.warning(
                     "The files in %s were not all copied to %s (%s: %s); they are on this machine.",
-                    self.output_dir, self.remote, type(error).__name__, error,
+                    self.output_dir, self.remote, type(error).__name__, redact(str(error)),
                 )  # fmt: skip
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
@@ -207,7 +208,7 @@ class Store:
         except CheckpointError as error:
             return [str(error)]
         except OSError as error:
-            return [f"It could not be downloaded from {remote} ({type(error).__name__}: {error})."]
+            return [f"It could not be downloaded from {remote} ({type(error).__name__}: {redact(str(error))})."]
         finally:
             self.abort(temp)
 
@@ -301,7 +302,9 @@ class Store:
             try:
                 self.remote.rotate(limit, [Path(path).name for path in keep])
             except Exception as error:
-                logger.warning("Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, error)
+                logger.warning(
+                    "Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, redact(str(error))
+                )
         checkpoints = self.checkpoints()
         whole = [path for path in checkpoints if not self.verify(path, deep=False)]
         protected = {Path(path).resolve() for path in keep}

@@ -19,6 +19,7 @@ import yaml
 from posttrain.core import fields
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields import field_types
+from posttrain.core.redaction import shown
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -61,7 +62,7 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
         problems.append(f"{path}: {error.strerror or error}")
         return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not valid YAML: {' '.join(str(error).split())}")
+        problems.append(f"{path} is not valid YAML: {_yaml_problem(error)}")
         return {}
     if root is None:
         return {}
@@ -75,6 +76,14 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
             problems.append(f"{where}: {name} is already set at {settings[name].where}; keep one")
         settings[name] = Setting(where, _text(node))
     return settings
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, without the text around it, which may hold a token."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem}, at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _text(node: yaml.Node) -> Any:
@@ -172,7 +181,7 @@ def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
         try:
             return yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as error:
-            raise ValueError(f"cannot be read as a mapping or a list: {' '.join(str(error).split())}") from None
+            raise ValueError(f"cannot be read as a mapping or a list: {_yaml_problem(error)}") from None
     if str in allowed or not allowed or object in allowed:
         return value
     if list in allowed:
@@ -210,7 +219,7 @@ def configs(
             try:
                 kwargs[config_class][name] = convert(setting.value, *_types(config_class, name))
             except ValueError as error:
-                problems.append(f"{setting.where}: {name}={setting.value!r} {error}")
+                problems.append(f"{setting.where}: {name}={shown(name, setting.value)} {error}")
     made = []
     for config_class in classes:
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.hub.uploads import is_repo_id
+from posttrain.core.redaction import is_secret, masked
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ def hyperparameters(args: Any, world_size: int = 1) -> dict[str, Any]:
     """The arguments of a run that make the model: the usual ones, and those that differ from their defaults."""
     table = {name: getattr(args, name) for name in _MAIN if hasattr(args, name)}
     for field in dataclasses.fields(args):
-        if field.name in table or _ASIDE.fullmatch(field.name):
+        if field.name in table or _ASIDE.fullmatch(field.name) or is_secret(field.name):
             continue
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         value = getattr(args, field.name)
         if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
-            table[field.name] = value
+            table[field.name] = masked(value, field.name)
     if table.get("max_steps", -1) > 0:
         table.pop("num_train_epochs", None)
     table = {name: value for name, value in table.items() if value is not None and value is not False and value != -1}

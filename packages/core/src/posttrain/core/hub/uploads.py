@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.fields import Help, opt
+from posttrain.core.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -317,8 +318,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException, token: str | None) -> str:
-    text = " ".join(str(error).split())[:500] or type(error).__name__
-    return text.replace(token, "***") if token else text
+    return redact(" ".join(str(error).split()), token)[:500] or type(error).__name__
 
 
 @contextlib.contextmanager
