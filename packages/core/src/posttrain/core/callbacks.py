@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -64,8 +65,8 @@ class TrainerCallback:
 class CallbackHandler:
     """The callbacks of a trainer, in order, and the objects they are shown.
 
-    Which callbacks hear an event is worked out when the list changes, not at each event: most hear few, and an update
-    fires at least four.
+    The list is the caller's to change at any time. Which callbacks hear an event is worked out when it has changed, not at
+    each event: most hear few, and an update fires at least four.
     """
 
     def __init__(self, callbacks: Iterable[Any], model=None, processing_class=None, optimizer=None, lr_scheduler=None):
@@ -73,6 +74,8 @@ class CallbackHandler:
         self.model, self.processing_class = model, processing_class
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.train_dataloader = self.eval_dataloader = None
+        self._listed: list[Any] = []  # the callbacks of which is known what they hear
+        self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:
             self.add_callback(callback)
 
@@ -87,14 +90,12 @@ class CallbackHandler:
                 type(instance).__name__, self.callback_list.replace("\n", ", "),
             )  # fmt: skip
         self.callbacks.append(instance)
-        self._listen()
 
     def pop_callback(self, callback: Any) -> Any | None:
         """Take out and return the first callback that is `callback`, or of that class; None if there is none."""
-        for present in self.callbacks:
+        for place, present in enumerate(self.callbacks):
             if present is callback or (isinstance(callback, type) and _is_a(present, callback)):
-                self.callbacks.remove(present)
-                self._listen()
+                del self.callbacks[place]
                 return present
         return None
 
@@ -115,7 +116,6 @@ class CallbackHandler:
             for place, entry in zip(places, saved, strict=False):
                 # transformers' own `from_state` wants both keys.
                 self.callbacks[place] = type(self.callbacks[place]).from_state({"args": {}, "attributes": {}} | entry)
-        self._listen()
 
     def remove_callback(self, callback: Any) -> None:
         self.pop_callback(callback)
@@ -124,19 +124,23 @@ class CallbackHandler:
     def callback_list(self) -> str:
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
-    def _listen(self) -> None:
-        self._listeners = {event: [cb for cb in self.callbacks if _hears(cb, event)] for event in EVENTS}
+    def _listening(self, event: str) -> list[Any]:
+        """The callbacks, of those that are in the list now, that hear `event`; of events of the caller's own, that have it."""
+        now, known = self.callbacks, self._listed
+        if len(now) != len(known) or not all(map(operator.is_, now, known)):
+            self._listed = list(now)
+            self._listeners = {event: [cb for cb in now if _hears(cb, event)] for event in EVENTS}
+        if event in self._listeners:
+            return self._listeners[event]
+        return [callback for callback in now if hasattr(callback, event)]
 
     def nobody_hears(self, event: str) -> bool:
         """Whether telling `event` would reach no callback."""
-        return self._listeners.get(event) == []
+        return not self._listening(event)
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Tell every callback that hears `event`, in order; returns the control as they leave it."""
-        listeners = self._listeners.get(event)
-        if listeners is None:
-            listeners = [callback for callback in self.callbacks if hasattr(callback, event)]
-        for callback in listeners:
+        for callback in self._listening(event):
             answer = getattr(callback, event)(
                 args,
                 state,
@@ -177,12 +181,16 @@ def _is_a(callback: Any, wanted: type) -> bool:
 
 
 def _hears(callback: Any, event: str) -> bool:
-    """Whether `callback` does something on `event`: an inherited empty method of a base class (ours, or another
-    library's of the same name) does not count."""
-    if event in vars(callback):
+    """Whether `callback` does something on `event`: an inherited empty method of a base class, ours or transformers', does
+    not count."""
+    if event in getattr(callback, "__dict__", ()):
         return True
     method = getattr(type(callback), event, None)
-    return method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback.")
+    if method is None:  # one that answers by __getattr__ hears what it has
+        return hasattr(callback, event)
+    theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
+    is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs
+    return method is not getattr(TrainerCallback, event) and not is_empty
 
 
 def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:

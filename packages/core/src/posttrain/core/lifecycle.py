@@ -29,6 +29,7 @@ from posttrain.core import (
     interrupts,
     models,
     objective,
+    optim,
     overrides,
     schedules,
     trackers,
@@ -65,6 +66,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     metrics: Metrics
     clock: Clock
     progress: Progress
+    _made_optimizer: Any = None  # what this trainer made itself, for the run before or when it was asked to
+    _made_scheduler: Any = None
     _memory: MemoryTracker
 
     def _set_model(self, model: nn.Module) -> None:
@@ -106,11 +109,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             raise ValueError(
                 "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
             )
-        if self.model_init is not None and (self.optimizer is not None or self.lr_scheduler is not None):
-            raise ValueError(
-                "model_init makes new parameters at each train, which the optimizer in optimizers does not know; pass a "
-                "model, or optimizer_cls_and_kwargs, or override create_optimizer."
-            )
+        self._ask_whose_parts()
         if not callable(self.data_collator):
             raise TypeError(
                 f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
@@ -126,6 +125,30 @@ class Lifecycle(Incidents, Resuming, Leaving):
                     f"train_dataset ({type(self.train_dataset).__name__}) is a stream without a length, so the number of updates "
                     "cannot be computed from num_train_epochs. Set max_steps."
                 )
+
+    def _ask_whose_parts(self) -> None:
+        """Find out which of optimizer and schedule the user has set, to the constructor or since: those are used as they are."""
+        self._owns_optimizer = self.optimizer is None or self.optimizer is self._made_optimizer
+        self._owns_scheduler = self.lr_scheduler is None or self.lr_scheduler is self._made_scheduler
+        if self.model_init is not None and not (self._owns_optimizer and self._owns_scheduler):
+            raise ValueError(
+                "model_init makes new parameters at each train, which the optimizer in optimizers (or set as trainer.optimizer, "
+                "or behind trainer.lr_scheduler) does not know; pass a model, or optimizer_cls_and_kwargs, or override "
+                "create_optimizer."
+            )
+
+    def _make_parts(self, num_training_steps: int) -> None:
+        """The optimizer and the schedule of this run: the user's, or new ones."""
+        if self._owns_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(num_training_steps)
+        if not self._owns_optimizer:
+            optim.check_given_optimizer(self.optimizer, self.model_wrapped)
+        if not self._owns_scheduler:
+            optim.check_given_schedule(self.lr_scheduler, self.optimizer)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
+        self._made_optimizer = self.optimizer if self._owns_optimizer else None
+        self._made_scheduler = self.lr_scheduler if self._owns_scheduler else None
 
     def _new_state(self) -> TrainerState:
         mine = [*self.callback_handler.callbacks, self.control]
@@ -149,6 +172,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         args, handler = self.args, self.callback_handler
         if args.keep_freed_memory and self.dist.device.type == "cpu":
             allocator.keep_freed_memory()
+        self._ask_whose_parts()
         if self.model_init is not None:
             data.set_seed(args.seed)
             self._forget_model()
@@ -157,10 +181,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._load_from_checkpoint(checkpoint)
         models.align_special_tokens(self.model, self.processing_class)
         self.model_wrapped = self._wrap_model(self.model)
-        if self._owns_scheduler:
-            self.lr_scheduler = None
-        self.create_optimizer_and_scheduler(plan.max_steps)
-        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
+        self._make_parts(plan.max_steps)
         self._check_space(plan)
         self.state, self.control = self._new_state(), TrainerControl()
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
@@ -227,8 +248,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        given = None if self._owns_optimizer else self.optimizer
-        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
+        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
         if args.torch_compile:
             wrapped = torch.compile(wrapped, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         return wrapped

@@ -302,6 +302,38 @@ def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
         )  # fmt: skip
 
 
+def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer of the user's that would train nothing.
+
+    Raises:
+        ValueError: it holds none of the parameters of `model` that are trained.
+    """
+    held = {id(parameter) for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if held and trained and not any(id(parameter) in held for parameter in trained):
+        raise ValueError(
+            f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are trained, so nothing "
+            "would be learned: it was made from another model, or before this one got its adapters or was made anew. Make it "
+            "from trainer.model.parameters() and set trainer.optimizer, or pass optimizer_cls_and_kwargs."
+        )
+
+
+def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
+    """Refuse a schedule of the user's that sets the learning rates of nothing that is trained.
+
+    Raises:
+        ValueError: it was made for another optimizer than `optimizer`.
+    """
+    its = getattr(scheduler, "optimizer", None)
+    groups = getattr(its, "param_groups", None)
+    if its is not optimizer and groups is not None and groups is not getattr(optimizer, "param_groups", None):
+        raise ValueError(
+            f"The lr_scheduler that was given ({type(scheduler).__name__}) was made for another optimizer ({type(its).__name__}) "
+            f"than the one that trains ({type(optimizer).__name__}), so no learning rate would follow it. Give both, as "
+            "optimizers=(optimizer, lr_scheduler) or as trainer.optimizer and trainer.lr_scheduler, or override create_scheduler."
+        )
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it keeps."""
     total = 0

@@ -119,7 +119,6 @@ class Trainer(Lifecycle, Questions):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.model_init = model_init
         self._check_parts()
-        self._owns_optimizer, self._owns_scheduler = self.optimizer is None, self.lr_scheduler is None
         self._set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
@@ -417,6 +416,7 @@ class Trainer(Lifecycle, Questions):
             model = self.model if model is None else model
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optim.build(model, self.args, self.get_decay_parameter_names(model), chosen)
+            self._made_optimizer = self.optimizer
         return self.optimizer
 
     @staticmethod
@@ -436,7 +436,7 @@ class Trainer(Lifecycle, Questions):
             options = dict(args.lr_scheduler_kwargs or {})
             if args.lr_scheduler_type in schedules.FOLLOW_A_METRIC and args.greater_is_better:
                 options.setdefault("mode", "max")
-            self.lr_scheduler = schedules.build(
+            self.lr_scheduler = self._made_scheduler = schedules.build(
                 args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options
             )
         return self.lr_scheduler
