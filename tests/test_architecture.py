@@ -27,7 +27,8 @@ FLOORS = {
     """.split(),
     1: """
         arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation footprint generation
-        heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers trackers
+        heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers
+        tool_calls trackers
         workers
     """.split(),
     2: """

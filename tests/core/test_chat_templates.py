@@ -7,6 +7,7 @@ import pytest
 
 from posttrain.core import chat
 from posttrain.core.errors import DataError
+from posttrain.core.tool_calls import require_calls
 from tests.tiny import CHATML, tokenizer
 
 GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -201,3 +202,26 @@ def test_a_messages_flag_goes_before_its_role(train_on, flags, expected):
 def test_a_flag_that_is_neither_true_nor_false_is_refused(flag):
     with pytest.raises(DataError, match="neither true nor false"):
         chat.message_choice([{"role": "user", "content": "x"} | flag])
+
+
+# finding_A9
+@pytest.mark.parametrize("source", [CHATML, PHI, LLAMA, GEMMA, DEEPSEEK, MISTRAL])
+def test_a_template_that_leaves_calls_out_is_noticed(source):
+    messages = [*CALLS[:2], {"role": "user", "content": "2"}, CALLS[4]]
+    with pytest.raises(DataError, match="leaves out tool_calls, and turns would be learned without them"):
+        require_calls(template(source), messages)
+    with pytest.raises(DataError, match="leaves out tool_calls"):
+        require_calls(template(source), [messages[0], messages[1] | {"content": "Let me add."}])
+    require_calls(template(source), messages, by_role(messages, "user"))  # of turns that are not learned
+    require_calls(template(source), TURNS[1:])
+
+
+# finding_A9
+@pytest.mark.parametrize("source", [TOOLS, MARKED], ids=["by rendering", "marked"])
+def test_a_template_that_shows_calls_is_believed(source):
+    require_calls(template(source), CALLS)
+    flat = [CALLS[0], {"role": "assistant", "content": "", "tool_calls": [{"function": CALL["function"]}]}]
+    require_calls(template(source), flat)
+    first_only = source.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(DataError, match="leaves out tool_calls"):  # the second of two
+        require_calls(template(first_only), CALLS)

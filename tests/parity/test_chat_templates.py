@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.core import chat
 from posttrain.core.errors import DataError
+from posttrain.core.tool_calls import require_calls
 from tests import tiny
 
 trl = pytest.importorskip("trl")
@@ -64,6 +65,41 @@ def test_turns_are_found_where_they_are_marked(name, conversation):
             assert theirs.endswith(ours) and "Q" not in theirs[: len(theirs) - len(ours)]
         else:  # the patch keeps thoughts that the template drops
             assert theirs[theirs.rindex(answer) :] == ours[ours.rindex(answer) :]
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"word": "xylophone"}}}
+ASKS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+WITHOUT_CALLS = {
+    "cohere",
+    "cohere2",
+    "deepseek_r1_distill",
+    "gemma",
+    "gemma3",
+    "lfm2",
+    "llama3",
+    "phi3",
+    "phi3_5",
+    "qwen2_5_vl",
+}
+
+
+# finding_A9
+@pytest.mark.parametrize("name", [*PATCHED, "llama3_1", "llama3_2", "lfm2_2_5", "gemma4", "gemma4_v5"])
+def test_no_turn_is_learned_without_its_calls(name):
+    as_text = CALL | {"function": CALL["function"] | {"arguments": '{"word": "xylophone"}'}}
+    for call in (CALL, as_text):
+        messages = [ASKS[0], ASKS[1] | {"tool_calls": [call]}]
+        try:
+            require_calls(template(name), messages)
+            text, spans = template(name).assistant_spans(messages)
+        except DataError as error:
+            assert name in WITHOUT_CALLS or "refused" in str(error) or call is as_text, error
+            continue
+        assert (
+            name not in WITHOUT_CALLS
+            and "look_up" in text[slice(*spans[-1])]
+            and "xylophone" in text[slice(*spans[-1])]
+        )
 
 
 def turns(text):

@@ -75,6 +75,17 @@ def test_tools_reach_the_template():
     assert tokenizer.decode(row["prompt_ids"]).startswith("[plus]<|im_start|>user")
 
 
+# finding_A9
+def test_pairs_whose_calls_the_template_leaves_out_are_dropped_and_named():
+    call = {"type": "function", "function": {"name": "plus", "arguments": {"a": 2}}}
+    row = CHAT | {"chosen": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    data, report = prepare([CHAT, row])
+    ((reason, found),) = report.dropped.items()
+    assert "leaves out tool_calls" in reason and found == (1, [1]) and len(data) == 1
+    shows = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    assert '"plus"' in shows.decode(prepare_preferences([row], shows)[0][0]["chosen_ids"])
+
+
 def test_equal_and_empty_completions_are_dropped_and_named():
     rows = [TEXT, TEXT | {"rejected": TEXT["chosen"]}, TEXT | {"chosen": " "}, TEXT | {"chosen": None}]
     data, report = prepare(rows)

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 
 from posttrain.core.errors import DataError
 from posttrain.sft.dataset import prepare_dataset
-from tests.tiny import CORPUS, tokenizer
+from tests.tiny import CHATML_WITH_TOOLS, CORPUS, tokenizer
 
 EOS = "<|endoftext|>"
 CHAT = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is 4."}]
@@ -250,6 +250,36 @@ def test_bad_rows_of_every_format_are_dropped_with_the_reason(tok, good, bad, re
     assert len(prepared) == 1
     ((found, where),) = report.dropped.items()
     assert reason in found and where == (1, [1])
+
+
+TOOL_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASKS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}]
+
+
+# finding_A9
+@pytest.mark.parametrize("row", [
+    {"messages": ASKS}, {"prompt": ASKS[:1], "completion": ASKS[1:]},
+    {"messages": [*ASKS, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."}]},
+])  # fmt: skip
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_rows_whose_calls_the_template_leaves_out_are_dropped_and_counted(tok, row, assistant_only):
+    fine = {key: [m | {"tool_calls": None, "content": "x"} for m in value] for key, value in row.items()}
+    rows, report = prepare_dataset([fine, row, fine, row], tok, assistant_only_loss=assistant_only)
+    ((reason, found),) = report.dropped.items()
+    assert found == (2, [1, 3]) and len(rows) == report.rows_kept == 2
+    assert reason.startswith("the chat template of") and "leaves out tool_calls" in reason
+    shows = tokenizer(chat_template=CHATML_WITH_TOOLS)
+    rows, report = prepare_dataset([fine, row], shows, assistant_only_loss=assistant_only)
+    assert not report.dropped and '"name": "add"' in shows.decode(rows[1]["input_ids"])
+
+
+# finding_A9
+def test_calls_in_turns_that_are_not_learned_need_not_be_shown(tok):
+    row = {
+        "prompt": [*ASKS, {"role": "tool", "content": "2"}],
+        "completion": [{"role": "assistant", "content": "Two."}],
+    }
+    assert not prepare_dataset([row], tok)[1].dropped
 
 
 def test_a_dataset_without_a_row_to_train_on_is_refused_with_the_reasons(tok):

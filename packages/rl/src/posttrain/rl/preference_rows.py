@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.core import chat
 from posttrain.core.errors import DataError
+from posttrain.core.tool_calls import require_calls
 
 PAIR = ("chosen", "rejected")
 #: The columns of tokens that the rows of a format become.
@@ -218,6 +219,7 @@ class PreferencePreparation:
             if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # it goes on where the prompt stops
                 turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
                 whole = [*prompt[:-1], turn, *completion[1:]]
+            require_calls(template, whole, [i >= len(whole) - len(completion) for i in range(len(whole))])
             draft.texts.append(template.render(whole))
             draft.starts.append(template.prompt_length(prompt, draft.texts[-1]))
             if not any(message.get("content") or message.get("tool_calls") for message in completion):

@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.core import chat
 from posttrain.core.errors import DataError
+from posttrain.core.tool_calls import require_calls
 
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")
@@ -162,6 +163,7 @@ class Preparation:
     def _read_chat(self, value: Any, name: str, row: Mapping[str, Any], index: int) -> Draft:
         messages, template = chat.to_messages(value, name), self._template(row)
         chosen = chat.message_choice(value, self.train_on)
+        require_calls(template, messages, chosen)
         if chosen is None:
             return Draft(index, template.render(messages), is_chat=True)
         return Draft(index, *template.trained_spans(messages, chosen), is_chat=True)
@@ -186,6 +188,9 @@ class Preparation:
             messages = [*asked[:-1], turn, *messages[shown + 1 :]]
             chosen = chosen and [*chosen[: shown - 1], *chosen[shown:]]
         template = self._template(row)
+        first_learned = len(messages) - len(completion) if completion_only else 0
+        learned = [i >= first_learned for i in range(len(messages))]
+        require_calls(template, messages, [a and (chosen is None or chosen[i]) for i, a in enumerate(learned)])
         if chosen is None:
             text = template.render(messages)
             spans = [(0, len(text))]
