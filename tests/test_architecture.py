@@ -26,8 +26,9 @@ FLOORS = {
         predictions segments state
     """.split(),
     1: """
-        arguments attention callbacks changes chat checkpoint data distributed ema encoding evaluation footprint generation
-        heads hub interrupts loader merging models offload optim optimizers preview record registry report samplers
+        arguments attention bema callbacks changes chat checkpoint completion_callbacks data distributed ema encoding
+        evaluation footprint generation
+        heads hub interrupts loader merging models offload optim optimizers preview record registry report rich_progress samplers
         tool_calls trackers
         workers
     """.split(),

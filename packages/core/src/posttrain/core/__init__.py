@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
     from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.bema import BEMACallback
     from posttrain.core.callbacks import (
+        CallbackHandler,
         DefaultFlowCallback,
         EarlyStoppingCallback,
         PrinterCallback,
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from posttrain.core.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.data import enable_full_determinism, set_seed
     from posttrain.core.evaluation import StreamingMetric
     from posttrain.core.fields import opt
     from posttrain.core.models import ModelConfig
+    from posttrain.core.rich_progress import RichProgressCallback
     from posttrain.core.scripts import (
         ScriptArguments,
         ScriptParser,
@@ -53,7 +57,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arguments": ("TrainingArguments",),
+    "bema": ("BEMACallback",),
     "callbacks": (
+        "CallbackHandler",
         "DefaultFlowCallback",
         "EarlyStoppingCallback",
         "PrinterCallback",
@@ -69,10 +75,12 @@ _HOMES = {
         "DataCollatorWithPadding",
         "default_data_collator",
     ),
+    "completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
     "data": ("enable_full_determinism", "set_seed"),
     "evaluation": ("StreamingMetric",),
     "fields": ("opt",),
     "models": ("ModelConfig",),
+    "rich_progress": ("RichProgressCallback",),
     "scripts": (
         "ScriptArguments",
         "ScriptParser",

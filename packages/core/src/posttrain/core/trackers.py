@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,3 +278,22 @@ class _TrackerArguments:
         return changed[name] if name in changed else getattr(vars(self)["_args"], name)
 
     def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:
+    """Show `rows`, of texts and numbers, as the table `name` of trackers that have tables, and a run under way."""
+    columns = list(rows[0]) if rows else []
+    cells = [list(row.values()) for row in rows]
+    asked = {*report_to}
+    wanted = {one: sys.modules.get(one) for one in ("wandb", "trackio", "comet_ml") if {one, "all"} & asked}
+    wandb, trackio, comet = wanted.get("wandb"), wanted.get("trackio"), wanted.get("comet_ml")
+    if wandb is not None and wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=columns, data=cells)})
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
+        import pandas
+
+        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
+    if comet is not None and (experiment := comet.get_running_experiment()) is not None:
+        import pandas
+
+        experiment.log_table(tabular_data=pandas.DataFrame(cells, columns=columns), filename=f"{name}.csv")

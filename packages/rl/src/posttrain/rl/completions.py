@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.trackers import show_table
 from posttrain.rl.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.rewards import Scores
 from posttrain.rl.samples import Sample
@@ -238,19 +238,12 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
 
 
 def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
-    """Show `rows` as the table `name` of trackers that have tables, and a run under way: wandb, and trackio."""
-    columns = list(rows[0])
+    """Show `rows` as the table `name` of trackers that have tables, and a run under way."""
     cells = [
-        [value if isinstance(value, (int, float)) else plain_text(value) for value in row.values()] for row in rows
+        {key: value if isinstance(value, (int, float)) else plain_text(value) for key, value in row.items()}
+        for row in rows
     ]
-    wanted = {tracker: sys.modules.get(tracker) for tracker in ("wandb", "trackio") if {tracker, "all"} & {*report_to}}
-    wandb, trackio = wanted.get("wandb"), wanted.get("trackio")
-    if wandb is not None and wandb.run is not None:
-        wandb.log({name: wandb.Table(columns=columns, data=cells)})
-    if trackio is not None and trackio.context_vars.current_run.get() is not None:
-        import pandas
-
-        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
+    show_table(cells, name, list(report_to))
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:
