@@ -26,14 +26,14 @@ FLOORS = {
         predictions segments state
     """.split(),
     1: """
-        arguments attention bema callbacks changes chat checkpoint completion_callbacks data distributed ema encoding
+        arguments attention bema callbacks changes chat checkpoint data distributed ema encoding
         evaluation footprint generation
         heads hub interrupts loader merging models offload optim optimizers preview record registry report rich_progress samplers
         tool_calls trackers
         workers
     """.split(),
     2: """
-        cli generating incidents leaving lifecycle migrating questions resuming scripts search trainer
+        cli completion_callbacks generating incidents leaving lifecycle migrating questions resuming scripts search trainer
     """.split(),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
