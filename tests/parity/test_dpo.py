@@ -44,6 +44,8 @@ LOSSES = {
     "sync": {"sync_ref_model": True, "ref_model_sync_steps": 2},
     "bf16": {"bf16": True},
 }
+# discopop divides by a temperature of 0.05, and float32 is known to fewer places after that: in float64 the two agree to 4e-5.
+TOLERANCES = {"bf16": 5e-2, "discopop": 1e-3}
 
 
 def log_of(trainer):
@@ -91,7 +93,7 @@ def test_each_step_is_the_same(name, tmp_path):
     theirs = run(trl.DPOTrainer, trl.DPOConfig, tmp_path / "theirs", **changes)
     assert abs(theirs[-1]["rewards/margins"]) > 1e-4, "nothing happened, so nothing is compared"
     ours = run(DPOTrainer, DPOConfig, tmp_path / "ours", **changes)
-    assert_equal_logs(ours, theirs, 5e-2 if name == "bf16" else 1e-4)
+    assert_equal_logs(ours, theirs, TOLERANCES.get(name, 1e-4))
 
 
 def test_without_the_shared_prefix_too(tmp_path):

@@ -154,6 +154,33 @@ def test_a_model_that_was_quantized_before_is_trained_too(base, tmp_path):
         SFTTrainer(str(tmp_path / "four"), args, train_dataset=ROWS)
 
 
+# finding_E: on processors with AVX512-BF16, layers that an evaluation packed passed no gradient on
+def test_an_evaluation_before_training_takes_no_gradient_away(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(**FOUR), dtype=torch.float32
+    )
+    with torch.no_grad():
+        model.eval()(torch.arange(4, 20)[None])  # before a trainer sees it
+    args = SFTConfig(
+        str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        logging_steps=1,
+        learning_rate=1e-2,
+        disable_tqdm=True,
+    )
+    tokenizer = tiny.tokenizer()
+    trainer = SFTTrainer(model, args, train_dataset=ROWS, processing_class=tokenizer, peft_config=LORA)
+    trainer.evaluate(trainer.train_dataset)
+    trainer.train()
+    assert trainer.state.log_history[-2]["grad_norm"] > 1e-3
+    first = {
+        name for name, p in trainer.model.named_parameters() if "layers.0" in name and "lora_B" in name and p.any()
+    }
+    assert len(first) == 3  # each adapter of the first layer, far below the loss, moved
+
+
 def test_quantized_weights_alone_are_refused_with_the_remedy(base, tmp_path):
     with pytest.raises(ValueError, match=r"quantized weights cannot be trained themselves. Pass peft_config"):
         make(base, tmp_path, FOUR, peft_config=None)

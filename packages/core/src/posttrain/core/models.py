@@ -443,6 +443,22 @@ def check_trainable(model: nn.Module) -> None:
             f"The adapter of this {type(base).__name__} is frozen, so there is nothing to train. Load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
+    _keep_products_differentiable(base)
+
+
+def _keep_products_differentiable(model: nn.Module) -> None:
+    """Hold bitsandbytes' layers of 4 bits in the form through which gradients flow.
+
+    On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer before
+    them would get no gradient from then on, in silence.
+    """
+    for module in model.modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        state = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            module.state_dict()  # writing it down unpacks it in place
 
 
 def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
