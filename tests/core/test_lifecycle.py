@@ -1,12 +1,17 @@
 """What a run takes from its user: optimizer, schedule and callbacks, to the constructor or set later, and what it lets go."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 
-from posttrain.core import Trainer, TrainerCallback, TrainingArguments
+from posttrain.core import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from posttrain.core.checkpoint.manifest import write_manifest
 from tests import tiny
-from tests.contract.trainers import TRAINERS, arguments, pad, weights
+from tests.contract.trainers import TRAINERS, arguments, causal_lm, pad, weights
 
 MAKE = TRAINERS["causal-lm"]
 
@@ -140,3 +145,120 @@ def test_transformers_empty_methods_are_not_called_at_each_event(tmp_path):
     trainer = MAKE(tmp_path)
     trainer.callback_handler.callbacks = [Theirs(), TrainerCallback()]
     assert trainer.callback_handler.nobody_hears("on_step_end")
+
+
+BEST = dict(
+    save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
+    load_best_model_at_end=True, learning_rate=1e-9, max_steps=4,
+)  # fmt: skip
+
+
+class BestAt(Trainer):
+    """Of all evaluations that of update 2 is the best."""
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        metrics["eval_loss"] = abs(self.state.global_step - 2)
+        return metrics
+
+
+def with_a_best(folder, **changes):
+    return causal_lm(BestAt)(folder, **BEST | changes)
+
+
+def interrupted(folder, **changes):
+    """A run of 4 updates that was stopped at the third, the best of which is the second."""
+    trainer = with_a_best(folder, callbacks=[Stops(3)], **changes)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+class Stops(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+# finding_B13
+@pytest.mark.parametrize("written", ["now", "with absolute paths"])
+def test_the_best_checkpoint_of_a_folder_that_was_moved_is_kept_and_loaded(written, tmp_path):
+    interrupted(tmp_path / "before")
+    saved = tmp_path / "before" / "checkpoint-3" / "trainer_state.json"
+    assert json.loads(saved.read_text())["best_model_checkpoint"] == "checkpoint-2"
+    if written != "now":
+        text = saved.read_text().replace('"checkpoint-2"', json.dumps(str(tmp_path / "before" / "checkpoint-2")))
+        saved.write_text(text)
+        shutil.rmtree(saved.parent.parent / "checkpoint-1")
+        for name in ("checkpoint-3", "checkpoint-2"):  # sealed again, as if it had been written so
+            write_manifest(saved.parent.parent / name, int(name[-1]), {})
+    (tmp_path / "before").rename(tmp_path / "after")
+    moved = with_a_best(tmp_path / "after", save_total_limit=1)
+    moved.train(resume_from_checkpoint=True)
+    best = tmp_path / "after" / "checkpoint-2"
+    assert moved.state.best_model_checkpoint == str(best) and best.is_dir() and moved.state.global_step == 4
+    expected = load_file(best / "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in weights(moved).items() if name in expected)
+
+
+# finding_B13
+def test_a_best_checkpoint_that_is_gone_is_said_when_the_run_goes_on(tmp_path, caplog):
+    interrupted(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    resumed = with_a_best(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and resumed.state.best_model_checkpoint is None
+    assert "checkpoint-2 (loss=0), is no longer there" in caplog.text
+    assert "there is no checkpoint of the best update (2, 0" in caplog.text
+
+
+# finding_D8
+def test_transformers_reads_our_state(tmp_path):
+    from transformers import TrainerState as Theirs
+
+    interrupted(tmp_path)
+    ours = TrainerState.load_from_json(tmp_path / "checkpoint-3" / "trainer_state.json")
+    ours.tracker_runs = {"wandb": "abc"}
+    ours.save_to_json(tmp_path / "checkpoint-3" / "trainer_state.json")
+    theirs = Theirs.load_from_json(tmp_path / "checkpoint-3" / "trainer_state.json")
+    assert theirs.global_step == 3 and theirs.log_history == ours.log_history and theirs.best_global_step == 2
+    again = TrainerState.load_from_json(tmp_path / "checkpoint-3" / "trainer_state.json")
+    assert again == ours and again.tracker_runs == {"wandb": "abc"}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Fails(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise RuntimeError("in the first step")
+
+
+# finding_B18
+def test_a_fresh_run_in_an_old_folder_leaves_the_old_log_there(tmp_path):
+    MAKE(tmp_path, max_steps=3).train()
+    old = lines(tmp_path / "log.jsonl")
+    assert [record["step"] for record in old] == [1, 2, 3, 3]
+    with pytest.raises(RuntimeError, match="in the first step"):
+        MAKE(tmp_path, max_steps=2, callbacks=[Fails()]).train()
+    assert lines(tmp_path / "log.jsonl") == old and not (tmp_path / "log-1.jsonl").exists()
+    for _ in range(2):
+        MAKE(tmp_path, max_steps=2).train()
+    assert lines(tmp_path / "log-1.jsonl") == old
+    assert [[record["step"] for record in lines(tmp_path / name)] for name in ("log.jsonl", "log-2.jsonl")] == [
+        [1, 2, 2]
+    ] * 2
+
+
+# finding_B18
+def test_a_resumed_run_that_dies_in_its_first_step_has_dropped_no_record(tmp_path):
+    save = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    MAKE(tmp_path, **save).train()
+    old = lines(tmp_path / "log.jsonl")
+    with pytest.raises(RuntimeError, match="in the first step"):
+        MAKE(tmp_path, callbacks=[Fails()], **save).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert lines(tmp_path / "log.jsonl") == old
+    MAKE(tmp_path, **save).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 4]

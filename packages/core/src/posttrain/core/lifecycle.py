@@ -276,6 +276,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
         for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
             setattr(self.state, name, getattr(fresh, name))
+        self._look_for_best()
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
         if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
@@ -302,6 +303,16 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._rng = saved["rng"]
         if self.dist.scaler is not None and saved.get("scaler"):
             self.dist.scaler.load_state_dict(saved["scaler"])
+
+    def _look_for_best(self) -> None:
+        """Say at once that the best checkpoint is gone, rather than when it is to be loaded."""
+        best = self.state.best_model_checkpoint
+        if best is not None and not self.dist.on_main(lambda: Path(best).is_dir() or self.store.is_remote(best)):
+            logger.warning(
+                "The best checkpoint so far, %s (%s=%s), is no longer there. The best of those that follow is kept if it is "
+                "better than that.", best, self.args.metric_for_best_model, self.state.best_metric,
+            )  # fmt: skip
+            self.state.best_model_checkpoint = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory, model = Path(output_dir or self.args.output_dir), models.unwrap(self.model)
@@ -521,6 +532,11 @@ class Lifecycle(Incidents, Resuming, Leaving):
             folder = self.dist.on_main(lambda: self.store.resolve(best))
             self._load_from_checkpoint(folder)
             ema.load(self._ema, folder)
+        elif self.args.load_best_model_at_end and self.state.best_metric is not None:
+            logger.warning(
+                "load_best_model_at_end: there is no checkpoint of the best update (%s, %s), so the model stays that of update %d.",
+                self.state.best_global_step, self.state.best_metric, self.state.global_step,
+            )  # fmt: skip
         if self._ema is not None and self.args.ema_use != "eval":
             self._ema.copy_to_model()
         self._push_at_end()

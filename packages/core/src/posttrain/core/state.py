@@ -15,6 +15,8 @@ import numpy as np
 from posttrain.core.errors import CheckpointError
 from posttrain.core.plan import as_steps
 
+TRACKER_RUNS = "tracker_runs.json"
+
 
 class ExportableState:
     """A callback (or the control) that wants to be saved in each checkpoint and restored from it.
@@ -49,7 +51,10 @@ class TrainerState:
         logging_steps, eval_steps, save_steps: intervals in updates, after ratios were resolved.
         num_input_tokens_seen: tokens in all batches so far, over all processes, where counting is on.
         log_history: every log record of the run so far, across resumes.
-        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`.
+        best_model_checkpoint: the checkpoint of the best evaluation, where it is now. In the file it stands relative to the
+            folder of the run, which may be moved.
+        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`. Saved
+            beside the file, in ``tracker_runs.json``: transformers' `TrainerState` reads the file too.
         stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
     """
 
@@ -105,18 +110,56 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write strict JSON: a value that is NaN or infinite becomes null."""
-        text = json.dumps(strict(self.to_dict()), indent=2, sort_keys=True, allow_nan=False)
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        path, plain = Path(json_path), strict(self.to_dict())
+        if self.best_model_checkpoint is not None:
+            plain["best_model_checkpoint"] = _relative(self.best_model_checkpoint, path)
+        if runs := plain.pop("tracker_runs"):
+            path.with_name(TRACKER_RUNS).write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
         """The state in a file of `save_to_json`; a `CheckpointError` where it is damaged."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        try:
-            saved = dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{json_path} is damaged: it is not a JSON object ({error}).") from error
+        known, path = {f.name for f in dataclasses.fields(cls)}, Path(json_path)
+        saved = _read_object(path)
+        if path.with_name(TRACKER_RUNS).is_file():
+            saved["tracker_runs"] = _read_object(path.with_name(TRACKER_RUNS))
+        if isinstance(best := saved.get("best_model_checkpoint"), str):
+            saved["best_model_checkpoint"] = _where_it_is(best, path)
         return cls(**{name: value for name, value in saved.items() if name in known})
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object ({error}).") from error
+
+
+def _runs_of(file: Path) -> list[Path]:
+    """The folders that may be that of the run whose state is in `file`: in one of its checkpoints, or in the folder itself."""
+    return [file.parent.parent, file.parent]
+
+
+def _relative(checkpoint: str, file: Path) -> str:
+    """The path of `checkpoint` as `file` names it: relative where it lies in the folder of the same run."""
+    folder = Path(checkpoint).absolute().parent
+    return (
+        Path(checkpoint).name
+        if folder in [run.absolute() for run in _runs_of(file)]
+        else str(Path(checkpoint).absolute())
+    )
+
+
+def _where_it_is(checkpoint: str, file: Path) -> str:
+    """Where the `checkpoint` that `file` names lies now: beside it, also where the path is of before the folder was moved."""
+    name = Path(checkpoint).name
+    beside = [run / name for run in _runs_of(file)]
+    there = next((path for path in beside if path.is_dir()), None)
+    if there is None and name == checkpoint:  # gone, or not fetched yet
+        there = beside[0]
+    return checkpoint if there is None else str(there)
 
 
 def strict(value: Any) -> Any:

@@ -92,18 +92,27 @@ def set_verbosity(level: int) -> None:
 class JSONLinesCallback(TrainerCallback):
     """Writes every log record to ``log.jsonl`` in the output directory, as strict JSON.
 
-    A resumed run first drops the records that lie after its checkpoint, so that no step stands there twice.
+    With its first record, not before, a run takes the file over. One that starts afresh moves the log of an earlier run aside,
+    to ``log-1.jsonl`` and so on. A resumed run drops the records that lie after its checkpoint, so that no step stands there
+    twice.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        self.folder, self.path = args.output_dir, Path(args.output_dir) / "log.jsonl"
+        self.folder, self.path, self.file = args.output_dir, Path(args.output_dir) / "log.jsonl", None
+        self.history, self.is_resumed = list(state.log_history), state.global_step > 0
+
+    def _take_over(self) -> None:
+        """Let the file hold the history of this run, and nothing after it."""
+        history, self.history = self.history, None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = {}  # its lines hold more than the history: how fast the machine was
-        if self.path.is_file():
+        if self.path.is_file() and self.path.stat().st_size and not self.is_resumed:
+            self.path.rename(_unused(self.path))
+        elif self.path.is_file():
             written = {_history_of(line): line for line in self.path.read_text(encoding="utf-8").splitlines()}
-        lines = [json.dumps(strict(record), allow_nan=False) for record in state.log_history]
+        lines = [json.dumps(strict(record), allow_nan=False) for record in history]
         unfinished = self.path.with_suffix(".jsonl.tmp")
         unfinished.write_text("".join(written.get(_history_of(x), x) + "\n" for x in lines), encoding="utf-8")
         unfinished.replace(self.path)
@@ -112,6 +121,8 @@ class JSONLinesCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         # Only into the folder in which training began: a search gives the trainer its own back after the trials.
         if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
+            if self.history is not None:
+                self._take_over()
             line = _json({**(logs or {}), "step": state.global_step}) + "\n"
             if self.file is not None:
                 self.file.write(line)
@@ -127,6 +138,14 @@ class JSONLinesCallback(TrainerCallback):
         if getattr(self, "file", None) is not None:
             self.file.close()
             self.file = None
+
+
+def _unused(path: Path) -> Path:
+    """``log-1.jsonl`` for ``log.jsonl``, or the first number that is free."""
+    number = 1
+    while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    return aside
 
 
 def _json(record: dict[str, Any]) -> str:

@@ -212,6 +212,10 @@ class Store:
         finally:
             self.abort(temp)
 
+    def is_remote(self, path: str | Path) -> bool:
+        """Whether the remote place has a whole checkpoint of the name of `path`."""
+        return self.remote is not None and Path(path).name in self.remote.whole()
+
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
         """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
 
