@@ -56,7 +56,7 @@ def tokenizer(vocab_size: int = 384, chat_template: str | None = CHATML):
 
 
 def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides):
-    """A causal language model of 2 layers and width 32, freshly initialised: qwen3, llama, mistral, gemma, gpt2."""
+    """A causal language model of 2 layers and width 32, freshly initialised: qwen2, qwen3, llama, mistral, gemma, gemma2, gpt2."""
     import transformers
 
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -71,6 +71,8 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides):
         "mistral": "Mistral",
         "gemma": "Gemma",
         "gpt2": "GPT2",
+        "qwen2": "Qwen2",
+        "gemma2": "Gemma2",
         "qwen3_moe": "Qwen3Moe",
     }[arch]
     config = getattr(transformers, f"{name}Config")(**(size | overrides))

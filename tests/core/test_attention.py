@@ -207,6 +207,54 @@ def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkey
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+# finding_C3
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize(
+    "segments",
+    [
+        Segments.documents([300, 1, 128, 511, 60, 40]),
+        Segments.groups([(400, [70, 200]), (30, [90, 10, 256])]),
+        Segments((200, 150, 90, 130, 300), (-1, 0, 1, 1, 3)),
+        Segments.documents([128] * 8),
+        TREE,
+    ],
+)
+def test_blocks_are_those_that_torch_finds_by_trying_each_pair(segments, window):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    found = attention._block_mask(segments, window, torch.device("cpu"))
+    size = segments.num_tokens
+    expected = create_block_mask(found.mask_mod, None, None, size, size, device="cpu")
+    assert found.shape == expected.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    for name in ("", "full_"):
+        counts, listed = getattr(found, f"{name}kv_num_blocks")[0, 0], getattr(found, f"{name}kv_indices")[0, 0]
+        theirs = getattr(expected, f"{name}kv_indices")[0, 0]
+        for number, ours, other in zip(counts.tolist(), listed.tolist(), theirs.tolist(), strict=True):
+            assert ours[:number] == other[:number]
+
+
+# finding_C3
+def test_blocks_are_found_without_a_tensor_of_all_pairs():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                self.numel = max(self.numel, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+            return out
+
+    segments = Segments.groups([(500, [300, 299, 301])] * 6)
+    with Largest() as largest:
+        attention._block_mask(segments, None, torch.device("cpu"))
+    assert largest.numel < segments.num_tokens**2 / 100
+
+
 @pytest.mark.parametrize("rule", ON_A_GPU, ids=str)
 def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
     segments = Segments.documents([5, 1, 9, 5])

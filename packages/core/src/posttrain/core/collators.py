@@ -6,7 +6,8 @@ Tokenizers are used through `pad` and a few attributes only, so anything that ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -436,12 +437,22 @@ class DataCollatorWithFlattening:
         if self.return_seq_idx:
             columns["seq_idx"] = [np.full(len(row), number, dtype=np.int32) for number, row in enumerate(ids)]
         batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
-        lengths = [len(row) for row in ids]
-        if self.return_flash_attn_kwargs:
-            borders = np.cumsum([0, *lengths], dtype=np.int32)
-            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.copy()}
         if self.return_tensors == "pt":
             batch = {name: torch.from_numpy(value) for name, value in batch.items()}
         if self.return_flash_attn_kwargs:
-            batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+            kwargs = flash_kwargs([len(row) for row in ids])
+            numpy = self.return_tensors != "pt"
+            batch |= {k: v.numpy() if numpy and isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         return batch
+
+
+def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
+    """What transformers' flash attention takes for documents of these lengths, one behind the other; empty ones are left out.
+
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each begins and the last ends, (documents + 1,) int32. ``max_length_q`` and
+    ``max_length_k``: the longest, int.
+    """
+    lengths = [int(length) for length in lengths if length]
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    longest = max(lengths, default=0)
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone(), "max_length_q": longest, "max_length_k": longest}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.collators import IGNORE_INDEX, pad_rows, round_up
+from posttrain.core.collators import IGNORE_INDEX, flash_kwargs, pad_rows, round_up
 
 
 @dataclass
@@ -22,6 +22,10 @@ class SFTCollator:
     tells documents apart by their positions, but only without a mask and with ``use_cache=False``. The padding at the
     end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
 
+    With `flash_kwargs` such batches are one row too, (1, T), and also hold what flash attention takes (see
+    `posttrain.core.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes several rows for
+    one document each.
+
     Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B, T), the
     number of each token's dataset.
 
@@ -34,12 +38,16 @@ class SFTCollator:
         padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
         seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
             `posttrain.core.segments`.
+        flash_kwargs: packed rows are laid out for flash attention.
+        keep_rows: then too they stay (B, T), with documents told by ``cu_seq_lens_q`` alone.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     padding_free: bool = False
     seq_lengths: bool = False
+    flash_kwargs: bool = False
+    keep_rows: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids = [row["input_ids"] for row in rows]
@@ -53,8 +61,9 @@ class SFTCollator:
             }
             return batch | self._sources(rows, [[len(row)] for row in ids])
         documents = [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]
-        sources = self._sources(rows, documents)
-        if self.padding_free:
+        flat = self.padding_free or (self.flash_kwargs and not self.keep_rows)
+        sources = self._sources(rows, documents, flat)
+        if flat:
             ids, labels = ([np.concatenate(column)] for column in (ids, labels))
             documents = [[length for row in documents for length in row]]
         batch = {
@@ -63,19 +72,25 @@ class SFTCollator:
         }
         width = round_up(max(sum(row) for row in documents), self.pad_to_multiple_of)
         batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+        whole: list[int] = []  # documents of the batch, padding among them
         for i, lengths in enumerate(documents):
             lengths = [*lengths, width - sum(lengths)]
             starts = np.cumsum(lengths) - lengths
             batch["position_ids"][i] = torch.from_numpy(np.arange(width) - np.repeat(starts, lengths))
             batch["labels"][i, starts[starts < width]] = IGNORE_INDEX
+            whole += lengths
+        if self.flash_kwargs:
+            batch |= flash_kwargs(whole)
         return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {}) | sources
 
-    def _sources(self, rows: list[dict[str, Any]], documents: list[list[int]]) -> dict[str, torch.Tensor]:
+    def _sources(
+        self, rows: list[dict[str, Any]], documents: list[list[int]], flat: bool = False
+    ) -> dict[str, torch.Tensor]:
         """``sources`` (B, T), or (1, T) without padding, of rows that have them; at padding 0."""
         if "source" not in rows[0] and "sources" not in rows[0]:
             return {}
         numbers = [row["sources"] if "sources" in row else [row["source"]] for row in rows]
         tokens = [np.repeat(number, lengths) for number, lengths in zip(numbers, documents, strict=True)]
-        if self.padding_free:
+        if flat:
             tokens = [np.concatenate(tokens)]
         return {"sources": pad_rows(tokens, 0, pad_to_multiple_of=self.pad_to_multiple_of)}

@@ -25,7 +25,7 @@ from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.mixture import Mixture, check_parts
-from posttrain.sft.packing import documents_leak
+from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
@@ -139,9 +139,11 @@ class SFTTrainer(GeneratesText, Trainer):
             **old_names,
         )
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
+        if problem := attention.precision_problem(self.model, self.dist.precision):
+            raise ValueError(problem)
         self._reads_segments = self._enable_segments()
         if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
-            _refuse_leaks(self.model)
+            self._refuse_leaks()
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
         if eval_dataset is not None:
@@ -262,6 +264,10 @@ class SFTTrainer(GeneratesText, Trainer):
     def _enable_segments(self) -> bool:
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
         documents by their positions."""
+        if attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
+            # The noise of NEFTune is scaled by the length of a row, which must then stay.
+            layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
+            self.data_collator = dataclasses.replace(self.data_collator, **layout)
         if self.dist.device.type != "cpu" or self.args.torch_compile:
             return False
         if self._aux_loss_coef:
@@ -274,6 +280,14 @@ class SFTTrainer(GeneratesText, Trainer):
         if isinstance(self.data_collator, SFTCollator):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
+
+    def _refuse_leaks(self) -> None:
+        """Try packed rows as training will read them: two in a batch, on its device, in its precision."""
+        collate = self.data_collator
+        if not isinstance(collate, SFTCollator):
+            collate = SFTCollator(0, flash_kwargs=attention.reads_boundaries(self.model))
+        with self.dist.autocast():
+            refuse_leaks(self.model, self.dist.device, collate)
 
     def _statistics_of(
         self, outputs: Any, labels: torch.Tensor | None, sources: torch.Tensor | None
@@ -391,21 +405,6 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     weight = getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted
     config.output_router_logits = weight > 0
     return weight
-
-
-def _refuse_leaks(model: nn.Module) -> None:
-    if models.has_virtual_tokens(model):
-        raise ValueError(
-            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the first would see "
-            "them. Set packing=False and padding_free=False, or train an adapter in the layers, such as peft.LoraConfig."
-        )
-    leak = documents_leak(model)
-    if not leak <= 1e-4:  # nor where it is no number
-        raise ValueError(
-            f"{type(models.base_model(model)).__name__} lets the documents of a packed row see each other (its logits differ "
-            f"by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or load the model with "
-            "attn_implementation='sdpa' or 'flash_attention_2' if it knows them."
-        )
 
 
 def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> SFTCollator | VisionCollator:
