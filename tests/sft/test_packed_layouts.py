@@ -153,9 +153,8 @@ def test_flash_attention_in_float32_is_refused_at_construction(tmp_path, monkeyp
 # finding_A1
 @pytest.mark.slow  # kernels are compiled
 @pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled")
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_packed_documents_train_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):
+@pytest.mark.parametrize(("arch", "rows"), [("qwen3", 3), ("mistral", 2), ("gemma2", 2)])
+def test_packed_documents_are_read_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):
     monkeypatch.setattr(attention, "segments_problem", lambda model: "masks are tried here")
     torch._dynamo.reset()
     model = model_of(arch, "flex_attention")

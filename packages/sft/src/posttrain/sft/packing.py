@@ -241,9 +241,7 @@ def documents_leak(
     collate = SFTCollator(pad_token_id=0) if collate is None else collate
     device = next(model.parameters()).device
     vocab_size = model.config.get_text_config().vocab_size
-    documents = [
-        [token % vocab_size for token in range(1 + i * length, 1 + (i + 1) * length)] for i in range(4)
-    ]
+    documents = [[token % vocab_size for token in range(1 + i * length, 1 + (i + 1) * length)] for i in range(4)]
 
     def logits(changed: tuple[int, ...]) -> list[torch.Tensor]:
         """(length, V) of each of the four documents, where those of these numbers are read backwards."""
