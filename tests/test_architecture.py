@@ -23,11 +23,11 @@ FLOORS = {
         accelerator_config allocator collators emulation errors fields health losses memory metrics objective overrides plan
         redaction
         schedules
-        predictions segments state
+        block_mask predictions segments state
     """.split(),
     1: """
         arguments attention bema callbacks changes chat checkpoint data distributed ema encoding
-        evaluation footprint generation
+        evaluation flash footprint generation
         heads hub interrupts loader merging models offload optim optimizers preview record registry report rich_progress samplers
         tool_calls trackers
         workers

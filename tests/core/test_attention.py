@@ -8,6 +8,7 @@ import transformers
 
 from posttrain.core import attention
 from posttrain.core.attention import enable_segments, segment_attention, segments_problem
+from posttrain.core.block_mask import block_mask
 from posttrain.core.heads import base_model
 from posttrain.core.segments import Segments, without_padding
 from tests.tiny import causal_lm
@@ -222,7 +223,7 @@ def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkey
 def test_blocks_are_those_that_torch_finds_by_trying_each_pair(segments, window):
     from torch.nn.attention.flex_attention import create_block_mask
 
-    found = attention._block_mask(segments, window, torch.device("cpu"))
+    found = block_mask(segments, window, torch.device("cpu"))
     size = segments.num_tokens
     expected = create_block_mask(found.mask_mod, None, None, size, size, device="cpu")
     assert found.shape == expected.shape
@@ -251,7 +252,7 @@ def test_blocks_are_found_without_a_tensor_of_all_pairs():
 
     segments = Segments.groups([(500, [300, 299, 301])] * 6)
     with Largest() as largest:
-        attention._block_mask(segments, None, torch.device("cpu"))
+        block_mask(segments, None, torch.device("cpu"))
     assert largest.numel < segments.num_tokens**2 / 100
 
 

@@ -319,6 +319,28 @@ def test_without_an_encoder_batches_padded_on_the_right_are_put_right(tmp_path):
     assert on_the_right.compute_metrics.predictions.tolist() == on_the_left.compute_metrics.predictions.tolist()
 
 
+# finding_A8
+def test_a_target_that_repeats_its_prompt_is_read_as_the_other_rows_are(tmp_path):
+    collate, copied = PromptTargetCollator(0), {"input_ids": [5, 6], "labels": [5, 6]}
+    apart = collate([{"input_ids": [5], "labels": [6, 7]}, copied])
+    assert apart["input_ids"].tolist() == [[5, 6, 7, 0], [5, 6, 5, 6]]
+    assert apart["labels"].tolist() == [[-100, 6, 7, -100], [-100, -100, 5, 6]]
+    joined = collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, copied])  # text without a prompt
+    assert joined["input_ids"].tolist() == [[5, 6, 7], [5, 6, 0]]
+    with pytest.raises(DataError, match="joined=False"):
+        collate([copied, copied])
+
+    def batch_of(rows):
+        made = trainer(tmp_path, tiny.causal_lm(), rows=rows, per_device_train_batch_size=1)
+        return {tuple(b["labels"].flatten().tolist()) for b in made.get_train_dataloader()}
+
+    echoes = [copied] * 3 + [
+        {"input_ids": [7, 8], "labels": [9, 5]}
+    ]  # alone in a batch, what they mean is known of the dataset
+    assert batch_of(echoes) == {(-100, -100, 5, 6), (-100, -100, 9, 5)}
+    assert batch_of([copied] * 3) == {(5, 6)}
+
+
 def test_rows_of_prompt_and_target_are_told_from_joined_ones():
     collate = PromptTargetCollator(0)
     apart = collate([{"input_ids": [5, 6], "labels": [7, 8]}, {"input_ids": [5], "labels": [6, 7, 8]}])

@@ -15,12 +15,10 @@ softmax piece by piece.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from posttrain.core.block_mask import block_mask
 from posttrain.core.heads import base_model, unwrap
 from posttrain.core.segments import Segments
 
@@ -85,46 +84,6 @@ def segments_problem(model: nn.Module) -> str | None:
 
 
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKeyDictionary()
-
-
-def reads_boundaries(model: nn.Module) -> bool:
-    """Whether the attention of `model` is told where documents end by ``cu_seq_lens_q`` and its kin, as flash attention is."""
-    forward = inspect.signature(base_model(model).forward).parameters.values()
-    return _is_flash(model) and any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward)
-
-
-def precision_problem(model: nn.Module, precision: str) -> str | None:
-    """Why `model` cannot run in `precision` ("no", "bf16" or "fp16", of autocast), as a sentence; None if it can."""
-    base = base_model(model)
-    if precision != "no" or not _is_flash(model) or getattr(base, "is_quantized", False):
-        return None
-    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in base.parameters()):
-        return None
-    return (
-        f"attn_implementation={_underlying(model)!r} computes in bfloat16 or float16 alone, and the weights of "
-        f"{type(base).__name__} are {str(next(base.parameters()).dtype).removeprefix('torch.')} without mixed precision. Set bf16=True, "
-        "load the model with dtype='bfloat16', or with attn_implementation='sdpa'."
-    )
-
-
-@contextlib.contextmanager
-def plain_attention(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` does not use flash attention."""
-    base = base_model(model)
-    before = getattr(getattr(base, "config", None), "_attn_implementation", None)
-    if not _is_flash(model):
-        yield
-        return
-    try:
-        base.set_attn_implementation("eager")
-        yield
-    finally:
-        base.set_attn_implementation(before)
-
-
-def _is_flash(model: nn.Module) -> bool:
-    config = getattr(base_model(model), "config", None)
-    return "flash" in (getattr(config, "_attn_implementation", None) or "")
 
 
 def _underlying(model: nn.Module) -> str:
@@ -510,7 +469,7 @@ def _on_cuda(query, key, value, segments, scale, window, softcap) -> torch.Tenso
     options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if softcap:
         options["score_mod"] = lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
-    return _flex_attention()(query, key, value, block_mask=_block_mask(segments, window, query.device), **options)
+    return _flex_attention()(query, key, value, block_mask=block_mask(segments, window, query.device), **options)
 
 
 @functools.lru_cache(maxsize=8)
@@ -523,59 +482,3 @@ def _flex_attention() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _block_mask(segments: Segments, window: int | None, device: torch.device) -> Any:
-    """The blocks of 128 x 128 that hold anything seen, and the rule within them.
-
-    From the segments' borders: torch's `create_block_mask` evaluates the rule for each of N x N pairs first.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    ids, positions, sees = (t.to(device) for t in (segments.segment_ids(), segments.position_ids()[0], segments.sees()))
-
-    def rule(batch, head, q, kv):
-        distance = positions[q] - positions[kv]
-        seen = sees[ids[q], ids[kv]] & (distance >= 0)
-        return seen if window is None else seen & (distance < window)
-
-    count = _seen_of_blocks(segments, window)
-    full = count == BLOCK**2
-    listed = []
-    for blocks in ((count > 0) & ~full, full):
-        order = blocks.int().argsort(dim=1, descending=True, stable=True)
-        listed += [blocks.sum(1)[None, None], order[None, None]]
-    listed = [tensor.to(torch.int32).to(device) for tensor in listed]
-    lengths = segments.num_tokens, segments.num_tokens
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=lengths)
-
-
-BLOCK = 128
-
-
-def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
-    """(n, n) how many of a block's BLOCK x BLOCK pairs of a query and a key are seen, for n = N / BLOCK rounded up.
-
-    What a token sees is a stretch of its own segment and one of each segment that this one continues.
-    """
-    lengths, starts = torch.tensor(segments.lengths), torch.tensor(segments.starts)
-    offsets, parents = torch.tensor(segments.offsets), torch.tensor(segments.parents)
-    ids, positions = segments.segment_ids(), segments.position_ids()[0]
-    blocks = -(-len(ids) // BLOCK)
-    rows = torch.arange(len(ids)) // BLOCK
-    # Of each stretch [low, high): whole blocks from that of `low` up to that of `high`, as steps; then what is wrong at both ends.
-    steps, ends = torch.zeros(2, blocks, blocks + 1, dtype=torch.long)
-    above = ids
-    while above.max() >= 0:
-        seen, at = above >= 0, above.clamp_min(0)
-        first = torch.zeros_like(positions) if window is None else positions - window + 1
-        low = starts[at] + (first - offsets[at]).clamp_min(0)
-        high = starts[at] + torch.minimum(lengths[at], positions - offsets[at] + 1)
-        seen &= low < high
-        for bound, sign in ((low[seen], 1), (high[seen], -1)):
-            block, where = bound // BLOCK, rows[seen]
-            steps.index_put_((where, block), torch.full_like(block, sign * BLOCK), accumulate=True)
-            ends.index_put_((where, block), -sign * (bound - block * BLOCK), accumulate=True)
-        above = torch.where(above >= 0, parents[at], -1)
-    return (steps.cumsum(1) + ends)[:, :blocks]

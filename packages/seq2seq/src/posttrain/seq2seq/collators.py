@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,19 @@ class PromptTargetCollator:
     Args:
         pad_token_id: what padding is filled with; the model never sees it, so any id will do.
         joined: True: ``input_ids`` hold prompt and target; False: the prompt alone; None: see above.
+        unclear: the same for rows that may be either, whatever else is in their batch; see `unclear_rows`.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     joined: bool | None = None
+    unclear: bool | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        ids, labels = zip(*(self._join(row) for row in rows), strict=True)
+        kinds = [is_joined(row) if self.joined is None else self.joined for row in rows]
+        unclear = self._unclear(rows, kinds)
+        kinds = [unclear if kind is None else kind for kind in kinds]
+        ids, labels = zip(*(self._join(row, kind) for row, kind in zip(rows, kinds, strict=True)), strict=True)
         options = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(ids, self.pad_token_id, **options),
@@ -46,19 +51,55 @@ class PromptTargetCollator:
             batch["labels"] = pad_rows(labels, IGNORE_INDEX, **options)
         return batch
 
-    def _join(self, row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+    def _unclear(self, rows: list[dict[str, Any]], kinds: list[bool | None]) -> bool:
+        labelled = [kind for row, kind in zip(rows, kinds, strict=True) if row.get("labels") is not None]
+        if self.unclear is not None or None not in labelled:
+            return bool(self.unclear)
+        if all(kind is None for kind in labelled):
+            raise DataError(
+                f"The labels of all {len(labelled)} rows of a batch are their input_ids: either prompts with a target that repeats them, "
+                "or text that is learned whole. Set joined=False for the former, joined=True for the latter, as in "
+                "Seq2SeqTrainer(data_collator=PromptTargetCollator(pad_token_id, joined=True))."
+            )
+        return False not in labelled
+
+    def _join(self, row: dict[str, Any], joined: bool) -> tuple[list[int], list[int] | None]:
         ids, labels = _plain(row["input_ids"]), row.get("labels")
         if labels is None:
             return ids, None
         labels = _plain(labels)
-        joined = self.joined
-        if joined is None:
-            joined = len(ids) == len(labels) and all(b in (a, IGNORE_INDEX) for a, b in zip(ids, labels, strict=True))
         if joined:
             if len(ids) != len(labels):
                 raise DataError(f"a row has {len(ids)} input_ids and {len(labels)} labels; joined=True needs as many.")
             return ids, labels
         return ids + labels, [IGNORE_INDEX] * len(ids) + labels
+
+
+def is_joined(row: dict[str, Any]) -> bool | None:
+    """Whether the ``input_ids`` of a row hold its target too; None where its labels do not tell."""
+    if row.get("labels") is None:
+        return None
+    ids, labels = _plain(row["input_ids"]), _plain(row["labels"])
+    if len(ids) != len(labels) or any(b not in (a, IGNORE_INDEX) for a, b in zip(ids, labels, strict=True)):
+        return False
+    return True if IGNORE_INDEX in labels else None
+
+
+def unclear_rows(dataset: Any, rows: int = 1000) -> bool | None:
+    """What rows whose labels are their inputs mean in `dataset`, as `PromptTargetCollator` takes it.
+
+    As the first of up to `rows` rows that tells; where none does, texts that are learned whole. None for a stream, whose rows are
+    not read ahead.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    for i in range(min(rows, len(dataset))):
+        row = dataset[i]
+        if not isinstance(row, Mapping) or "input_ids" not in row or row.get("labels") is None:
+            return None
+        if (kind := is_joined(row)) is not None:
+            return kind
+    return True
 
 
 def _plain(values: Any) -> list[int]:

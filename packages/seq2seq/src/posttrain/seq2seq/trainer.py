@@ -13,7 +13,7 @@ from posttrain.core import Trainer, evaluation, generation, models, objective
 from posttrain.core.collators import DataCollatorForSeq2Seq
 from posttrain.core.generating import GeneratesText
 from posttrain.seq2seq.arguments import Seq2SeqTrainingArguments
-from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator
+from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator, unclear_rows
 from posttrain.seq2seq.decoding import LeanGenerator
 
 logger = logging.getLogger(__name__)
@@ -150,4 +150,6 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
         if generation.is_encoder_decoder(self.model):
             return DataCollatorForSeq2Seq(self._tokenizer, model=models.base_model(self.model))
-        return PromptTargetCollator(generation.padding_id(self.processing_class, self.model))
+        parts = self.eval_dataset if self.train_dataset is None else self.train_dataset
+        unclear = unclear_rows(next(iter(parts.values())) if isinstance(parts, dict) else parts)
+        return PromptTargetCollator(generation.padding_id(self.processing_class, self.model), unclear=unclear)

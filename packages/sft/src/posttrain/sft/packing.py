@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from posttrain.core.attention import plain_attention
 from posttrain.core.errors import DataError
+from posttrain.core.flash import plain_attention
 from posttrain.core.heads import base_model, has_virtual_tokens
 from posttrain.sft.collators import SFTCollator
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, chat, models, objective
+from posttrain.core import Trainer, TrainingArguments, attention, chat, flash, models, objective
 from posttrain.core.data import check_dataset, is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
@@ -139,7 +139,7 @@ class SFTTrainer(GeneratesText, Trainer):
             **old_names,
         )
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
-        if problem := attention.precision_problem(self.model, self.dist.precision):
+        if problem := flash.precision_problem(self.model, self.dist.precision):
             raise ValueError(problem)
         self._reads_segments = self._enable_segments()
         if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
@@ -264,7 +264,7 @@ class SFTTrainer(GeneratesText, Trainer):
     def _enable_segments(self) -> bool:
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
         documents by their positions."""
-        if attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
+        if flash.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
@@ -285,7 +285,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """Try packed rows as training will read them: two in a batch, on its device, in its precision."""
         collate = self.data_collator
         if not isinstance(collate, SFTCollator):
-            collate = SFTCollator(0, flash_kwargs=attention.reads_boundaries(self.model))
+            collate = SFTCollator(0, flash_kwargs=flash.reads_boundaries(self.model))
         with self.dist.autocast():
             refuse_leaks(self.model, self.dist.device, collate)
 
