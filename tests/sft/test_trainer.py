@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig
 
@@ -521,3 +522,42 @@ def test_a_stream_of_texts_resumes_where_it_stopped(step, packing, monkeypatch, 
     assert losses(resumed) == losses(straight)
     expected = weights(straight.model)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
+
+
+# finding_E
+def test_rows_taken_as_they_are_need_labels_where_they_have_masks(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 0, 1, 1]}] * 2)
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "report_to": "none"}
+
+    def make(dataset):
+        return SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), **options), train_dataset=dataset, processing_class=tiny.tokenizer())  # fmt: skip
+
+    with pytest.raises(ValueError, match="assistant_masks but no labels.*Add a 'labels' column"):
+        make(rows)
+    trainer = make(rows.add_column("labels", [[-100, -100, 7, 8]] * 2))
+    assert next(iter(trainer.get_train_dataloader()))["labels"].tolist() == [[-100, -100, 7, 8]] * 2
+
+
+# finding_E
+def test_a_trainer_without_any_dataset_is_refused(tmp_path):
+    def make(**datasets):
+        args = SFTConfig(str(tmp_path), report_to="none")
+        return SFTTrainer(tiny.causal_lm(), args, processing_class=tiny.tokenizer(), **datasets)
+
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        make()
+    evaluates = make(eval_dataset=Dataset.from_list([{"text": "Two and two are four."}]))
+    assert evaluates.evaluate()["eval_loss"] > 0
+
+
+# finding_E
+def test_the_model_and_its_card_say_how_it_was_trained(tmp_path):
+    args = SFTConfig(str(tmp_path), report_to="none", max_steps=1)
+    rows = Dataset.from_list([{"text": "Two and two are four."}])
+    trainer = SFTTrainer(tiny.causal_lm(), args, train_dataset=rows, processing_class=tiny.tokenizer())
+    assert {"sft", "trl"} <= set(trainer.model.model_tags)
+    trainer.train()
+    trainer.create_model_card(tags=["mine"])
+    card = (tmp_path / "README.md").read_text()
+    tags = yaml.safe_load(card.split("---")[1])["tags"]
+    assert {"posttrain", "sft", "mine"} <= set(tags)

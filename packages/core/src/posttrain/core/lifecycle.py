@@ -69,6 +69,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
     _made_optimizer: Any = None  # what this trainer made itself, for the run before or when it was asked to
     _made_scheduler: Any = None
     _memory: MemoryTracker
+    #: What the Hub finds models of this trainer by, "trl" among them where scripts and searches expect it.
+    _tag_names: tuple[str, ...] | list[str] = ()
 
     def _set_model(self, model: nn.Module) -> None:
         base = models.base_model(model)
@@ -87,6 +89,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._pad_to_count = getattr(self.processing_class, "pad_token_id", None) if counts else None
         self._needs_mask_to_count = counts and self._pad_to_count is None
         self.label_smoother = objective.label_smoother(model, self.args.label_smoothing_factor)
+        if self._tag_names and hasattr(base, "add_model_tags"):
+            base.add_model_tags(list(self._tag_names))  # which the model's own push_to_hub and the card carry on
         self._set_objective()
         self._adapters_checked = not models.is_peft_model(model)
         self.dist.place(model, trained=True)

@@ -654,9 +654,10 @@ class Trainer(Lifecycle, Questions):
         about = {"log_history": self.state.log_history, "base_model": base or None}
         about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
         about |= {"library_name": "peft" if models.is_peft_model(self.model) else "transformers"}
+        tags = [*hub.names(card.pop("tags", None)), *(getattr(models.base_model(self.model), "model_tags", None) or ())]
         if self.dist.is_main:
             hub.write_model_card(
-                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], **(about | card)
+                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
             )
 
     # ------------------------------------------------------------------------------------------------ callbacks

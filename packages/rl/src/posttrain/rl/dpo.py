@@ -326,6 +326,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
+    _tag_names = ("trl", "dpo")
 
     @property
     def beta(self) -> float:

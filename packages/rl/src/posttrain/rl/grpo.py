@@ -116,6 +116,7 @@ class GRPOTrainer(RolloutTrainer):
     """Trains a policy on completions that are compared with others of the same prompt. Arguments: see `RolloutTrainer`."""
 
     config_class = GRPOConfig
+    _tag_names = ("trl", "grpo")
 
     @functools.wraps(RolloutTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

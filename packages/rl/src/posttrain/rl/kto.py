@@ -133,6 +133,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class = KTOConfig
+    _tag_names = ("trl", "kto")
     data_kind = "unpaired_preference"
     signature_columns = ("prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps")
     fixed_at_construction = (*PreferenceTrainer.fixed_at_construction, "loss_type")

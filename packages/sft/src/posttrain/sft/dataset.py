@@ -128,6 +128,18 @@ def _nothing_left(report: DataReport, row: Any) -> DataError:
     return DataError("\n".join(lines))
 
 
+def check_ready(dataset: Any, name: str) -> None:
+    """Refuse rows that are trained on as they are, whose masks would make labels only in a preparation that is left out."""
+    columns = getattr(dataset, "column_names", None) or []
+    masks = sorted({"completion_mask", "assistant_masks"} & set(columns))
+    if masks and "labels" not in columns:
+        raise DataError(
+            f"{name}: the rows have {' and '.join(masks)} but no labels, and skip_prepare_dataset=True leaves out the preparation that "
+            "makes labels of masks, so every token would be trained on. Add a 'labels' column, -100 where nothing is to be "
+            "learned, or leave skip_prepare_dataset out."
+        )
+
+
 def _rows_of(dataset: Any) -> Iterator[Any]:
     yield from dataset
 
@@ -217,8 +229,9 @@ def _prepare_arrow(dataset: Any, prepare: Preparation, report: DataReport, num_p
 
     if dataset.format["type"] == "custom":
         raise DataError(
-            f"{report.name}: the dataset has a transform (set_transform), which runs when a row is read. Apply it with "
-            'dataset.map, or make it return tokens and set dataset_kwargs={"skip_prepare_dataset": True}.'
+            f"{report.name}: the dataset has a transform (set_transform or Dataset.with_transform()), which runs when a row is read. "
+            'Apply it with dataset.map, or set dataset_kwargs={"skip_prepare_dataset": True} and let it return trainer-ready rows, '
+            "with input_ids and labels."
         )
     dataset = dataset.with_format(None)
     if prepare.formatting_func is None:

@@ -24,6 +24,7 @@ from posttrain.core.samplers import is_stream
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
+from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows
@@ -77,6 +78,7 @@ class SFTTrainer(GeneratesText, Trainer):
     """
 
     config_class = SFTConfig
+    _tag_names = ("trl", "sft")
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "dataset_weights",
         "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on",
@@ -110,6 +112,8 @@ class SFTTrainer(GeneratesText, Trainer):
         for name, dataset in (*_named(train_dataset, "train"), *_named(eval_dataset)):
             if dataset is not None:
                 check_dataset(dataset, f"{name}_dataset")
+        if train_dataset is None and eval_dataset is None:
+            raise ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
         if formatting_func is not None and not callable(formatting_func):
             raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
         tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
@@ -338,6 +342,8 @@ class SFTTrainer(GeneratesText, Trainer):
                 f"{what} as they are, and several datasets are mixed after they were prepared. Pass one dataset"
                 + ("." if self._sees else ", or leave skip_prepare_dataset out.")
             )
+        if self._skip_preparation and not self._sees and isinstance(self.data_collator, SFTCollator):
+            check_ready(dataset, name)
         if self._sees or self._skip_preparation or any(dataset is ready for ready in self._prepared):
             return dataset
         with self.dist.main_first():  # one process writes the cache, the others read it

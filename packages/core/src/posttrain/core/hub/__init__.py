@@ -1,6 +1,6 @@
 """The Hugging Face Hub: uploads that never stop a run, and the model card."""
 
-from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, results, write_model_card
+from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, names, results, write_model_card
 from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "hyperparameters",
     "jobs",
     "model_card",
+    "names",
     "results",
     "write_model_card",
 ]

@@ -96,7 +96,7 @@ def model_card(
         tasks: the Hub's names of tasks, such as ``"text-generation"``.
         best_step: update whose weights the model has; None: those of the last evaluation.
     """
-    datasets, tasks, part = _names(datasets), _names(tasks), ", ".join(_names(dataset_args))
+    datasets, tasks, part = names(datasets), names(tasks), ", ".join(names(dataset_args))
     rows = results(log_history)
     evaluations = [row for row in rows if any(name not in _COLUMNS for name in row)]
     best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
@@ -108,7 +108,7 @@ def model_card(
         "language": language,
         "license": license,
         "pipeline_tag": tasks[0] if tasks else None,
-        "tags": list(dict.fromkeys(["posttrain", "generated_from_trainer", *_names(tags)])),
+        "tags": list(dict.fromkeys(["posttrain", "generated_from_trainer", *names(tags)])),
         "model-index": [{"name": model_name, "results": _index(metrics, datasets, tasks, part)}],
     }
     import yaml
@@ -205,7 +205,8 @@ def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], 
     return [{"task": {"type": task}, "dataset": place, "metrics": values}] if values else []
 
 
-def _names(value: str | Iterable[str] | None) -> list[str]:
+def names(value: str | Iterable[str] | None) -> list[str]:
+    """One name, several or none, as a list."""
     return [value] if isinstance(value, str) else list(value or ())
 
 
