@@ -1,5 +1,6 @@
 """What a run takes from its user: optimizer, schedule and callbacks, to the constructor or set later, and what it lets go."""
 
+import datetime
 import json
 import shutil
 
@@ -262,3 +263,67 @@ def test_a_resumed_run_that_dies_in_its_first_step_has_dropped_no_record(tmp_pat
     assert lines(tmp_path / "log.jsonl") == old
     MAKE(tmp_path, **save).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [record["step"] for record in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 4]
+
+
+class Unsaveable(LambdaLR):
+    def state_dict(self):
+        return super().state_dict() | {"seen": {1, 2}}
+
+
+class Dated(torch.optim.SGD):
+    """Has a date in its groups, or puts one into its state in the first step."""
+
+    def __init__(self, parameters, early):
+        super().__init__(parameters, lr=0.1)
+        self.early = early
+        if early:
+            self.param_groups[0]["since"] = datetime.datetime(2026, 1, 1)
+
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["since"] = datetime.datetime(2026, 1, 1)
+        return super().step(closure)
+
+
+class KeepsAFunction(Trainer):
+    def state_dict(self):
+        return super().state_dict() | {"mine": [pad]}
+
+
+# finding_B16
+def test_state_that_cannot_be_saved_is_found_before_the_first_update(tmp_path, caplog):
+    counts = Counts()
+
+    def refused(trainer, match, steps):
+        with pytest.raises(TypeError, match=match):
+            trainer.add_callback(counts)
+            trainer.train()
+        assert counts.steps == steps and trainer.store.checkpoints() == []
+
+    save = dict(save_strategy="steps", save_steps=4)
+    trainer = MAKE(tmp_path, **save)
+    trainer.optimizer = sgd(trainer)
+    trainer.lr_scheduler = Unsaveable(trainer.optimizer, lambda step: 1.0)
+    refused(trainer, r"lr_scheduler \(Unsaveable\)\['seen'\] is of type builtins.set", 0)
+    for early in (True, False):
+        trainer = MAKE(tmp_path, **save)
+        trainer.optimizer = Dated(trainer.model.parameters(), early)
+        refused(trainer, r"optimizer \(Dated\).*\['since'\] is of type datetime.datetime", 0)
+    refused(causal_lm(KeepsAFunction)(tmp_path, **save), r"trainer \(KeepsAFunction\)\['mine'\]\[0\]", 0)
+    trainer = MAKE(tmp_path, max_steps=2)  # that saves nothing
+    trainer.optimizer = Dated(trainer.model.parameters(), True)
+    assert trainer.train().global_step == 2
+
+
+class Since(TrainerCallback):
+    def state(self):
+        return {"args": {}, "attributes": {"since": datetime.date(2026, 1, 1), "tensor": torch.tensor(3.0)}}
+
+    @classmethod
+    def from_state(cls, state):
+        return cls()
+
+
+# finding_B16
+def test_a_callbacks_state_that_json_cannot_say_is_warned_of(tmp_path, caplog):
+    MAKE(tmp_path, callbacks=[Since()], save_strategy="steps", save_steps=2, max_steps=2).train()
+    assert "Since['attributes']['since'] is of type date" in caplog.text and "tensor" not in caplog.text

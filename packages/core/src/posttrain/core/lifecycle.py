@@ -407,6 +407,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.progress.batches += num_batches
         self.state.global_step += 1
         self._is_moving, self._boundary = False, None
+        if self.state.global_step == self._first_step + 1:
+            self._check_optimizer_state()
         self.state.epoch = plan.epoch_at(self.progress.epoch, self.progress.batches, self.state.global_step)
         if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
             self.store_flos()

@@ -13,13 +13,19 @@ from torch import nn
 from posttrain.core import models
 from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
 from posttrain.core.plan import Plan, resumed
-from posttrain.core.state import TrainerState
+from posttrain.core.state import TrainerState, lossy
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.distributed import Distributed
+    from posttrain.core.state import TrainerControl
 
 logger = logging.getLogger(__name__)
+
+
+def _name(part: str, value: Any) -> str:
+    return f"the state_dict() of the {part} ({type(value).__name__})"
 
 
 class Resuming:
@@ -30,6 +36,11 @@ class Resuming:
     model: nn.Module
     state_dict: Callable[[], dict[str, Any]]
     optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    _saves_on_signal: bool
     save_model: Callable[..., None]
     _save_beside: Callable[[Path], None]
     _train_batch_size: int
@@ -97,6 +108,39 @@ class Resuming:
             return {self.dist.rank: mine}
         states = dict(enumerate(self.dist.gather_object(mine)))
         return states if self.args.should_save else {}
+
+    def _check_state(self) -> None:
+        """Say before anything is trained that the state of some part cannot be saved, rather than at the first checkpoint."""
+        if not self._may_save:
+            return
+        if not self.args.save_only_model:
+            self._check_optimizer_state()
+            codec.check_tree(self.lr_scheduler.state_dict(), _name("lr_scheduler", self.lr_scheduler))
+            try:
+                mine = self.state_dict()
+            except (AttributeError, KeyError):
+                mine = None  # that of a subclass may hold what its first step makes
+            codec.check_tree(mine, _name("trainer", self))
+        self.state.collect([*self.callback_handler.callbacks, self.control])
+        for where, value in lossy(self.state.stateful_callbacks):
+            logger.warning(
+                "The state of the callback %s is of type %s, which JSON cannot say: a checkpoint holds it as text, and a resumed "
+                "run gets the text. Return plain numbers, strings, lists and dicts from state().", where, type(value).__name__,
+            )  # fmt: skip
+
+    def _check_optimizer_state(self) -> None:
+        """As `_check_state`; once more after the first update, with which most optimizers begin their state."""
+        if self._may_save and not self.args.save_only_model and self.dist.engine is None:
+            state = self.optimizer.state_dict()
+            codec.check_tree(sharded.part(state) if self.dist.shards else state, _name("optimizer", self.optimizer))
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether the arguments let this run save checkpoints."""
+        args = self.args
+        return (
+            args.save_strategy != "no" or self._saves_on_signal or args.save_on_exception or args.max_time is not None
+        )
 
     def _save_optimizer(self, directory: Path) -> None:
         rank, world_size = self.dist.rank, self.dist.world_size

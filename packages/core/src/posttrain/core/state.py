@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,6 +173,19 @@ def strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, value) of what `strict` can only make text of."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from lossy(item, f"{where}[{key!r}]" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from lossy(item, f"{where}[{number}]")
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        if not (hasattr(value, "item") and getattr(value, "ndim", 0) == 0):
+            yield where, value
 
 
 @dataclass

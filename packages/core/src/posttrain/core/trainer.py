@@ -156,6 +156,7 @@ class Trainer(Lifecycle, Questions):
         plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
+            self._check_state()
             epochs = self._epochs_left(plan)
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)

@@ -73,6 +73,18 @@ def save_tree(tree: Any, stem: str | Path) -> None:
         _file(stem, ".safetensors").unlink(missing_ok=True)
 
 
+def check_tree(tree: Any, name: str) -> None:
+    """Find out whether `save_tree` could write `tree`, of which nothing is copied from a device.
+
+    Args:
+        name: what the message calls the tree.
+
+    Raises:
+        TypeError: something is in it that a checkpoint cannot hold; the message says what and where.
+    """
+    _Encoder().encode(tree, name, ())
+
+
 def load_tree(stem: str | Path, mmap: bool = True) -> Any:
     """Read what `save_tree` wrote. Nothing in the files is ever executed.
 
