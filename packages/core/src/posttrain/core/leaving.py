@@ -64,8 +64,8 @@ class Leaving:
             logger.warning("%s", problem)
 
     def _copy_files(self) -> None:
-        if self.dist.is_main:
-            self.store.push_files()
+        if self.store.remote is not None:
+            self.dist.on_main(self.store.push_files, "the copy of log and model")
 
     def _seek(self, position: dict[str, Any]) -> None:
         """Let the data go on from `position`, or start the epoch's data afresh if that was asked for."""
@@ -201,5 +201,6 @@ class Leaving:
             self._rotate(now.best_model_checkpoint)
             self._copy_files()
             self._fire("on_save")
+            self.dist.meet("what callbacks do after a save")
         finally:
             self.state = now

@@ -196,9 +196,9 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
         self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
-        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_object}
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_patiently}
         place["leader"] = self.dist.rank - self.dist.local_rank if args.save_on_each_node else 0
-        self._saver = Saver(self.store, **place, patience=args.ddp_timeout)
+        self._saver = Saver(self.store, **place, patience=max(args.ddp_timeout, 3600))
         loader.set_epoch(0)
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -261,7 +261,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         self._on_savers(self.store.clean)
         if wanted:
-            return self.dist.on_main(lambda: self.store.resolve(wanted))
+            return self.dist.on_main(lambda: self.store.resolve(wanted), "the check of the checkpoint")
         if self.store.checkpoints() and not self.args.overwrite_output_dir:
             logger.warning(
                 "%s holds checkpoints of an earlier run, and this one starts afresh among them. Pass "
@@ -341,7 +341,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             return self.dist.on_main(lambda: work() and None)
         if self.args.should_save:
             work()
-        self.dist.barrier()
+        self.dist.meet("the process of each machine that writes")
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir
@@ -495,6 +495,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            self.dist.meet("what callbacks do after an evaluation")
         if self.args.metric_for_best_model is not None:  # said at the first evaluation, also one before the first step
             evaluation.named_metric(metrics, self.args.metric_for_best_model)
         if schedules.follows_a_metric(self.lr_scheduler) and not skip_scheduler:
@@ -581,13 +582,14 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.save_model(_internal_call=True)
         self.create_model_card()
         self._upload(None, at_end=True)
-        # Half of what the other processes wait in their next collective.
-        self.dist.on_main(lambda: self.uploader.finish(timeout=min(3600, self.args.ddp_timeout / 2)))
+        self.dist.on_main(self.uploader.finish, "the last uploads")
         self._rotate(self.state.best_model_checkpoint)
 
     def _timed_pass(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
+        if not self.is_in_train:  # who has prepared something may come hours after the others
+            self.dist.meet("the beginning of an evaluation")
         started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
         loss_only = None if keep or self.compute_metrics is not None else True
         averaged = self.is_in_train and self._ema is not None and self.args.ema_use != "final"

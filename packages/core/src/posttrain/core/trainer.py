@@ -154,9 +154,11 @@ class Trainer(Lifecycle, Questions):
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
         plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
+        self.dist.meet("the beginning of training")
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
             self._check_state()
+            self.dist.meet("what callbacks do when training begins")
             epochs = self._epochs_left(plan)
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)

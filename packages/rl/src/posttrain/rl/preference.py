@@ -471,6 +471,7 @@ class PreferenceTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     found = self.reference_logp(inputs).float().view(-1, len(rows)).t().tolist()
                 logps |= dict(zip(rows, map(tuple, found), strict=True))
+        self.dist.meet("reference log-probabilities")
         for part in self.dist.gather_object(logps):
             logps |= part
         ordered = [logps[row] for row in range(len(dataset))]

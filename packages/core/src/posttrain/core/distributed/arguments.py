@@ -33,7 +33,8 @@ class DistributedArguments:
     )  # fmt: skip
     ddp_timeout: int = opt(
         1800,
-        "Seconds that a process waits for the others, on every device; then each writes its stacks and the job ends.",
+        "Seconds that a process waits for the others in a step, on every device; then each writes its stacks and the job ends. "
+        "Preparation of data, and what the main process does alone, has no limit.",
         min=1,
     )
     ddp_find_unused_parameters: bool | None = opt(

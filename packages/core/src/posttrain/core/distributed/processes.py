@@ -20,7 +20,8 @@ from torch import nn
 
 from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.arguments import DistributedArguments
-from posttrain.core.distributed.environment import accelerator_present, barrier, lost_processes, precision
+from posttrain.core.distributed.environment import accelerator_present, lost_processes, precision
+from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.errors import ConfigError
@@ -41,28 +42,30 @@ def _within(outer: contextlib.AbstractContextManager, inner: contextlib.Abstract
 
 
 _watchdog: Watchdog | None = None  # one for the process, as the process group is
+_waits: Waits | None = None
 
 
 def _leave_group() -> None:
     """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is done."""
-    global _watchdog
+    global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
-        _watchdog = None
+        _watchdog = _waits = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
     """The watchdog of this process, started where there is none."""
-    global _watchdog
+    global _watchdog, _waits
     if _watchdog is None or not _watchdog.is_alive():
         from torch.distributed.distributed_c10d import _get_default_store
 
         folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
         _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder)
         _watchdog.start()
-    _watchdog.seconds = args.ddp_timeout
+        _waits = Waits(_watchdog.store, rank, world_size, args.ddp_timeout)
+    _watchdog.seconds = _waits.seconds = args.ddp_timeout
     return _watchdog
 
 
@@ -106,8 +109,9 @@ class Distributed:
         self.world_size: int = self.accelerator.num_processes
         self.local_rank: int = self.accelerator.local_process_index
         self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
+        self._waits: Waits | None = None
         if self.world_size > 1:
-            self._waiting = _watch(args, self.rank, self.world_size)
+            self._waiting, self._waits = _watch(args, self.rank, self.world_size), _waits
             report_failures()
             atexit.unregister(_leave_group)
             if self.device.type == "cpu":
@@ -356,32 +360,64 @@ class Distributed:
             torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
 
-    def barrier(self) -> None:
-        with self._waiting("a barrier"):
-            barrier()
+    # ---- waits without a limit: for work that only some do, as long as it takes ----
+
+    def gather_patiently(self, value: Any, what: str = "that all come here") -> list[Any]:
+        """As `gather_object`, but the processes may come hours apart: `ddp_timeout` does not count here.
+
+        Args:
+            value: not large, it goes through the store.
+            what: what is waited for, for the log.
+        """
+        return [value] if self._waits is None else self._waits.gather(value, what)
+
+    def meet(self, what: str = "that all come here") -> None:
+        """Wait until every process is here, however long that takes."""
+        self.gather_patiently(None, what)
 
     @contextlib.contextmanager
-    def main_first(self, local: bool = False) -> Iterator[None]:
-        """Rank 0 runs the block before all others, or the first of each machine if `local`: what it writes, they read."""
-        first = self.is_local_main if local else self.is_main
-        if not first:
-            self.barrier()
-        try:
-            yield
-        finally:  # also after an error, else the others would wait for ever
-            if first:
-                self.barrier()
+    def main_first(self, local: bool = False, what: str = "work that is done once for all") -> Iterator[None]:
+        """Rank 0 runs the block before all others, or the first of each machine if `local`: what it writes, they read.
 
-    def on_main(self, work: Callable[[], Any]) -> Any:
+        They go on when all have run it, and an error of one is raised on all.
+        """
+        if self._waits is None:
+            yield
+            return
+        leader, waits, error = self.rank - self.local_rank if local else 0, self._waits, None
+        name = waits.next()
+        if self.rank != leader:
+            error = waits.hear(name, leader, what)
+        if error is None:
+            try:
+                yield
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                if self.rank == leader:
+                    waits.tell(name, portable(error))
+                if error is None or isinstance(error, Exception):
+                    errors = waits.gather(portable(error), what)
+        else:
+            errors = [error] if isinstance(error, LostProcessError) else waits.gather(error, what)
+        for error in filter(None, errors):
+            raise error
+
+    def on_main(self, work: Callable[[], Any], what: str = "work of the main process") -> Any:
         """Run `work` on rank 0 and return its result everywhere; an error there is raised on every rank."""
-        result, error = None, None
-        if self.is_main:
+        if self._waits is None:
+            return work()
+        name = self._waits.next()
+        if not self.is_main:
+            result, error = self._waits.hear(name, 0, what)
+        else:
+            result, error = None, None
             try:
                 result = work()
             except Exception as caught:
                 error = caught
-        if self.world_size > 1:
-            result, error = self.broadcast_object((result, error))
+            self._waits.tell(name, (result, portable(error)))
         if error is not None:
             raise error
         return result

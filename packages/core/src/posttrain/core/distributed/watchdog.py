@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.distributed.waits import LostProcessError, beat
+
 FOLDER = "hang"
 _ALARM, _DONE = "posttrain/alarm", "posttrain/done"
 
@@ -60,9 +62,11 @@ class Watchdog(threading.Thread):
             self.join(timeout=5)
 
     def run(self) -> None:
-        interval = min(1.0, self.seconds / 10)
+        interval, count = min(1.0, self.seconds / 10), 0
         while not self._stopped.wait(interval):
             try:
+                count += 1
+                beat(self.store, self.rank, count)
                 waits = self._waits
                 if waits is not None and time.monotonic() - waits[1] > self.seconds:
                     self.store.set(
@@ -155,4 +159,6 @@ def is_consequence(error: BaseException) -> bool:
         "connection refused",
         "remote process",
     )
+    if isinstance(error, LostProcessError):
+        return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -1,0 +1,147 @@
+"""Waits that may take as long as the work of another process does: through the store that all share, in no collective.
+
+A collective has a limit, and a process that prepares data for hours is not late. What ends such a wait is the work, an error
+in it, or the end of the process that does it: each shows four times a minute or more that it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_ALIVE, _WAIT = "posttrain/alive", "posttrain/wait"
+SILENCE = 60.0  # least seconds without a sign of life after which a process of another machine counts as gone
+_FIRST_WORD = 60.0  # seconds after which a wait is said to be one
+
+
+class LostProcessError(RuntimeError):
+    """The process that this one waited for has ended; its own error says why."""
+
+
+def _machine() -> str:
+    """What two processes must share to see each other's process numbers."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()} {space}"
+
+
+def beat(store: Any, rank: int, count: int) -> None:
+    """Show that this process lives."""
+    store.set(f"{_ALIVE}/{rank}", f"{count}\n{os.getpid()}\n{_machine()}")
+
+
+class _Pulse:
+    """Whether the process `rank` lives, as far as can be seen from here."""
+
+    def __init__(self, store: Any, rank: int, seconds: float) -> None:
+        self.store, self.rank, self.limit = store, rank, max(seconds, SILENCE)
+        self.last, self.seen = "", time.monotonic()
+
+    def problem(self) -> str | None:
+        key, now = f"{_ALIVE}/{self.rank}", time.monotonic()
+        said = self.store.get(key).decode() if self.store.check([key]) else ""
+        if said != self.last:
+            self.last, self.seen = said, now
+        if said:
+            _, number, machine = said.split("\n")
+            if machine == _machine() and not _runs(int(number)):
+                return "has ended"
+        return f"has shown no sign of life for {self.limit:g} s" if now - self.seen > self.limit else None
+
+
+def _runs(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # where there is no /proc, nobody can say
+    except (OSError, IndexError):
+        return True
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """`error`, or one that says the same where `error` cannot be sent to another process."""
+    if error is not None and not isinstance(error, Exception):  # Ctrl-C, or the end of the program
+        return LostProcessError(f"Another process was ended by {type(error).__name__} while this one waited for it.")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class Waits:
+    """What the processes of a run tell each other through `store`, each in the same order.
+
+    Args:
+        store: a `torch.distributed.Store` that all processes share.
+        rank, world_size: this process, of how many.
+        seconds: how long a process that cannot be seen from here may be silent.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
+        self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
+        self._count = 0
+        self._said: list[str] = []
+
+    def next(self) -> str:
+        """A name for what follows, the same in each process."""
+        self._count += 1
+        return f"{_WAIT}/{self._count}"
+
+    def tell(self, name: str, value: Any) -> None:
+        """Let the others go on that `hear` this process under `name`."""
+        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        self._said.append(f"{name}/{self.rank}")
+
+    def hear(self, name: str, rank: int, what: str) -> Any:
+        """What the process `rank` tells under `name`, as soon as it does.
+
+        Args:
+            what: what is waited for, for the log.
+
+        Raises:
+            LostProcessError: it has ended without.
+        """
+        key, pause, began = f"{name}/{rank}", 0.001, time.monotonic()
+        pulse, looked, word = _Pulse(self.store, rank, self.seconds), began, _FIRST_WORD
+        try:
+            while not self.store.check([key]):
+                time.sleep(pause)
+                pause, now = min(pause * 1.5, 0.25), time.monotonic()
+                if now - looked > 1:
+                    looked = now
+                    if (problem := pulse.problem()) is not None and not self.store.check([key]):
+                        raise LostProcessError(f"Process {rank} {problem}, and this one waited for it: {what}.")
+                if now - began > word:
+                    logger.info("Process %d has waited %.0f s for process %d: %s.", self.rank, word, rank, what)
+                    word *= 2
+            return pickle.loads(self.store.get(key))
+        except LostProcessError:
+            raise
+        except RuntimeError as error:  # torch's errors of a store that is gone
+            raise LostProcessError(
+                f"The processes cannot reach each other any more ({error}), and this one waited for process {rank}: {what}."
+            ) from error
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What every process passed, in rank order."""
+        name, said = self.next(), self._said
+        self._said = []
+        self.tell(name, value)
+        if self.rank:
+            values = self.hear(f"{name}/all", 0, what)
+        else:
+            values = [value, *(self.hear(name, rank, what) for rank in range(1, self.world_size))]
+            self.tell(f"{name}/all", values)
+        for key in said:  # everybody has come here, and so has read what was said before
+            self.store.delete_key(key)
+        return values
