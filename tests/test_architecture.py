@@ -26,11 +26,9 @@ FLOORS = {
         block_mask predictions segments state
     """.split(),
     1: """
-        arguments attention bema callbacks changes chat checkpoint data distributed ema encoding
-        evaluation flash footprint generation
-        heads hub interrupts loader merging models offload optim optimizers preview record registry report rich_progress samplers
-        tool_calls trackers
-        workers
+        arguments attention bema callbacks changes chat checkpoint data distributed ema encoding evaluation flash
+        footprint generation heads hub interrupts loader merging models offload optim optimizers preview record
+        registry report rich_progress samplers tool_calls trackers trial workers
     """.split(),
     2: """
         cli completion_callbacks generating incidents leaving lifecycle migrating questions resuming scripts search trainer

@@ -81,9 +81,23 @@ def test_on_the_cpu_it_is_said_before_the_step():
     assert FiniteGuard().before_step(sgd(), update())
 
 
-def test_a_window_without_a_label_is_named_as_such():
-    with pytest.raises(NonFiniteError, match="not one label"):
-        FiniteGuard().before_step(sgd(), update(NAN, num_items=0))
+# finding_B12
+def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_run(caplog):
+    guard = FiniteGuard(limit=3)
+    empty = update(NAN, num_items=0)
+    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [False, False, True] + [
+        False,
+        False,
+    ]
+    assert "not one label" in caplog.text and guard.count == 0 and guard.logged() == {}
+    with pytest.raises(NonFiniteError, match="not one label.*max_nonfinite_steps=3 of them"):
+        guard.before_step(sgd(), empty)
+    guard = FiniteGuard("warn")
+    assert guard.before_step(sgd(), empty) is False  # there is nothing to make of it
+    with pytest.raises(NonFiniteError, match="in every update of this run"):
+        guard.finish()
+    guard.before_step(sgd(), update())
+    guard.finish()
 
 
 def test_what_is_let_go_on_stops_after_so_many_in_a_row(caplog):
@@ -357,3 +371,143 @@ def test_every_trainer_names_the_batch(name, tmp_path):
     trainer.compute_loss = lambda *a, **k: stock(*a, **k) * (NAN if trainer.state.global_step == 1 else 1)
     with pytest.raises(NonFiniteError, match=r"Update 2: .*batch 1 of epoch 0 \(rows \d+, "):
         trainer.train()
+
+
+# ---------------------------------------------------------------------------------------------------- without labels
+
+
+def masked_rows(*labelled):
+    """Rows of a masked language model, of which those in `labelled` have labels."""
+    rows = tiny.token_rows(12, seed=5)
+    return [{**r, "labels": r["labels"] if i in labelled else [-100] * len(r["labels"])} for i, r in enumerate(rows)]
+
+
+def masked_lm():
+    from transformers import BertConfig, BertForMaskedLM
+
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **size))
+
+
+def divides_by_zero(outputs, labels, num_items_in_batch=None):
+    mask = (labels != -100).flatten()
+    losses = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+# finding_B12
+@pytest.mark.parametrize("loss_func", [None, divides_by_zero], ids=["the model's", "by hand"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_micro_batch_without_labels_adds_nothing_to_a_loss_that_is_a_mean(accumulation, loss_func, tmp_path, caplog):
+    from posttrain.core import TrainingArguments
+
+    trainers = {}
+    for name, rows in {"with": masked_rows(1, 2, 4, 7, 10, 11), "without": masked_rows(*range(12))}.items():
+        if name == "without":  # the same windows, of the labelled rows alone
+            labelled = masked_rows(1, 2, 4, 7, 10, 11)
+            rows = [row for row in labelled if set(row["labels"]) != {-100}]
+        options = {
+            "per_device_train_batch_size": 1,
+            "num_train_epochs": 1,
+            "optim": "adamw_torch",
+            "learning_rate": 0.01,
+        }
+        options |= {"train_sampling_strategy": "sequential", "lr_scheduler_type": "constant"}
+        options["gradient_accumulation_steps"] = accumulation if name == "with" else 1
+        args = arguments(TrainingArguments, tmp_path / name, **options)
+        trainers[name] = Trainer(masked_lm(), args, pad, rows, compute_loss_func=loss_func)
+        if name == "with" or accumulation == 1:
+            trainers[name].train()
+    found = trainers["with"]
+    losses = [r["loss"] for r in found.state.log_history if "loss" in r]
+    assert all(torch.isfinite(value).all() for value in weights(found).values())
+    if accumulation == 1:  # a window without labels changes neither weights nor moments
+        assert found.state.global_step == 12 and "not one label" in caplog.text
+        assert [math.isnan(loss) for loss in losses] == [i not in (1, 2, 4, 7, 10, 11) for i in range(12)]
+        assert found.state.log_history[-1]["train_loss"] == pytest.approx(
+            trainers["without"].state.log_history[-1]["train_loss"]
+        )
+        for name, value in weights(trainers["without"]).items():
+            assert torch.equal(value, weights(found)[name]), name
+    else:
+        assert found.state.global_step == 4 and all(map(math.isfinite, losses))
+
+
+# finding_A5
+def test_losses_that_were_never_finite_have_no_mean(tmp_path):
+    trainer = poisoned(tmp_path, on_nonfinite="skip", logging_steps=100)
+    assert math.isnan(trainer.train().training_loss)
+    assert math.isnan(trainer.state.log_history[-1]["train_loss"])
+
+
+# ---------------------------------------------------------------------------------------------------- float16
+
+
+# finding_B10
+def test_what_float16_weights_need_is_said_when_the_trainer_is_made(tmp_path, caplog):
+    from posttrain.core import TrainingArguments
+
+    args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=2, max_steps=8)
+    trainer = Trainer(tiny.causal_lm().half(), args, pad, tiny.token_rows(16))
+    assert "are in float16" in caplog.text and "Load the model in float32" in caplog.text
+    stock, before = trainer.compute_loss, weights(trainer)
+    # One batch overflows, as one does now and then.
+    trainer.compute_loss = lambda *a, **k: stock(*a, **k) * (INF if trainer.state.global_step == 3 else 1)
+    trainer.train()
+    assert trainer.state.global_step == 8 and trainer.state.log_history[-1]["nonfinite_steps"] == 1
+    after = weights(trainer)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    caplog.clear()
+    Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(16))
+    assert "float16" not in caplog.text
+
+
+@pytest.fixture
+def fp16_on_the_cpu(monkeypatch):
+    from posttrain.core.distributed import processes
+
+    monkeypatch.setattr(processes, "precision", lambda args: "fp16")
+    monkeypatch.setattr(processes, "accelerator_present", lambda: True)
+
+
+def fp16_trainer(folder, kind=Trainer, model=None):
+    from posttrain.core import TrainingArguments
+
+    args = arguments(TrainingArguments, folder, per_device_train_batch_size=2, max_steps=4, use_cpu=False)
+    return kind(model or tiny.causal_lm(), args, pad, tiny.token_rows(16))
+
+
+# finding_B10
+def test_a_loss_scaler_refuses_float16_weights_before_anything_runs(fp16_on_the_cpu, tmp_path):
+    with pytest.raises(ValueError, match="gradients must be in float32. Load the model in float32"):
+        fp16_trainer(tmp_path, model=tiny.causal_lm().half())
+
+
+class OldStep(Trainer):
+    """`training_step` as scripts override it."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.go_backward(loss)
+        return loss.detach()
+
+    def go_backward(self, loss):
+        self.accelerator.backward(loss)
+
+
+# finding_B15
+def test_a_training_step_that_calls_the_accelerator_trains_in_fp16_as_ours_does(fp16_on_the_cpu, tmp_path):
+    old, ours = fp16_trainer(tmp_path / "old", OldStep), fp16_trainer(tmp_path / "ours")
+    for trainer in (old, ours):
+        assert trainer.dist.scaler is not None
+        trainer.train()
+    for name, value in weights(ours).items():
+        torch.testing.assert_close(weights(old)[name], value, msg=name)
+    plain = type("Plain", (OldStep,), {"go_backward": lambda self, loss: loss.backward()})
+    with pytest.raises(RuntimeError, match=r"call self.accelerator.backward\(loss\)"):
+        fp16_trainer(tmp_path / "plain", plain).train()

@@ -3,77 +3,34 @@ import torch
 from torch import nn
 
 from posttrain.core import objective
-from posttrain.core.objective import Objective, WatchedCount, count_items, count_rows, count_tokens
+from posttrain.core.objective import Objective, count_items, count_rows, count_tokens
 from tests import tiny
 
 N = torch.tensor(4.0)
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
 
-def watch(compute_loss):
-    ask = Objective(compute_loss)
-    return ask(None, {}, N)
-
-
-@pytest.mark.parametrize(
-    "divide",
-    [
-        lambda loss, n: loss / n,
-        lambda loss, n: loss / n.item(),
-        lambda loss, n: loss / int(n),
-        lambda loss, n: loss * n.to(loss.device).float().reciprocal(),
-        lambda loss, n: loss / n.detach().clone(),
-        lambda loss, n: loss / max(n, torch.tensor(1.0)),
-        lambda loss, n: torch.div(loss, n),
-    ],
-)
-def test_a_loss_that_divides_by_the_count_is_a_sum(divide):
-    loss, is_mean = watch(
-        lambda m, i, return_outputs=False, num_items_in_batch=None: divide(LOSSES.sum(), num_items_in_batch)
-    )
-    assert not is_mean
-    assert type(loss) is torch.Tensor and loss == 3.0
-
-
-def only_looks(model, inputs, return_outputs=False, num_items_in_batch=None):
-    if num_items_in_batch is not None and num_items_in_batch > 0 and num_items_in_batch.device.type == "cpu":
-        num_items_in_batch = num_items_in_batch.to("cpu")
-    repr(num_items_in_batch)
+def three(model, inputs, return_outputs=False):
     return LOSSES.mean()
 
 
-@pytest.mark.parametrize(
-    "compute_loss",
-    [
-        lambda model, inputs, return_outputs=False: LOSSES.mean(),
-        lambda model, inputs, return_outputs=False, num_items_in_batch=None: LOSSES.mean(),
-        lambda model, inputs, **kwargs: LOSSES.mean(),
-        only_looks,
-    ],
-    ids=["three arguments", "ignored", "kwargs", "looked at"],
-)
-def test_a_loss_that_leaves_the_count_alone_is_a_mean(compute_loss):
-    assert watch(compute_loss) == (torch.tensor(3.0), True)
+def counted(model, inputs, return_outputs=False, num_items_in_batch=None):
+    return LOSSES.sum() / num_items_in_batch
 
 
-def test_finding_out_happens_once_and_a_trainer_may_say_so_itself():
-    seen = []
-    ask = Objective(lambda m, i, num_items_in_batch=None: seen.append(type(num_items_in_batch)) or LOSSES.mean())
-    assert [ask(None, {}, N)[1], ask(None, {}, N)[1]] == [True, True]
-    assert seen == [WatchedCount, torch.Tensor]
-    assert Objective(lambda m, i, num_items_in_batch=None: LOSSES.sum(), returns_mean=False)(None, {}, N)[1] is False
-
-
-def test_gradients_flow_through_a_watched_division():
-    weight = torch.ones(2, requires_grad=True)
-    loss, _ = watch(lambda m, i, num_items_in_batch=None: weight.sum() / num_items_in_batch)
-    loss.backward()
-    assert weight.grad.tolist() == [0.25, 0.25] and type(weight.grad) is torch.Tensor
+def test_a_loss_that_cannot_take_the_count_is_a_mean_and_one_that_was_declared_is_not_looked_at():
+    assert Objective(three, returns_mean=False)(three, None, {}, N) == (torch.tensor(3.0), True)
+    assert Objective(counted, returns_mean=False)(counted, None, {}, N) == (torch.tensor(3.0), False)
+    assert Objective(counted).is_open and not Objective(three).is_open
+    with (ask := Objective(counted)).frozen():
+        assert not ask.is_open
+    assert ask.is_open
 
 
 def test_a_loss_that_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="compute_loss returned float"):
-        watch(lambda m, i, num_items_in_batch=None: 3.0)
+        number = lambda model, inputs, num_items_in_batch=None: 3.0  # noqa: E731
+        Objective(number)(number, None, {}, N)
 
 
 def test_the_stock_losses_of_transformers_divide_and_a_classifier_does_not():
@@ -81,12 +38,9 @@ def test_the_stock_losses_of_transformers_divide_and_a_classifier_does_not():
     labels = ids.clone()
     labels[0, :5] = -100
     lm, count = tiny.causal_lm(), torch.tensor(10)
-    ask = Objective(
-        lambda m, i, num_items_in_batch=None: objective.model_loss(m, i, num_items_in_batch, pass_count=True)[0]
-    )
-    summed, is_mean = ask(lm, {"input_ids": ids, "labels": labels}, count)
+    summed, _ = objective.model_loss(lm, {"input_ids": ids, "labels": labels}, count, pass_count=True)
     mean, _ = objective.model_loss(lm, {"input_ids": ids, "labels": labels}, pass_count=True)
-    assert not is_mean and count_items({"labels": labels}, shifted=True) == 3 + 7
+    assert count_items({"labels": labels}, shifted=True) == 3 + 7
     torch.testing.assert_close(summed, mean)
     bert = tiny.classifier()
     assert not objective.accepts_loss_kwargs(bert) or not objective.shifts_labels(bert)

@@ -219,6 +219,22 @@ def test_several_evaluation_sets_have_metrics_of_their_own(tmp_path):
     assert trainer.evaluate(line(5))["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
 
 
+# finding_A13
+def test_the_rows_of_short_windows_are_counted_as_they_were_read(tmp_path):
+    for rows, changes, read in (
+        (44, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_train_epochs": 1}, 44),
+        (10, {"per_device_train_batch_size": 4, "num_train_epochs": 2}, 20),
+        (10, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3}, 18),
+        (10, {"per_device_train_batch_size": 4, "num_train_epochs": 1, "dataloader_drop_last": True}, 8),
+    ):
+        trainer = regression(tmp_path, train_dataset=line(rows), **changes)
+        metrics = trainer.train().metrics
+        assert trainer._rows_read == read
+        assert metrics["train_samples_per_second"] == pytest.approx(read / trainer.clock.total(), rel=0.5)
+        steps = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
+        assert steps == pytest.approx(read / trainer.state.global_step, rel=0.05)
+
+
 def test_predict_gives_every_row_in_order(tmp_path):
     trainer = regression(tmp_path, per_device_eval_batch_size=3)
     with torch.no_grad():

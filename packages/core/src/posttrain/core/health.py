@@ -120,6 +120,7 @@ class FiniteGuard:
         self._pending: deque[tuple[_Flag, Update]] = deque()
         self._flagged: torch.optim.Optimizer | None = None
         self.in_a_row = self.since_log = self.count = 0
+        self._seen_labels, self._without_labels, self._has_warned = False, "", False
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
@@ -181,8 +182,11 @@ class FiniteGuard:
 
     def _judge(self, bad: bool, update: Update, late: int) -> bool:
         if not bad:
-            self.in_a_row = 0
+            self.in_a_row, self._seen_labels = 0, True
             return True
+        if self._lacks_labels(update):
+            return self._leave_out(update, late)
+        self._seen_labels = True
         self.in_a_row, self.since_log, self.count = self.in_a_row + 1, self.since_log + 1, self.count + 1
         stops = self.policy == "stop" or self.in_a_row >= self.limit
         text = self._report(update, stops, late)
@@ -193,16 +197,43 @@ class FiniteGuard:
         logger.warning("%s", text)
         return self.policy == "warn"
 
+    def _lacks_labels(self, update: Update) -> bool:
+        """Whether no process has a label in its part of `update`."""
+        lacks = update.lacks_labels
+        return lacks if self._total is None else not self._total(int(not lacks))
+
+    def _leave_out(self, update: Update, late: int) -> bool:
+        """Which labels there are may be drawn at random: a window without one is no fault, unless that goes on and on."""
+        self.in_a_row += 1
+        self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
+        logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
+        self._has_warned = True
+        return False
+
+    def finish(self) -> None:
+        """At the end of a run: judge what was flagged.
+
+        Raises:
+            NonFiniteError: one update was not finite and the run is to stop, or not one had a label.
+        """
+        self.settle()
+        if self._without_labels and not self._seen_labels:
+            raise NonFiniteError(f"{self._without_labels} It was so in every update of this run: nothing was learned.")
+
     def logged(self) -> dict[str, int]:
         """``{"nonfinite_steps": how many}`` since the last call, if there were any."""
         count, self.since_log = self.since_log, 0
         return {"nonfinite_steps": count} if count else {}
 
     def state_dict(self) -> dict[str, int]:
-        return {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
+        counts = {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
+        return counts | {"seen_labels": self._seen_labels}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
+        self._seen_labels = state.get("seen_labels", True)  # earlier checkpoints do not say
 
 
 class _Flag(NamedTuple):
@@ -236,7 +267,7 @@ def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
     Args:
         late: updates that were made since.
     """
-    if policy == "warn":
+    if policy == "warn" and not update.lacks_labels:
         fate = "The update was made all the same, as on_nonfinite='warn' asks."
     elif late:
         fate = "The update was not applied; those that followed were."
@@ -245,7 +276,8 @@ def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
     if update.lacks_labels:
         return (
             f"Update {update.step + 1}: not one label of its rows is to be learned (all are -100), so there is no loss. {fate} "
-            "Leave such rows out of the dataset, or look at what masks their labels."
+            "Where labels are drawn at random, larger batches have some; else leave such rows out of the dataset, or look at what "
+            "masks their labels."
         )
     loss, norm = float(update.loss), float(update.grad_norm)
     return f"Update {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
@@ -280,6 +312,40 @@ def plain_batch(batch: Any) -> Any:
     if isinstance(batch, (list, tuple)):
         return [plain_batch(value) for value in batch]
     return batch if isinstance(batch, (str, bool, int, float, type(None))) else str(batch)
+
+
+# ------------------------------------------------------------------------------------------------------ float16 weights
+
+
+def has_float16(model: nn.Module) -> bool:
+    """Whether weights that are trained are in float16."""
+    return any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in model.parameters())
+
+
+def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
+    """Say what weights in float16 need before they are trained.
+
+    Args:
+        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
+        has_engine: DeepSpeed keeps float32 copies of the weights and scales the loss by itself.
+
+    Raises:
+        ValueError: with fp16, whose loss scaler needs gradients in float32.
+    """
+    if has_engine or not has_float16(model):
+        return
+    what = f"The weights of this {type(model).__name__} that are trained are in float16"
+    remedy = "Load the model in float32 (dtype=torch.float32), with fp16=True for products in float16, or in bfloat16."
+    if precision == "fp16":
+        raise ValueError(
+            f"{what}, and fp16=True scales the loss, for which gradients must be in float32. {remedy} An adapter on a "
+            "float16 model is fine, if it is in float32 itself."
+        )
+    logger.warning(
+        "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses overflow, and Adam "
+        "divides by 0. Updates that are not finite are left out, as a loss scaler would; after max_nonfinite_steps in a row the "
+        "run stops. %s", what, remedy,
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- where it started

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import health, memory, models
+from posttrain.core import health, memory, models, overrides
 from posttrain.core.checkpoint import codec, rng
 from posttrain.core.errors import NonFiniteError
 from posttrain.core.loader import check_limits
@@ -40,6 +40,7 @@ class Incidents:
     metrics: Metrics
     progress: Progress
     compute_loss: Callable[..., Any]
+    log_metric: Callable[..., None]
     compute_loss_func: Callable[..., Any] | None
     accumulate: Callable[..., list[torch.Tensor]]
 
@@ -47,7 +48,10 @@ class Incidents:
 
     def _make_guard(self) -> health.FiniteGuard:
         total = self.dist.sum if self.dist.world_size > 1 else None
-        return health.FiniteGuard(self.args.on_nonfinite, self.args.max_nonfinite_steps, self._report_nonfinite, total)
+        policy = self.args.on_nonfinite
+        if policy == "stop" and self.dist.scaler is None and health.has_float16(self.model):
+            policy = "skip"  # as a loss scaler would: that one batch overflows in 16 bits is no fault of the run
+        return health.FiniteGuard(policy, self.args.max_nonfinite_steps, self._report_nonfinite, total)
 
     def _may_step(
         self, window: list[Any], losses: list[torch.Tensor], loss: torch.Tensor, grad_norm: torch.Tensor, num_items: Any
@@ -94,8 +98,7 @@ class Incidents:
 
     def _rows_of(self, epoch: int, number: int) -> list[int] | None:
         """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
-        doors = ("windows", "get_batch_samples")
-        if any(getattr(type(self), door).__qualname__ != f"Trainer.{door}" for door in doors):
+        if not all(overrides.is_from(self, method, "Trainer") for method in ("windows", "get_batch_samples")):
             return None
         return self._loader.rows_of(epoch, number)
 
@@ -108,13 +111,15 @@ class Incidents:
         def run(batch: Any) -> torch.Tensor:
             if steps_in_backward:
                 with torch.no_grad(), self.compute_loss_context_manager():
-                    return self._objective(self.model, self._prepare_inputs(batch), update.num_items)[0]
-            return self._training_step(self.model, batch, update.num_items)
+                    return self._objective(
+                        self.compute_loss, self.model, self._prepare_inputs(batch), update.num_items
+                    )[0]
+            return self._call_training_step(self.model, batch, update.num_items)
 
         try:
             for parameter in self._parameters:
                 parameter.grad = None
-            with self._metrics_apart():
+            with self._metrics_apart(), self._objective.frozen():
                 return health.first_nonfinite(self.model, batches, run)
         except NonFiniteError:
             raise
@@ -148,8 +153,12 @@ class Incidents:
             return f" The batch could not be saved ({error})."
         return f" The batch is saved; read it with {read}."
 
-    def _may_go_backward(self, loss: torch.Tensor) -> bool:
-        """False where the backward pass itself would put a loss that is not finite into the weights."""
+    def _may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
+        """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over nothing,
+        whose gradient may be 0 / 0, where it is known without a wait and no other process waits for it."""
+        known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
+        if known and not items and self.dist.world_size == 1 and self.dist.engine is None:
+            return False
         if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
             return True
         return bool(torch.isfinite(loss))
@@ -159,10 +168,14 @@ class Incidents:
     def _step_of(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
         try:
             with self.dist.in_step():
-                return self._training_step(model, inputs, num_items)
+                return self._call_training_step(model, inputs, num_items)
         except IndexError:  # an id that the model does not know, most often: say which
             check_limits(inputs, self._limits())
             raise
+
+    def _call_training_step(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+        # An older override takes two arguments.
+        return self.training_step(model, inputs, *((num_items,) if self._step_takes_count else ()))
 
     def _limits(self) -> dict[str, int]:
         """How many ids the model knows, by column; labels only where its own loss reads them."""
@@ -245,6 +258,14 @@ class Incidents:
             value = value if weight is None else value * weight
             value = value * (0 if is_filler else self._loss_scale)
             self._loss_terms[name] = self._loss_terms[name] + value if name in self._loss_terms else value
+
+    def _log_loss(self, loss: torch.Tensor, num_items: torch.Tensor | None) -> None:
+        """Log the loss of an update; a window without a label has none."""
+        if num_items is None:
+            self.log_metric("loss", loss)
+        else:
+            there = num_items != 0
+            self.log_metric("loss", torch.where(there, loss, 0.0), there.long())
 
     def _log_terms(self) -> None:
         for name, value in self._loss_terms.items():

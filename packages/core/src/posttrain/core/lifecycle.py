@@ -33,6 +33,7 @@ from posttrain.core import (
     overrides,
     schedules,
     trackers,
+    trial,
 )
 from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
@@ -76,6 +77,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         base = models.base_model(model)
         if self.train_dataset is not None:
             models.check_trainable(model)
+            health.check_float16(model, self.dist.precision, self.dist.engine is not None)
         self.model = self.model_wrapped = model
         self.model_accepts_loss_kwargs = objective.accepts_loss_kwargs(model)
         self._loss_shifts_labels = objective.shifts_labels(base)
@@ -99,10 +101,30 @@ class Lifecycle(Incidents, Resuming, Leaving):
 
     def _set_objective(self) -> None:
         """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
-        self._objective = objective.Objective(self.compute_loss, objective.says_mean(self.loss_is_scaled_for_ga))
-        self._training_step = objective.with_count(self.training_step)
+        self._objective = objective.Objective(self.compute_loss, self._declared_mean())
+        self._step_takes_count = objective.accepts(self.training_step, "num_items_in_batch")
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
         self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
+
+    def _declared_mean(self) -> bool | None:
+        """What is declared of `compute_loss`: that it returns a mean, or not; None: nothing. What our trainers know of their
+        own losses does not hold for a method that replaced them."""
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None and overrides.is_ours(self, "compute_loss"):
+            scaled = self._loss_is_scaled()
+        return None if scaled is None else not scaled
+
+    def _loss_is_scaled(self) -> bool | None:
+        """Whether this class' own `compute_loss` returns ``sum / num_items_in_batch``; None where only trying it tells."""
+        own = self.compute_loss_func is None and self.label_smoother is None
+        return False if own and not self.model_accepts_loss_kwargs else None
+
+    def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
+        """Let all processes find out together whether `compute_loss` returns a mean; one without labels only keeps in step."""
+        ratio = trial.loss_ratio(self.compute_loss, model, inputs, num_items, self)
+        ratios = self.dist.gather_object(ratio if items else None)
+        known = overrides.is_ours(self, "compute_loss") and self.compute_loss_func is None
+        self._objective.returns_mean = trial.returns_mean(ratios, known, type(self).__name__)
 
     def _check_parts(self) -> None:
         """What cannot go together, said before anything expensive happens."""
@@ -191,7 +213,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self.state.train_batch_size, self.state.is_hyper_param_search = self._train_batch_size, trial is not None
         self.metrics, self.clock, self.progress = Metrics(), clock_of(self.model, self.dist), Progress()
         self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
-        self._cuts, self._loss_terms, self._epoch_stops = 0, {}, False
+        self._cuts, self._loss_terms, self._rows_read, self._epoch_stops = 0, {}, 0, False
         limit = args.max_time and interrupts.seconds(args.max_time)
         self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
         self._is_moving, self._boundary, self._saved_step = False, None, None
@@ -387,10 +409,16 @@ class Lifecycle(Incidents, Resuming, Leaving):
 
         None where nobody needs them: a mean over the only micro-batch there is, is the mean over the window.
         """
+        items = sum(self.count_items(inputs) for inputs in window)
         if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean:
-            return None
-        items = torch.as_tensor(sum(self.count_items(inputs) for inputs in window), device=self.dist.device)
-        return self.dist.sum(items) if self.args.average_tokens_across_devices else items
+            on_host = not isinstance(items, torch.Tensor) or items.is_cpu
+            if on_host and items:
+                return None
+        items = torch.as_tensor(items, device=self.dist.device)
+        if self.args.average_tokens_across_devices:
+            return self.dist.sum(items)
+        # A process without labels has no mean, and no part in the mean of the others.
+        return items if self.dist.world_size == 1 else items.clamp(min=1)
 
     def _count_input(self, inputs: Any) -> None:
         if self._needs_mask_to_count and "attention_mask" not in inputs:
@@ -404,7 +432,9 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self.metrics.add_sum(FLOPS, operations, 0)
 
     def _advance(self, plan: Plan, num_batches: int) -> None:
+        before = self.progress.batches
         self.progress.batches += num_batches
+        self._rows_read += self._rows_between(before, self.progress.batches)
         self.state.global_step += 1
         self._is_moving, self._boundary = False, None
         if self.state.global_step == self._first_step + 1:
@@ -415,6 +445,13 @@ class Lifecycle(Incidents, Resuming, Leaving):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             self.dist.empty_cache()
+
+    def _rows_between(self, first: int, last: int) -> int:
+        """Rows in the micro-batches `first` to `last` of the epoch, on all processes; the last of an epoch may be short."""
+        size = self._train_batch_size * self.dist.world_size
+        as_read = self._loader.rows_per_batch == size and overrides.is_from(self, "windows", "Trainer")
+        total = self._loader.total_rows if as_read else None
+        return (last - first) * size if total is None else min(last * size, total) - min(first * size, total)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.progress.epoch, self.progress.epoch_ended = epoch, False
@@ -520,14 +557,14 @@ class Lifecycle(Incidents, Resuming, Leaving):
 
     def _finish(self) -> TrainOutput:
         """The last record, the best model where it was asked for, and what `train` returns."""
-        self._guard.settle()
+        self._guard.finish()
         rest = self.metrics.drain(self.dist.gather_object)
         self._count_inputs(rest)
         loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
-        train_loss = loss_sum / max(loss_count, 1)
         done = self.state.global_step - self._first_step
-        rows = done * self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
-        metrics = speed_metrics("train", self.clock.total(), rows, done)
+        # Of losses that were all NaN or infinite there is no mean, least of all 0.
+        train_loss = loss_sum / loss_count if loss_count else math.nan if done else 0.0
+        metrics = speed_metrics("train", self.clock.total(), self._rows_read, done)
         metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
         metrics |= {"nonfinite_steps": self._guard.count} if self._guard.count else {}
         metrics |= self._train_memory

@@ -154,6 +154,14 @@ class Loader(DataLoader):
         return self._unit
 
     @property
+    def total_rows(self) -> int | None:
+        """Rows of an epoch on all processes; None for a stream, and where batches come ready-made."""
+        if self._stream is not None or self._draws.batch_size is None or self._draws.world_size != self._world_size:
+            return None
+        rows = self._draws.dataset if self._draws.sampler is None else self._draws.sampler
+        return len(rows) if hasattr(rows, "__len__") else None
+
+    @property
     def batches_given(self) -> int:
         """Batches of the epoch that this loader would have given to be where it stands."""
         return -(-sum(self._next.given) // self._unit)

@@ -1,18 +1,21 @@
 """The loss of one micro-batch, and how it is averaged: the contract between the loop and every `compute_loss`.
 
 A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where nothing
-is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``, or, if it
-does not use that argument, a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items.
-Both give the gradient of the mean over the whole window, however it was cut.
+is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``, or a mean over
+its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the gradient of the mean over
+the whole window, however it was cut.
+
+Which of the two it is, is known where it does not take that argument (a mean), where ``loss_is_scaled_for_ga`` says so, and of
+the trainers' own losses. Else `posttrain.core.trial` finds out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,46 +23,6 @@ import torch
 from torch import nn
 
 from posttrain.core import losses
-
-logger = logging.getLogger(__name__)
-
-# What may be done with the count without dividing by it: moving it keeps it watched, looking at it does not count.
-_MOVES = frozenset(
-    "to cpu cuda detach detach_ clone float double half bfloat16 long int contiguous view reshape squeeze unsqueeze "
-    "expand flatten type_as __deepcopy__ requires_grad_".split()
-)
-_LOOKS = frozenset(
-    "__get__ __set__ __repr__ __str__ __format__ __bool__ __len__ __hash__ __contains__ size dim ndimension numel nelement "
-    "is_floating_point is_complex eq ne gt lt ge le __eq__ __ne__ __gt__ __lt__ __ge__ __le__ get_device stride "
-    "is_contiguous element_size".split()
-)
-
-
-class WatchedCount(torch.Tensor):
-    """A count of items, shape (), that remembers in `uses` whether anything was computed with it."""
-
-    uses: list[str]
-
-    @staticmethod
-    def __new__(cls, count: torch.Tensor, uses: list[str] | None = None) -> WatchedCount:
-        self = count.detach().as_subclass(cls)
-        self.uses = [] if uses is None else uses
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", str(func))
-        watched = next((arg for arg in args if isinstance(arg, cls)), None)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if name in _LOOKS:
-                return result
-            if name in _MOVES and watched is not None and isinstance(result, torch.Tensor):
-                return cls(result.as_subclass(torch.Tensor), watched.uses)
-            for arg in (*args, *(kwargs or {}).values()):
-                if isinstance(arg, cls):
-                    arg.uses.append(name)
-            return result.as_subclass(torch.Tensor) if isinstance(result, cls) else result
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -72,45 +35,62 @@ class Objective:
     """Calls a `compute_loss` of any generation, and knows whether it returns a mean.
 
     Args:
-        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``.
-        returns_mean: True or False where the trainer says so itself; None to find out in the first micro-batch, by
-            watching whether anything is computed with ``num_items_in_batch``.
+        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is looked at.
+        returns_mean: True or False where it is known; None where it is to be found out (`posttrain.core.trial`).
     """
 
     def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
-        self.compute_loss = compute_loss
         #: Of the last loss that was a dict: its other values, shape () each, in the scale in which they were returned.
         self.terms: dict[str, torch.Tensor] | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
+        self._is_frozen = False
 
     @property
     def may_be_mean(self) -> bool:
-        """Whether the next loss could be a mean, as far as is known."""
+        """Whether the next loss could be a mean, as far as is known. While nothing is known, it is taken for one."""
         return self.returns_mean is not False
 
-    def __call__(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be found out what the loss is."""
+        return self.returns_mean is None and not self._is_frozen
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within this context nothing is found out: processes that do not keep in step cannot agree."""
+        before, self._is_frozen = self._is_frozen, True
+        try:
+            yield
+        finally:
+            self._is_frozen = before
+
+    def __call__(
+        self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, bool]:
         """(loss, whether it is a mean over this micro-batch alone)."""
         if not self.takes_count:
-            return self._scalar(self.compute_loss(model, inputs)), True
-        if num_items is None or self.returns_mean is not None:
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-            return self._scalar(loss), num_items is None or bool(self.returns_mean)
-        count = WatchedCount(torch.as_tensor(num_items))
-        loss = self._scalar(self.compute_loss(model, inputs, num_items_in_batch=count))
-        self.returns_mean = not count.uses
-        if self.returns_mean:
-            logger.info(
-                "compute_loss does not use num_items_in_batch: what it returns is taken as the mean over its micro-batch "
-                "and weighted by the micro-batch's share of the items."
-            )
-        return loss, self.returns_mean
+            return self._scalar(compute_loss(model, inputs)), True
+        loss = self._scalar(compute_loss(model, inputs, num_items_in_batch=num_items))
+        return loss, num_items is None or self.may_be_mean
 
     def _scalar(self, loss: Any) -> torch.Tensor:
         if isinstance(loss, torch.Tensor):
             return loss if loss.ndim == 0 else loss.mean()
         loss, self.terms = split_terms(loss)
         return loss
+
+
+def weighted(
+    loss: torch.Tensor, items: torch.Tensor | int, num_items: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the share of a mean `loss` over `items` in the mean over `num_items`, its weight), shape () each.
+
+    A micro-batch without items has no mean: what it returned, NaN most often, is left out, with its gradient. Where the whole
+    window has none, the share is NaN.
+    """
+    weight = items / num_items
+    return torch.where(torch.as_tensor(items, device=loss.device) == 0, weight.to(loss), loss * weight), weight
 
 
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -217,18 +197,6 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
         model = model.get_base_model()
     declared = getattr(model, "accepts_loss_kwargs", None)
     return accepts(model.forward, "num_items_in_batch") if declared is None else bool(declared)
-
-
-def says_mean(loss_is_scaled_for_ga: bool | None) -> bool | None:
-    """What ``loss_is_scaled_for_ga``, as subclasses of other trainers set it, says of `Objective.returns_mean`."""
-    return None if loss_is_scaled_for_ga is None else not loss_is_scaled_for_ga
-
-
-def with_count(training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`training_step`, callable with three arguments also where an older override takes two."""
-    if accepts(training_step, "num_items_in_batch"):
-        return training_step
-    return lambda model, inputs, num_items: training_step(model, inputs)
 
 
 def label_names(model: nn.Module) -> list[str]:

@@ -22,6 +22,17 @@ INSTEAD = {
 }  # fmt: skip
 
 
+def is_ours(owner: object, method: str) -> bool:
+    """Whether `method` of `owner` is the framework's, and was replaced by no subclass and no script."""
+    defined = next(kind for kind in type(owner).__mro__ if method in vars(kind))
+    return method not in vars(owner) and defined.__module__.startswith("posttrain.")
+
+
+def is_from(owner: object, method: str, kind: str) -> bool:
+    """Whether `method` of `owner` is that of the class named `kind`."""
+    return getattr(getattr(owner, method), "__qualname__", "") == f"{kind}.{method}"
+
+
 def unheard(trainer_class: type) -> str | None:
     """A sentence on methods that classes other than ours have put into `trainer_class`, and that nothing calls; None without.
 

@@ -63,7 +63,8 @@ class Trainer(Lifecycle, Questions):
     signature_columns: tuple[str, ...] | None = None
     #: Arguments that are read when the trainer is built: a hyperparameter search cannot vary them.
     fixed_at_construction: tuple[str, ...] = ()
-    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out.
+    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by computing it
+    #: twice for one micro-batch, with one count and with twice that (`posttrain.core.trial`).
     loss_is_scaled_for_ga: bool | None = None
     #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
     prediction_fill: int = -100
@@ -228,7 +229,7 @@ class Trainer(Lifecycle, Questions):
         if self._ema is not None:
             self._ema.update(self.state.global_step + 1)
         self.clock.lap("optimizer")
-        self.log_metric("loss", loss)
+        self._log_loss(loss, num_items)
         if self._loss_terms:
             self._log_terms()
 
@@ -257,17 +258,19 @@ class Trainer(Lifecycle, Questions):
         count = num_items_in_batch is not None and self._objective.may_be_mean
         items = self.count_items(inputs) if count else None
         with self.compute_loss_context_manager():
-            loss, is_mean = self._objective(model, inputs, num_items_in_batch)
-        weight = items / num_items_in_batch if is_mean and items is not None else None
-        if weight is not None:
-            loss = loss * weight
+            if count and self._objective.is_open:
+                self._find_out_scale(model, inputs, num_items_in_batch, items)
+            loss, is_mean = self._objective(self.compute_loss, model, inputs, num_items_in_batch)
+        weight = None
+        if is_mean and items is not None:
+            loss, weight = objective.weighted(loss, items, num_items_in_batch)
         if data.is_filler(inputs):  # it only keeps the processes in step
             loss = loss * 0
         if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
             loss = loss * self._loss_scale
         if self._objective.terms is not None:
             self._keep_terms(weight, data.is_filler(inputs))
-        if self._may_go_backward(loss):
+        if self._may_go_backward(loss, items):
             self.dist.backward(loss)
         return loss.detach()
 

@@ -332,6 +332,9 @@ class PreferenceTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
+    def _loss_is_scaled(self) -> bool:
+        return True
+
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
         """Whether prompts are shared, and what is told where they are not."""
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)

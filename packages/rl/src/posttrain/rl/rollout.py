@@ -384,6 +384,9 @@ class RolloutTrainer(Trainer):
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
 
+    def _loss_is_scaled(self) -> bool:
+        return True
+
     def _how_dealt(self) -> list[int]:
         return [self.layout.per_process, self.dist.world_size, self._train_batch_size]
 

@@ -100,10 +100,14 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
+    def _loss_is_scaled(self) -> bool | None:
+        return None  # it depends on where the loss is taken, which the first batch shows
+
     def _set_model(self, model: nn.Module) -> None:
         super()._set_model(model)
         self._lean = LeanGenerator(model)
         self._has_loss_in_head: bool | None = None
+        self._said_whole = False
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with what the model itself makes of its labels for the decoder, where it does so."""
@@ -122,19 +126,22 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     @torch.no_grad()
     def _in_head(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch."""
+        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any process."""
+        if self._has_loss_in_head is None and models.supports_loss_in_head(model) is not None:
+            self._has_loss_in_head = False
         if self._has_loss_in_head is None:
-            self._has_loss_in_head = models.supports_loss_in_head(model) is None
             items, whole = self.count_items(inputs), models.unwrap(model)
-            if self._has_loss_in_head and items:
-                with evaluation.eval_mode(whole):
-                    own = objective.model_loss(whole, inputs, pass_count=False)[0]
-                    ours = self._loss_sum(whole, inputs) / items
-                close = 1e-3 if ours.dtype == own.dtype == torch.float32 and self.dist.precision == "no" else 3e-2
-                self._has_loss_in_head = torch.allclose(own.float(), ours.float(), rtol=close)
-            if not self._has_loss_in_head:
-                logger.info("The logits of each batch are held whole: the loss of this model is not taken in its head.")
-        return self._has_loss_in_head
+            with evaluation.eval_mode(whole):
+                own = objective.model_loss(whole, inputs, pass_count=False)[0]
+                ours = self._loss_sum(whole, inputs) / max(items, 1)
+            close = 1e-3 if ours.dtype == own.dtype == torch.float32 and self.dist.precision == "no" else 3e-2
+            is_same = torch.allclose(own.float(), ours.float(), rtol=close) if items else None
+            answers = [one for one in self.dist.gather_object(is_same) if one is not None]
+            self._has_loss_in_head = all(answers) if answers else None
+        if self._has_loss_in_head is False and not self._said_whole:
+            self._said_whole = True
+            logger.info("The logits of each batch are held whole: the loss of this model is not taken in its head.")
+        return bool(self._has_loss_in_head)
 
     def _without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         pad = getattr(self._tokenizer, "pad_token_id", None)

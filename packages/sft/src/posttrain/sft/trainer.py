@@ -184,6 +184,10 @@ class SFTTrainer(GeneratesText, Trainer):
             self._log_statistics(found, outputs, items)
         return (loss, outputs) if return_outputs else loss
 
+    def _loss_is_scaled(self) -> bool | None:
+        own_logits = self.compute_loss_func is not None or (self._needs_logits and not self._dft)
+        return super()._loss_is_scaled() if own_logits else True
+
     def _arranged(self, inputs: dict[str, Any], whole: bool) -> tuple[dict[str, Any], torch.Tensor | None]:
         """The inputs of the model, and (B, T) the number of each token's dataset where several are mixed."""
         if self._aux_loss_coef:

@@ -212,8 +212,8 @@ class Engine:
         """Whether the next backward is the last of its window."""
         self._engine.set_gradient_accumulation_boundary(when)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False)
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False, **options)
 
     def gradient_norm(self) -> torch.Tensor:
         """Shape (); DeepSpeed computes it within the step, which fills it in."""

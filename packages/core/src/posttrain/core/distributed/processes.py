@@ -123,6 +123,10 @@ class Distributed:
         self._is_gathered = False
         self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" and not self.engine else None
+        # A training_step of a script calls `accelerator.backward`.
+        self.accelerator.scaler = self.scaler
+        if self.engine is not None:
+            self.accelerator.backward = self.engine.backward
         if args.tf32 is not None and torch.cuda.is_available():
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 
@@ -305,6 +309,11 @@ class Distributed:
         if self.engine is not None:
             return self.engine.gradient_norm()
         if self.scaler:
+            if self.scaler._scale is None:
+                raise RuntimeError(
+                    "fp16=True: the gradients were not made by the loss scaler, so they cannot be scaled back. In a training_step of "
+                    "your own, call self.accelerator.backward(loss) where it calls loss.backward()."
+                )
             self.scaler.unscale_(optimizer)
         with self._waiting("the norm of the gradients"):
             if max_norm:
