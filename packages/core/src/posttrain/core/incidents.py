@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import health, memory, models, overrides
+from posttrain.core import compiling, health, memory, models, overrides
 from posttrain.core.checkpoint import codec, rng
 from posttrain.core.errors import NonFiniteError
 from posttrain.core.loader import check_limits
@@ -119,7 +119,7 @@ class Incidents:
         try:
             for parameter in self._parameters:
                 parameter.grad = None
-            with self._metrics_apart(), self._objective.frozen():
+            with self._metrics_apart(), self._objective.frozen(), compiling.uncompiled():
                 return health.first_nonfinite(self.model, batches, run)
         except NonFiniteError:
             raise
@@ -259,7 +259,7 @@ class Incidents:
             value = value * (0 if is_filler else self._loss_scale)
             self._loss_terms[name] = self._loss_terms[name] + value if name in self._loss_terms else value
 
-    def _log_loss(self, loss: torch.Tensor, num_items: torch.Tensor | None) -> None:
+    def _log_window_loss(self, loss: torch.Tensor, num_items: torch.Tensor | None) -> None:
         """Log the loss of an update; a window without a label has none."""
         if num_items is None:
             self.log_metric("loss", loss)

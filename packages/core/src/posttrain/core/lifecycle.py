@@ -21,6 +21,7 @@ from torch import nn
 from posttrain.core import (
     allocator,
     changes,
+    compiling,
     data,
     ema,
     evaluation,
@@ -242,7 +243,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._watch.begin()
             debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
             memory = self._memory.stage("train")
-            with models.neftune(self.model, args.neftune_noise_alpha), debug, memory as self._train_memory:
+            noise = models.neftune(self.model, args.neftune_noise_alpha)
+            with noise, debug, self._compiled(), memory as self._train_memory:
                 yield self.model_wrapped
             self._settle_save()
             self._leave_after_the_last(trial)
@@ -278,6 +280,14 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if args.torch_compile:
             wrapped = torch.compile(wrapped, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         return wrapped
+        given = None if self._owns_optimizer else self.optimizer
+        return self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
+
+    def _compiled(self) -> contextlib.AbstractContextManager:
+        args = self.args
+        if not args.torch_compile or args.debug:  # which looks at every module as it runs
+            return contextlib.nullcontext()
+        return compiling.compiled(self.model, args.torch_compile_backend, args.torch_compile_mode)
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint

@@ -86,7 +86,9 @@ class ModelSideArguments:
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None, "The older name of activation_checkpointing_kwargs."
     )
-    torch_compile: bool = opt(False, "Compile the model with torch.compile; setting a backend or a mode implies it.")
+    torch_compile: bool = opt(
+        False, "Compile the model's layers with torch.compile; setting a backend or a mode implies it."
+    )
     torch_compile_backend: str | None = opt(None, "Backend of torch.compile; None takes inductor.")
     torch_compile_mode: str | None = opt(None, "Mode of torch.compile, such as reduce-overhead or max-autotune.")
     use_liger_kernel: bool = opt(

@@ -229,7 +229,7 @@ class Trainer(Lifecycle, Questions):
         if self._ema is not None:
             self._ema.update(self.state.global_step + 1)
         self.clock.lap("optimizer")
-        self._log_loss(loss, num_items)
+        self._log_window_loss(loss, num_items)
         if self._loss_terms:
             self._log_terms()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import rng
+from posttrain.core.compiling import uncompiled
 from posttrain.core.objective import split_terms
 
 SMALL = 512  # containers of more entries are data
@@ -39,19 +40,20 @@ def loss_ratio(
     """
     found = []
     random = rng.rng_state()
-    with _uncompiled(), torch.no_grad():
+    with uncompiled(), torch.no_grad():
         for count in (num_items, num_items * 2):
             with restored(model, owner):
                 try:
                     # It may take the labels out of its inputs.
                     given = dict(inputs) if isinstance(inputs, dict) else inputs
                     loss, _ = split_terms(compute_loss(model, given, num_items_in_batch=count))
-                except Exception as error:
-                    error.add_note(
-                        "This came up where compute_loss is called twice without gradients, to see whether it divides by "
-                        "num_items_in_batch. Set loss_is_scaled_for_ga on the trainer (True: it divides by it; False: it returns "
-                        "a mean) to leave that out."
-                    )
+                except RuntimeError as error:
+                    if "grad" in str(error):  # it takes a gradient of its own
+                        error.add_note(
+                            "compute_loss is called twice without gradients here, to see whether it divides by num_items_in_batch. "
+                            "Set loss_is_scaled_for_ga on the trainer (True: it divides by it; False: it returns a mean) to leave "
+                            "that out."
+                        )
                     raise
                 found.append(loss)
             rng.set_rng_state(random)
@@ -133,8 +135,3 @@ def _has_changed(container: Any, content: Any) -> bool:
     if isinstance(content, dict):
         return any(container.get(name, content) is not value for name, value in content.items())
     return any(now is not before for now, before in zip(container, content, strict=True))
-
-
-def _uncompiled() -> contextlib.AbstractContextManager:
-    """A graph without gradients would be made for two calls."""
-    return torch.compiler.set_stance("force_eager")

@@ -672,6 +672,8 @@ class RolloutTrainer(Trainer):
         problem = attention.segments_problem(self.model)
         if self.router_aux_loss_coef:
             problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
+        if self.args.torch_compile:
+            problem = "the model is compiled, and would be compiled anew for each batch."
         if problem is None:
             for model in (self.model, self.ref_model):
                 if model is not None:

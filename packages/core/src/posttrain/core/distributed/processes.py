@@ -292,7 +292,11 @@ class Distributed:
             self.engine.at_boundary(when)
         elif self.shards:
             model.set_requires_gradient_sync(when)
-        elif not when and isinstance(model, nn.parallel.DistributedDataParallel) and not self.args.ddp_static_graph:
+        elif (
+            not when
+            and isinstance(model := getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel)
+            and not self.args.ddp_static_graph
+        ):
             return model.no_sync()  # which a static graph does not allow: it averages more often, to the same sum
         return _NOTHING
 
