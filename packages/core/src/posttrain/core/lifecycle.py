@@ -276,12 +276,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             models.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := models.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
-        wrapped = self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
-        if args.torch_compile:
-            wrapped = torch.compile(wrapped, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-        return wrapped
-        given = None if self._owns_optimizer else self.optimizer
-        return self.dist.prepare_model(model, bool(args.activation_checkpointing), given)
+        return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
 
     def _compiled(self) -> contextlib.AbstractContextManager:
         args = self.args
