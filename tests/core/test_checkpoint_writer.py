@@ -312,3 +312,20 @@ def test_an_image_of_device_tensors_is_complete_when_the_copy_returns(tmp_path):
         live["w"].sub_(1)
         saver.settle()
         assert torch.equal(load_tree(store.path(step) / "state")["w"], expected)
+
+
+# finding_B21
+@pytest.mark.parametrize("kind", ["mps", "xpu", "cuda"])
+def test_copies_from_every_kind_of_device_are_waited_for(kind, tmp_path, monkeypatch):
+    class Elsewhere(torch.Tensor):  # a host tensor that says it lies on a device: what is checked is who is waited for
+        device = torch.device(kind, 0)
+
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waits.append(torch.device(device).type))
+    values = torch.arange(10.0)
+    source = blocks.Source(b"12345678", [values.as_subclass(Elsewhere)])
+    image = torch.empty(source.size, dtype=torch.uint8)
+    source.fill(image)
+    assert waits == [kind, kind]  # before other threads copy, and when they have
+    assert torch.equal(image[8:].view(torch.float32), values)

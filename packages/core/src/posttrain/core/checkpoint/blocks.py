@@ -44,7 +44,7 @@ class Source:
         self.sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
         self.ends = list(itertools.accumulate(self.sizes))
         self.size = self.ends[-1]
-        self.devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        self.devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         self._flat: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 
     def copy(self, start: int, place: torch.Tensor) -> None:
@@ -69,7 +69,11 @@ class Source:
 
     def _synchronize(self) -> None:
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None and accelerator.type == device.type:  # CUDA, ROCm, XPU, MPS
+                torch.accelerator.synchronize(device)
+            else:
+                torch.get_device_module(device).synchronize()
 
     def _bytes_of(self, number: int) -> torch.Tensor:
         kept, flat = self._flat  # of one that is not contiguous all is copied, and wanted block by block
