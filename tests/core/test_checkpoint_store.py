@@ -415,9 +415,19 @@ def test_a_checkpoint_of_another_trainer_is_passed_over_and_said_to_be_one(check
     mine, foreign = save(checkpoints, 1), checkpoints.output_dir / "checkpoint-2"
     foreign.mkdir()
     (foreign / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no manifest.json, so it is not a checkpoint"):  # nobody's
+        checkpoints.resolve(foreign)
+    (foreign / "training_args.bin").write_bytes(b"a pickle")
     assert checkpoints.resolve(True) == mine
     assert "written by another trainer" in caplog.text
-    with pytest.raises(CheckpointError, match=r"no manifest.json.*another trainer"):
+    assert checkpoints.resolve(foreign) == foreign  # named, it is taken for what can be read of it
+    DAMAGES["missing"](mine / "state.json")
+    with pytest.raises(
+        MissingCheckpointError, match=r"none of 2 is whole. 1 of them are another trainer's.*checkpoint-2'"
+    ):
+        checkpoints.resolve(True)
+    (foreign / "rank-0.json").write_text("{}")  # ours, without its manifest
+    with pytest.raises(CheckpointError, match=r"no manifest.json"):
         checkpoints.resolve(foreign)
 
 

@@ -224,7 +224,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._saver = Saver(self.store, **place, patience=max(args.ddp_timeout, 3600))
         loader.set_epoch(0)
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self._resume(checkpoint, plan)
         self.state.compute_steps(args, plan.max_steps)
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
         first = self._first_step = self.state.global_step
@@ -301,7 +301,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         """Micro-batches of the epoch before the place where the loader stands."""
         return self._loader.batches_given
 
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Path, plan: Plan) -> None:
         fresh = self.state
         ema.load(self._ema, checkpoint)
         self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
@@ -311,11 +311,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if self.args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
         if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):
-            logger.warning(
-                "%s holds weights alone (it was saved with save_only_model=True): the optimizer, the schedule and the "
-                "random numbers start afresh.", checkpoint,
-            )  # fmt: skip
-            return
+            return self._go_on_from_weights(checkpoint, plan)
         options, changed = changes.group_options(self.optimizer), changes.found(checkpoint, self.args, self.state.epoch)
         self._load_optimizer(checkpoint)
         self.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import models
+from posttrain.core import models, schedules
 from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
-from posttrain.core.plan import Plan, resumed
+from posttrain.core.plan import Plan, Progress, resumed
 from posttrain.core.state import TrainerState, lossy
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Resuming:
     _train_batch_size: int
     _adapters_checked: bool
     _boundary: dict[str, Any] | None
+    progress: Progress
+    _loader: Any
 
     def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
         """`plan` for a run that goes on from `checkpoint`, whose updates may have held another number of rows."""
@@ -66,6 +69,27 @@ class Resuming:
             rows, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
         )  # fmt: skip
         return changed
+
+    def _go_on_from_weights(self, checkpoint: Path, plan: Plan) -> None:
+        """Let schedule and data stand where they would be after the updates that `checkpoint`, which lacks both, has seen."""
+        step, progress, data = self.state.global_step, self.progress, "starts afresh"
+        if not schedules.follows_a_metric(self.lr_scheduler):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that the optimizer has made no step yet
+                for _ in range(step):
+                    self.lr_scheduler.step()
+        if plan.steps_per_epoch is not None and not self.args.ignore_data_skip:
+            progress.epoch, batches = plan.position(step)
+            self._loader.set_epoch(progress.epoch)
+            data = f"begins with epoch {progress.epoch}"
+            if len(self._loader) == plan.batches_per_epoch:  # else each batch of it is several of the plan
+                progress.batches, data = batches, f"goes on with batch {batches} of epoch {progress.epoch}"
+                self._loader.skip(batches)
+        progress.last_logged = step
+        logger.warning(
+            "%s holds no optimizer and no random numbers that can be read (save_only_model=True, or another trainer wrote it): "
+            "those start afresh. The schedule goes on at update %d, and the data %s.", checkpoint, step, data,
+        )  # fmt: skip
 
     def _write_model(self, directory: Path) -> None:
         """The weights of a checkpoint: as ``from_pretrained`` reads them, or of each process its part."""

@@ -21,6 +21,8 @@ from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
+#: What transformers' trainer writes into each checkpoint, all of it pickles.
+_THEIRS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"}
 _COMPARED = {2: ["sha256"], VERSION: [*KINDS]}  # of each version that is read: its kinds of checksum
 
 
@@ -77,11 +79,10 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():
-        if (path.parent / "trainer_state.json").is_file():
+        if is_foreign(path.parent):
             raise CheckpointError(
-                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or trl's, "
-                "or has lost that file. What it holds cannot be checked, so no run goes on from it; its weights can "
-                "still be loaded as a model."
+                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or trl's. Name its "
+                f"path to go on from its weights, log and update: resume_from_checkpoint={str(path.parent)!r}."
             )
         raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")
     manifest = read_json(path)
@@ -94,6 +95,14 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     if manifest.pop("sha256", None) != _seal(manifest) or not _well_formed(manifest):
         raise CheckpointError(f"{path} is damaged: its content and its own SHA-256 do not agree.")
     return manifest
+
+
+def is_foreign(directory: str | Path) -> bool:
+    """Whether transformers' trainer, or one made of it, wrote the checkpoint: its own files are there, and none of ours."""
+    files = {path.name for path in Path(directory).iterdir()} if Path(directory).is_dir() else set()
+    ours = MANIFEST in files or any(name.startswith("rank-") and name.endswith(".json") for name in files)
+    theirs = files & _THEIRS or any(name.startswith("rng_state") and name.endswith(".pth") for name in files)
+    return "trainer_state.json" in files and bool(theirs) and not ours
 
 
 def damages(checkpoint: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.digests import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
-from posttrain.core.checkpoint.manifest import damages, read_manifest, write_manifest
+from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
 from posttrain.core.redaction import redact
@@ -232,14 +232,20 @@ class Store:
 
         Raises:
             MissingCheckpointError: there is none.
-            CheckpointError: the one at that path is damaged, or was not written by posttrain.
+            CheckpointError: the one at that path is damaged. One of another trainer is taken for what can be read of it.
         """
         if resume_from_checkpoint is True:
             newest = self.newest_whole()
             if newest is None:
                 passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+                foreign = [path for path in self.checkpoints() if is_foreign(path)]
+                theirs = (
+                    f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to go "
+                    f"on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
+                )
                 raise MissingCheckpointError(
                     f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}."
+                    + (theirs if foreign else "")
                 )
             return newest
         if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -256,6 +262,12 @@ class Store:
             beside = [str(other) for other in (Store(path.parent).checkpoints() or self.checkpoints())]
             hint = f"There are {', '.join(beside)}." if beside else "The path is not a directory."
             raise MissingCheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}. {hint}")
+        if is_foreign(path):
+            logger.warning(
+                "%s was written by another trainer, such as transformers' or trl's, and nothing in it can be checked. Its weights, "
+                "log and update are taken over; its other files are pickles, which are not read.", path,
+            )  # fmt: skip
+            return path
         problems = self.verify(path)
         if problems:
             if inside := [str(other) for other in Store(path).checkpoints()]:
