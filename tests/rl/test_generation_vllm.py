@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
+from posttrain.rl.environments import Environments
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.weights import Weights
+from posttrain.rl.samples import Sample
 from tests import tiny
 
 
@@ -289,3 +291,80 @@ def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkey
         assert record["sampling/sampling_logp_difference/max"] < 1e-4
         low, high = (record[f"sampling/importance_sampling_ratio/{end}"] for end in ("min", "max"))
         assert low <= record["sampling/importance_sampling_ratio/mean"] <= high and high == pytest.approx(1, abs=1e-3)
+
+
+def add(a: int, b: int):
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+ASKED = [{"role": "user", "content": "2 and 3?"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def caller():
+    """A model that calls the tool, and says what it answers."""
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    answered = [
+        {"role": "assistant", "content": CALL},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5"},
+    ]
+    tools = Environments([add]).schemas_of(Sample({}, None, []))
+    text = tokenizer.apply_chat_template([*ASKED, *answered], tools=tools, tokenize=False)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    labels = ids.clone()
+    labels[0, : len(tokenizer(text[: text.index(CALL)])["input_ids"])] = -100
+    model = tiny.causal_lm(initializer_range=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.01:
+            return model.eval()
+    raise AssertionError("it has not learned to call")
+
+
+# finding_B3
+@pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm", "trl"])
+def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_path):
+    tokenizer, model = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS), copy.deepcopy(caller)
+    engine = None
+    if kind in ("vllm", "trl"):
+        server = serve(OpenAI if kind == "vllm" else Trl)
+        server.model.load_state_dict(model.state_dict())
+        engine = client_of(server)
+    options = {
+        "transformers": {"cache_implementation": "dynamic"},
+        "continuous": {"use_transformers_continuous_batching": True},
+    }
+    if kind == "continuous":
+        options[kind]["transformers_continuous_batching_config"] = {"num_blocks": 32, "block_size": 32}
+    args = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_completion_length=150, use_cpu=True,
+        temperature=0.05, report_to="none", **options.get(kind, {}),
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model, lambda completions, **others: [0.0] * len(completions), args, [{"prompt": ASKED}] * 2, None, tokenizer,
+        tools=[add], generator=engine,
+    )  # fmt: skip
+    samples = trainer.new_samples([{"prompt": ASKED}] * 2)
+    trainer.generator.sync_weights(trainer.model)
+    trainer.generate(samples, trainer.sampling())
+    for one in samples:
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+        assert one.completion == [
+            {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "5"},
+            {"role": "assistant", "content": "It is 5"},
+        ]  # fmt: skip
+        told = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(one.ids) == f"{CALL}<|im_end|>{told}It is 5<|im_end|>" and one.finished
+        assert tokenizer.decode([i for i, learn in zip(one.ids, one.learn, strict=True) if not learn]) == told
