@@ -429,7 +429,7 @@ def test_a_template_that_shows_no_tools_is_refused_when_the_trainer_is_made(tmp_
 # finding_A2
 def test_tools_need_conversations(tmp_path):
     with pytest.raises(ValueError, match="Tools are called in conversations, and the prompt is a text"):
-        trainer(tmp_path, options={"tools": [double]}).train()
+        trainer(tmp_path, options={"tools": [double]})
 
 
 class Die:

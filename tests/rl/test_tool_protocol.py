@@ -347,6 +347,29 @@ def test_words_that_only_look_like_a_call_are_none():
     assert len(called.completion[0]["tool_calls"]) == 2
 
 
+# As Gemma 3 is used with tools: Python in the turn itself, and answers in a turn of the user.
+PYTHON = (
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{% if loop.first and tools %}"
+    "{{ tools | tojson }}\n{% endif %}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+    "{{ ', ' if not loop.last }}{% endfor %}]{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+# finding_B3
+def test_calls_in_python_are_read_where_the_template_writes_them():
+    codec = PromptCodec(tiny.tokenizer(chat_template=PYTHON))
+    one, shown, _ = converse(codec, '[look(where="here"), look(where="there", far=2)]<|im_end|>')
+    assert [m["content"] for m in one.completion] == ["", "here at 1", "there at 2", "done"]
+    told = "\n<|im_start|>user\nhere at 1<|im_end|>\n<|im_start|>user\nthere at 2<|im_end|>\n<|im_start|>assistant\n"
+    assert codec.tokenizer.decode(shown[0]).endswith("<|im_end|>" + told)
+    fenced = sample_of(codec, "```tool_code\nlook(where='a', far=3)\n```<|im_end|>").completion[0]
+    assert fenced["tool_calls"][0]["function"]["arguments"] == {"where": "a", "far": 3}
+    for words in ("[see (1) and (2)]", "look(here)", "I look(where='a') there"):
+        assert sample_of(codec, words + "<|im_end|>").completion == [{"role": "assistant", "content": words}]
+
+
 # finding_A2
 def test_a_response_template_of_the_tokenizer_is_asked_first():
     codec = codec_of("qwen2_5")

@@ -78,14 +78,20 @@ class Environments:
             told = background.call(partial(sample.environment.reset, **row))
             sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
 
-    def check(self, codec: PromptCodec) -> set[int]:
+    def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
         """Try the chat template on every tool, before anything is sampled. Returns the tokens that end a turn with calls.
 
+        Args:
+            row: the first of the dataset, where it is known.
+
         Raises:
-            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`.
+            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`; or the row has
+                no conversation.
         """
         everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
         tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
+        if tried:
+            _require_messages(dict(row or {}).get("prompt"))
         return {token for protocol in tried for token in protocol.end_ids}
 
     def check_prompt(self, sample: Sample, schemas: Sequence[dict[str, Any]], codec: PromptCodec) -> None:
@@ -96,11 +102,7 @@ class Environments:
         """
         if not schemas:
             return
-        if isinstance(sample.prompt, str):
-            raise DataError(
-                "Tools are called in conversations, and the prompt is a text. Give prompts as lists of messages, "
-                '[{"role": "user", "content": ...}].'
-            )
+        _require_messages(sample.prompt)
         if not codec.protocol(schemas).describes and not names_all(codec.tokenizer.decode(sample.prompt_ids), schemas):
             raise DataError(
                 "The chat template does not tell the model which tools there are, and the prompt does not name all of them. "
@@ -283,6 +285,14 @@ def _of_threads(error: Exception) -> str | None:
 def _message(call: Call, text: str) -> dict[str, Any]:
     message = {"role": "tool", "name": call.name, "content": text}
     return message if call.id is None else message | {"tool_call_id": call.id}
+
+
+def _require_messages(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        raise DataError(
+            "Tools are called in conversations, and the prompt is a text. Give prompts as lists of messages, "
+            '[{"role": "user", "content": ...}].'
+        )
 
 
 def _with_observation(prompt: Any, told: Any, kind: str) -> Any:

@@ -143,7 +143,8 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-        self._ends_of_calls = self.environments.check(self.codec) if rollout_func is None else ()
+        row = None if data.is_stream(train_dataset) else train_dataset[0]
+        self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None

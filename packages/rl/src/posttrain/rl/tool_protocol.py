@@ -238,7 +238,8 @@ class ToolProtocol:
     def _try(self, schemas: Sequence[dict[str, Any]]) -> None:
         template = self._template([TOOL])
         asked = template.render([QUESTION], add_generation_prompt=True)
-        self.describes = NAME in asked or names_all(self._template(schemas).render([QUESTION]), schemas)
+        own = self._template(schemas).render([QUESTION])  # a template may refuse what it cannot describe
+        self.describes = NAME in asked or names_all(own, schemas)
         self._opened = next((a for a, b in THOUGHTS if asked.rfind(a) > asked.rfind(b)), None)
         self._has_channels = "<|channel|>" in asked or "<|channel|>" in str(self.tokenizer.chat_template)
         self.form, self.example, self._closing, self._ending, self._parser_reads = None, "", "", "", False
