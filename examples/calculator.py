@@ -27,14 +27,17 @@ from posttrain.sft import SFTConfig, SFTTrainer
 
 DATA = Path(__file__).parent / "data" / "gsm8k" / "steps.txt"
 HELD_OUT = 800
-DIGITS = 3  # of each number: with leading zeros the places of all numbers line up, as in 048/002=024
 GREEDY, SAMPLED = "eval_greedy_pass@1", "eval_sampled_pass@1"
 
 
-def read(seed: int) -> tuple[Dataset, Dataset, Dataset]:
-    """Distinct steps in three parts: a third to fine-tune on, `HELD_OUT` to measure on, and the rest for GRPO."""
-    text = re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), DATA.read_text(encoding="utf-8"))
-    steps = [line.partition("=") for line in text.splitlines()]
+def read(seed: int, digits: int = 3) -> tuple[Dataset, Dataset, Dataset]:
+    """Distinct steps in three parts: a third to fine-tune on, `HELD_OUT` to measure on, and the rest for GRPO.
+
+    Every number has so many `digits`: with leading zeros the places of all numbers line up, as in 048/002=024.
+    """
+    lines = DATA.read_text(encoding="utf-8").splitlines()
+    short = [line for line in lines if max(map(len, re.findall(r"\d+", line))) <= digits]
+    steps = [re.sub(r"\d+", lambda number: number[0].zfill(digits), line).partition("=") for line in short]
     rows = [{"prompt": f"{problem}=", "result": result} for problem, _, result in steps]
     random.Random(seed).shuffle(rows)
     third, rest = len(rows) // 3, len(rows) - HELD_OUT
@@ -108,20 +111,30 @@ class TimeLimit(TrainerCallback):
             control.should_evaluate = control.should_training_stop = True
 
 
-def reinforce(model, tokenizer, new: Dataset, held_out: Dataset, updates: int, minutes: float, seed: int, out: Path):
+def reinforce(
+    model,
+    tokenizer,
+    new: Dataset,
+    held_out: Dataset,
+    updates: int,
+    minutes: float,
+    seed: int,
+    evaluations: int,
+    out: Path,
+) -> Calculator:
     args = GRPOConfig(
         output_dir=str(out),
         max_steps=updates,
         per_device_train_batch_size=1024,
         num_generations=8,
-        max_completion_length=DIGITS + 1,
+        max_completion_length=len(new[0]["result"]) + 1,  # and the end
         learning_rate=5e-4,
         lr_scheduler_type="linear",
         warmup_steps=10,
         gradient_checkpointing=False,
         eval_strategy="steps",
         eval_on_start=True,
-        eval_steps=0.25,  # of all updates
+        eval_steps=max(1, updates // evaluations),
         per_device_eval_batch_size=4 * HELD_OUT,
         logging_first_step=True,
         logging_steps=10,
@@ -134,12 +147,33 @@ def reinforce(model, tokenizer, new: Dataset, held_out: Dataset, updates: int, m
     return trainer
 
 
+def standard_error(share: float) -> float:
+    """Of a share of `HELD_OUT` prompts. Four samples of a prompt count as one, since they are alike."""
+    return (share * (1 - share) / HELD_OUT) ** 0.5
+
+
+def verdict(curve: list[tuple[int, float, float]], updates: int) -> str:
+    """What the curve shows of GRPO, and what it does not."""
+    (_, _, before), (done, _, after) = curve[0], curve[-1]
+    if done < updates:
+        return f"Time ran out after {done} of {updates} updates: too early to say what GRPO gains here."
+    gain, noise = after - before, (standard_error(before) ** 2 + standard_error(after) ** 2) ** 0.5
+    told = "GRPO made the model better" if gain > 2 * noise else "No gain that stands out from chance"
+    return f"{told}: {100 * gain:+.1f} points of sampled answers, standard error {100 * noise:.1f}."
+
+
 def run(
-    seed: int = 0, epochs: float = 40, updates: int = 400, minutes: float = 60, out: Path = Path("out/calculator")
+    seed: int = 0,
+    epochs: float = 40,
+    updates: int = 400,
+    minutes: float = 60,
+    out: Path = Path("out/calculator"),
+    digits: int = 3,
+    evaluations: int = 4,
 ) -> list[tuple[int, float, float]]:
     """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on."""
     started = time.monotonic()
-    known, new, held_out = read(seed)
+    known, new, held_out = read(seed, digits)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
     size = sum(p.numel() for p in model.parameters()) / 1e6
@@ -148,13 +182,18 @@ def run(
     print("\nFine-tuning")
     fine_tune(model, tokenizer, known, epochs, seed, out)
     print("\nGRPO on steps that fine-tuning never saw; the reward is 1 for exactly the right number")
-    history = reinforce(model, tokenizer, new, held_out, updates, minutes, seed, out).state.log_history
+    trainer = reinforce(model, tokenizer, new, held_out, updates, minutes, seed, evaluations, out)
+    history = trainer.state.log_history
 
     greedy, sampled = ({r["step"]: r[key] for r in history if key in r} for key in (GREEDY, SAMPLED))
     curve = [(step, greedy[step], sampled[step]) for step in sampled]
-    print("\nHeld-out accuracy, which neither saw\n\n  updates   greedy   sampled")
-    for step, most, drawn in curve:
-        print(f"  {step:7d}  {most:7.1%}   {drawn:7.1%}  {'#' * round(100 * drawn)}")
+    print(
+        f"\nAccuracy on {len(held_out):,} steps that neither saw, with standard errors\n\n  updates         greedy        sampled"
+    )
+    for step, *shares in curve:
+        shown = "   ".join(f"{share:6.1%} ± {100 * standard_error(share):.1f}" for share in shares)
+        print(f"  {step:7d}   {shown}  {'#' * round(50 * shares[-1])}")
+    print(f"\n{verdict(curve, updates)}")
     lines = {SAMPLED: "held out, sampled", GREEDY: "held out, greedy", "reward": "GRPO's own prompts, sampled"}
     picture = metric_curves(history, lines, out / "accuracy.html", "GRPO on calculator steps", "share right")
     print(f"\nTime            {time.monotonic() - started:.0f} s")
@@ -168,6 +207,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the split, the first weights and the samples")
     parser.add_argument("--epochs", type=float, help="of fine-tuning")
     parser.add_argument("--updates", type=int, help="of GRPO, of 128 prompts each")
+    parser.add_argument("--digits", type=int, help="of the largest numbers: 3, or 2 for the easier half of the steps")
     parser.add_argument("--minutes", type=float, help="that GRPO may take; it ends there")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the model and the curve go")
     run(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})

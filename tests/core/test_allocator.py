@@ -10,7 +10,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 
 FAULTS = """
 import logging, resource, sys, torch
-logging.basicConfig(level="INFO")
+logging.basicConfig(level="DEBUG")
 from posttrain.core import allocator
 if sys.argv[1] == "kept":
     assert allocator.keep_freed_memory() and allocator.keep_freed_memory()

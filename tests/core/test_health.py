@@ -57,6 +57,34 @@ def test_a_fused_optimizer_skips_a_step_that_is_not_finite_and_goes_on(loss, gra
     guard.settle()
 
 
+def stops_at_the_third_update(tmp_path, **changes):
+    """The whole of a run; `tests/gpu` calls it where flags are read from a device."""
+    trainer = TRAINERS["causal-lm"](tmp_path, optim="adamw_torch_fused", **changes)
+    stock, kept = trainer.compute_loss, {}
+
+    def compute_loss(*args, **kwargs):
+        if trainer.state.global_step == 2:
+            kept.update({name: value.clone() for name, value in weights(trainer).items()})
+            return stock(*args, **kwargs) * float("nan")
+        return stock(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    with pytest.raises(NonFiniteError, match=r"^Update 3: .*weights are those of update 2"):
+        trainer.train()
+    for name, value in weights(trainer).items():
+        torch.testing.assert_close(value, kept[name], rtol=0, atol=0)
+
+
+# finding_B20
+@pytest.mark.parametrize("flagged", [False, True], ids=["asked before the step", "flagged, as on a GPU"])
+def test_a_run_stops_with_the_weights_from_before_the_update_at_fault(flagged, tmp_path, monkeypatch):
+    if flagged:
+        monkeypatch.setattr(
+            FiniteGuard, "before_step", lambda self, optimizer, update, *_: self.flag(optimizer, update) or True
+        )
+    stops_at_the_third_update(tmp_path, use_cpu=True)
+
+
 def test_a_flag_is_read_a_few_steps_later_without_anyone_asking():
     optimizer, guard = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1, fused=True), FiniteGuard(lag=2)
     flagged_step(optimizer, guard, NAN, 1.0, step=0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from posttrain.core.errors import NonFiniteError
 from tests.contract.trainers import TRAINERS, weights
+from tests.core.test_health import stops_at_the_third_update
 
 pytestmark = pytest.mark.gpu
 
@@ -41,9 +41,4 @@ def test_resuming_goes_on_from_the_same_weights(tmp_path):
 
 
 def test_a_fused_optimizer_skips_what_is_not_finite(tmp_path):
-    trainer = TRAINERS["causal-lm"](tmp_path, use_cpu=False, optim="adamw_torch_fused")
-    stock = trainer.compute_loss
-    trainer.compute_loss = lambda *a, **k: stock(*a, **k) * (float("nan") if trainer.state.global_step == 2 else 1)
-    with pytest.raises(NonFiniteError, match="1 of the updates up to 3"):
-        trainer.train()
-    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    stops_at_the_third_update(tmp_path, use_cpu=False)

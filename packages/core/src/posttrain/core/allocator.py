@@ -41,5 +41,5 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     done = all(mallopt(name, value) for name, value in settings.items())
     if done:
-        logger.info("Freed memory is kept for the next step (mallopt); keep_freed_memory=False leaves it to glibc.")
+        logger.debug("Freed memory is kept for the next step (mallopt); keep_freed_memory=False leaves it to glibc.")
     return done

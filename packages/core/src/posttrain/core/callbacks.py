@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from posttrain.core import terminal
 from posttrain.core.errors import did_you_mean
 from posttrain.core.samplers import is_sized
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
@@ -343,9 +344,7 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix_str(_summary(logs), refresh=False)
         elif self.training_bar is not None and logs:
-            self.training_bar.write(
-                _line({k: v for k, v in logs.items() if not k.startswith("perf/")}, self.max_str_len)
-            )
+            terminal.write(terminal.line(logs, self.max_str_len))
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
@@ -364,7 +363,8 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_local_process_zero and logs:
-            print(_line(logs, 100), flush=True)
+            progress = f"  ({_summary(logs).partition(', ')[2]})" if "perf/tokens_per_second" in logs else ""
+            terminal.write(terminal.line(logs) + progress)
 
 
 def _summary(logs: dict[str, Any]) -> str:
@@ -377,8 +377,3 @@ def _summary(logs: dict[str, Any]) -> str:
         minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
     return ", ".join(parts)
-
-
-def _line(logs: dict[str, Any], max_length: int) -> str:
-    shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in logs.items()}
-    return "  ".join(f"{k} {v if len(v) <= max_length else v[:max_length] + '...'}" for k, v in shown.items())

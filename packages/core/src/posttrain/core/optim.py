@@ -287,7 +287,9 @@ def _forget(manager: Any, overrides: list[dict[str, int]], tables: tuple[str, ..
 def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """Log how the parameters were divided, and settings that have no effect."""
     counts = [f"{sum(p.numel() for p in group['params']):,}" for group in optimizer.param_groups]
-    logger.info("%s trains %s parameters, by group.", type(optimizer).__name__, " + ".join(counts))
+    asked_for = any("rank" in group for group in optimizer.param_groups)  # a division that somebody chose
+    level = logging.INFO if asked_for else logging.DEBUG
+    logger.log(level, "%s trains %s parameters, by group.", type(optimizer).__name__, " + ".join(counts))
     name = plain(getattr(args, "optim", ""))
     if isinstance(optimizer, Layerwise) and args.max_grad_norm:
         logger.warning(

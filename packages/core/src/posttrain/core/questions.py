@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core import data
+from posttrain.core import data, terminal
 from posttrain.core.metrics import FLOPS, Metrics, formatted, save_metrics, table
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Questions:
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split (``train``, ``eval``, ``test``) as a table."""
         if self.dist.is_main:
-            print(table(f"{split} metrics", metrics), flush=True)
+            terminal.write(table(f"{split} metrics", metrics))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` into the output directory and, if `combined`, add to ``all_results.json``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.core import terminal
 from posttrain.core.callbacks import EVENTS, TrainerCallback
 from posttrain.core.callbacks import _hears as hears
 from posttrain.core.errors import did_you_mean
@@ -84,7 +85,7 @@ def set_verbosity(level: int) -> None:
     log = logging.getLogger("posttrain")
     log.setLevel(level)
     if not log.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = terminal.Handler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         log.addHandler(handler)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, attention, data, models
+from posttrain.core import Trainer, attention, data, models, terminal
 from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
 from posttrain.core.samplers import mix
@@ -638,7 +638,7 @@ class RolloutTrainer(Trainer):
         args = self.args
         seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
         shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
-        print(told.table(shown, title, args.num_completions_to_print))
+        terminal.write(told.table(shown, title, args.num_completions_to_print))
         path = Path(args.output_dir) / "completions" / f"{stem}_{self.state.global_step:05d}"
         path = told.write(rows, path, args.log_multimodal)
         told.track(shown, stem, args.report_to)
