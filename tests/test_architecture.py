@@ -23,7 +23,7 @@ FLOORS = {
         accelerator_config allocator collators emulation errors fields health losses memory metrics objective overrides plan
         redaction
         schedules
-        block_mask predictions segments state terminal
+        block_mask predictions segments state
     """.split(),
     1: """
         arguments attention bema callbacks changes chat checkpoint compiling data distributed ema encoding evaluation
