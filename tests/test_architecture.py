@@ -28,7 +28,7 @@ FLOORS = {
     1: """
         arguments attention bema callbacks changes chat checkpoint compiling data distributed ema encoding evaluation
         flash footprint generation heads hub interrupts loader merging models offload optim optimizers preview record
-        registry report rich_progress samplers tool_calls trackers trial workers
+        registry report rich_progress samplers terminal tool_calls trackers trial workers
     """.split(),
     2: """
         cli completion_callbacks generating incidents leaving lifecycle migrating questions resuming scripts search trainer
