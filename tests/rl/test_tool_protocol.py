@@ -1,6 +1,8 @@
 """Calls of tools and their answers under the official chat templates of each family."""
 
 import copy
+import json
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -304,6 +306,50 @@ def test_arguments_have_the_types_that_their_tool_asks_for():
     ids = codec.tokenizer(f"<tool_call>\n<function=store>\n{body}</function>\n</tool_call>")["input_ids"]
     (call,) = codec.decode(ASKED, ids, codec.encode(ASKED, schemas), schemas)[0]["tool_calls"]
     assert call["function"]["arguments"] == {"number": 7, "text": "7", "on": True, "parts": [1, 2], "note": None}
+
+
+# finding_A2
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_the_official_template_writes_of_a_call_is_read_back(name):
+    def act(text: str, number: int, share: float, on: bool, parts: list[int], more: dict):
+        """Act.
+
+        Args:
+            text: A.
+            number: B.
+            share: C.
+            on: D.
+            parts: E.
+            more: F.
+        """
+
+    codec, schemas = codec_of(name), Environments([act]).schemas_of(Sample({}, None, []))
+    protocol, template = codec.protocol(schemas), codec.template(schemas)
+    if protocol.form is None:
+        return  # a template that shows no calls
+    asked = template.render(ASKED, add_generation_prompt=True)
+    for text in (
+        "",
+        "7",
+        "true",
+        'of "quotes"',
+        "two\nlines",
+        "[1, {x}]",
+        "def f(x):\n    return [x]\n",
+        "äöü €",
+        "a=1, b",
+    ):
+        given = {"text": text, "number": 7, "share": 0.5, "on": True, "parts": [1, 2], "more": {"key": ["a", None]}}
+        arguments = json.dumps(given) if name == "deepseekv3" else given
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "act", "arguments": arguments}}
+        whole = template.render([*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        start = len(os.path.commonprefix([asked, whole]))
+        start = whole.rfind("<", 0, start + 1) if name == "deepseekv3" else start  # "<think>" and its mark begin alike
+        ids = codec.tokenizer("</think>" * (name == "deepseekv3") + whole[start:], add_special_tokens=False)[
+            "input_ids"
+        ]
+        (read,) = protocol.read(ids, schemas).calls
+        assert (read.name, read.arguments) == ("act", given)
 
 
 # finding_A2

@@ -17,6 +17,7 @@ Types = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> name of an argument -> JSON schema of the argument."""
 
 UNREADABLE = "unreadable"
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks within strings
 
 
@@ -159,7 +160,9 @@ def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Cal
 
     def values(text: str, schemas: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for m in argument.finditer(text):
-            value = m["value"].removeprefix("\n").removesuffix("\n")
+            value = m["value"]
+            if len(value) > 1 and value[0] == value[-1] == "\n":  # some templates put it on lines of its own
+                value = value[1:-1]
             yield m["key"], _typed(value, schemas.get(m["key"]))
 
     return read
@@ -178,7 +181,10 @@ def _items(pattern: str) -> Callable[[str, Types], list[Call]]:
 
 def _python(text: str, types: Types) -> list[Call]:
     """``[look(where='here', far=2), stop()]``."""
-    tree = ast.parse(text.strip(), mode="eval").body
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:  # templates write line breaks into texts as they are
+        tree = ast.parse(text.strip().replace("\n", "\\n"), mode="eval").body
     return [_python_call(call) for call in (tree.elts if isinstance(tree, ast.List) else [tree])]
 
 
@@ -188,9 +194,15 @@ def _python_call(call: Any) -> Call:
     return Call(ast.unparse(call.func), {keyword.arg: _literal(keyword.value) for keyword in call.keywords})
 
 
+class _Constants(ast.NodeTransformer):
+    """JSON's words for constants are Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+
 def _literal(value: ast.expr) -> Any:
-    names = {"true": True, "false": False, "null": None}
-    return names[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
+    return ast.literal_eval(_Constants().visit(value))
 
 
 def _bare_python(text: str, types: Types) -> list[Block]:
@@ -225,11 +237,12 @@ def _bare_json(text: str, types: Types) -> list[Block]:
 def _quoted(delimiter: str) -> Callable[[str, Types], list[Call]]:
     """``call:look{where:<d>here<d>,far:2}`` with delimiters <d> around texts."""
     strings, keys = re.compile(f"{delimiter}(.*?){delimiter}", re.DOTALL), re.compile(r"(^|[{,]\s*)([\w.-]+)\s*:")
+    words = re.compile(r"\b(?:True|False|None)\b(?!\"?:)")
 
     def read(text: str, types: Types) -> list[Call]:
         found = re.fullmatch(r"\s*call:(?P<name>[\w.-]+)\s*(?P<rest>\{.*\})\s*", text, re.DOTALL)
         pieces = strings.split(found["rest"])
-        pieces[::2] = [keys.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+        pieces[::2] = [words.sub(lambda m: CONSTANTS[m[0]], keys.sub(r'\1"\2":', piece)) for piece in pieces[::2]]
         pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
         return [Call(found["name"], _arguments("".join(pieces)))]
 
