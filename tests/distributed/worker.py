@@ -233,6 +233,24 @@ def stream_weights(out, **changes):
     }
 
 
+def reference(name, out, **changes):
+    """Train against a reference that is a copy of the policy; how each process holds it."""
+    from posttrain.core.distributed import is_in_pieces
+
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    changes = split(processes) | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2} | changes
+    trainer = TRAINERS[name](out, **changes)
+    trainer.train()
+    own = [p.to_local() if is_in_pieces(p) else p for p in trainer.reference.model.parameters()]
+    pieces = all(map(is_in_pieces, trainer.reference.model.parameters()))
+    return {
+        "in_pieces": trainer.dist.gather_object(pieces),
+        "held": trainer.dist.gather_object(sum(p.numel() * p.element_size() for p in own)),
+        "loss": torch.tensor([record["loss"] for record in trainer.state.log_history if "loss" in record]),
+        "state": trainer.reference.state_dict(),
+    }
+
+
 def split_vllm(out):
     """Two processes whose stand-in for vLLM splits the model, and what each would write with the model whole."""
     import types

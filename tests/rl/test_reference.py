@@ -6,7 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from posttrain.core.distributed import Distributed
 from posttrain.core.errors import CheckpointError
+from posttrain.rl import DPOTrainer, GRPOTrainer
 from posttrain.rl.reference import (
     AdapterReference,
     FrozenReference,
@@ -15,7 +17,10 @@ from posttrain.rl.reference import (
     make_reference,
     sync_problem,
 )  # fmt: skip
+from posttrain.rl.shared_prefix import score_completions
 from tests import tiny
+from tests.contract.trainers import TRAINERS, preference
+from tests.distributed import jobs
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -142,3 +147,55 @@ def test_a_model_that_is_passed_is_used():
     assert isinstance(reference, FrozenReference) and reference.model is given
     assert not any(p.requires_grad for p in given.parameters())
     assert not isinstance(reference, AdapterReference)
+
+
+# finding_B5
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_in_the_training_precision_computes_what_the_policy_computes(tied, tmp_path):
+    trainer = preference(DPOTrainer)(tmp_path, bf16=True)
+    policy = tiny.causal_lm(tie_word_embeddings=tied)
+    trainer.model = policy
+    reference = make_reference(policy, None, fresh_adapter=False)
+    whole = sum(p.numel() * p.element_size() for p in reference.model.parameters())
+    reference.place(trainer.dist)
+    dtypes = {name: p.dtype for name, p in reference.model.named_parameters()}
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == dtypes["model.embed_tokens.weight"] == torch.float32
+    assert sum(p.numel() * p.element_size() for p in reference.model.parameters()) < 0.75 * whole + 384 * 32 * 4 * tied
+    rows = [trainer.train_dataset[i] for i in range(4)]
+    inputs = trainer.data_collator(rows)
+    with trainer.compute_loss_context_manager(), torch.no_grad(), reference.use() as frozen:
+        mine, its = (score_completions(model.eval(), inputs).logps for model in (policy, frozen))
+    assert torch.equal(mine, its) and mine.abs().max() > 1
+
+
+# finding_B5
+@pytest.mark.parametrize("kind", [DPOTrainer, GRPOTrainer])
+def test_the_copy_is_put_where_the_policy_is(kind, tmp_path, monkeypatch):
+    placed = []
+    place = Distributed.place
+    monkeypatch.setattr(
+        Distributed, "place", lambda self, model, trained=False: placed.append(model) or place(self, model, trained)
+    )
+    trainer = TRAINERS["dpo" if kind is DPOTrainer else "grpo"](
+        tmp_path, **({} if kind is DPOTrainer else {"beta": 0.1})
+    )
+    assert any(model is trainer.reference.model for model in placed)
+
+
+# finding_B5
+@pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_reference_beside_a_policy_in_pieces_is_in_pieces_too(name, tmp_path):
+    moves = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    options = moves if name == "grpo" else {}
+    jobs.do(1, [["one", "reference", {"name": name, "out": str(tmp_path / "1"), **options}]], tmp_path)
+    work = ["two", "reference", {"name": name, "out": str(tmp_path / "2"), "fsdp": "full_shard", **options}]
+    jobs.do(2, [work], tmp_path)
+    one, two = jobs.result(tmp_path, "one"), jobs.result(tmp_path, "two")
+    assert two["in_pieces"] == [True, True] and one["in_pieces"] == [False]
+    assert two["held"][0] <= 0.6 * one["held"][0]
+    if name == "dpo":
+        assert two["state"] == one["state"]
+    else:
+        torch.testing.assert_close(two["state"], one["state"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(two["loss"], one["loss"], atol=2e-5, rtol=1e-4)

@@ -322,7 +322,7 @@ class PreferenceTrainer(Trainer):
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         one = not isinstance(chosen, Mapping)  # a dict comes one by one
-        if one and self.args.num_eval_samples and self.dist.is_main:
+        if one and self.args.num_eval_samples:
             self._write_samples(self.callback_handler.eval_dataloader.dataset)
         return metrics
 
@@ -374,9 +374,9 @@ class PreferenceTrainer(Trainer):
         self._starts_at_reference = ref_model is None and args.disable_dropout and not args.neftune_noise_alpha
         moves, precomputed = args.sync_ref_model, args.precompute_ref_log_probs
         self.reference = references.make_reference(self.model, ref_model, fresh_adapter, moves, precomputed)
-        self.ref_model = self.reference.model
         if isinstance(self.reference, references.FrozenReference):
-            self.dist.place(self.ref_model)
+            self.reference.place(self.dist)
+        self.ref_model = self.reference.model
         if args.sync_ref_model:
             alpha, every = args.ref_model_mixup_alpha, args.ref_model_sync_steps
             self.add_callback(references.SyncReference(self.reference, alpha, every))
@@ -415,7 +415,13 @@ class PreferenceTrainer(Trainer):
     def _write_samples(self, dataset: Any) -> None:
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
         prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
-        with self.compute_loss_context_manager():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.dist.gathered(self.model))
+            if isinstance(self.ref_model, nn.Module):
+                stack.enter_context(self.dist.gathered(self.ref_model))
+            if not self.dist.is_main:
+                return
+            stack.enter_context(self.compute_loss_context_manager())
             samples = side_by_side.compare(
                 self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
             )
@@ -465,7 +471,10 @@ class PreferenceTrainer(Trainer):
                 "as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
             )
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-        mine = range(self.dist.rank, len(dataset), self.dist.world_size)
+        if self.dist.shards:
+            self._evaluation_model()  # which may be the reference, and is not on the device before it is cut up
+        most = -(-len(dataset) // self.dist.world_size)  # on each process, since weights in pieces are gathered by all
+        mine = [min(self.dist.rank + i * self.dist.world_size, len(dataset) - 1) for i in range(most)]
         logps: dict[int, tuple[float, ...]] = {}
         with evaluation.eval_mode(self.model):
             for start in range(0, len(mine), batch_size):
@@ -484,10 +493,15 @@ class PreferenceTrainer(Trainer):
 
     # The reference is one file of the checkpoint, for all processes.
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        keeps = self.reference is not None and not self.args.save_only_model
+        self._reference_at_save = self.reference.state_dict() if keeps else None  # by every process, as it is now
+        super()._save_checkpoint(model, trial)
+
     def _write_checkpoint(self, directory: Any) -> None:
         super()._write_checkpoint(directory)
         if self.reference is not None and self.dist.is_main and not self.args.save_only_model:
-            codec.save_tree(self.reference.state_dict(), directory / "reference")
+            codec.save_tree(self._reference_at_save, directory / "reference")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainerCallback, models, opt
-from posttrain.core.distributed import whole
+from posttrain.core.distributed import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation import eval_mode
 
@@ -61,8 +61,14 @@ class FrozenReference:
 
     is_gone = False
 
-    def __init__(self, model: nn.Module, moves: bool = False) -> None:
-        self.model, self.moves = model.requires_grad_(False).eval(), moves
+    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False) -> None:
+        self.model, self.moves, self.is_copy = model.requires_grad_(False).eval(), moves, is_copy
+        self._state = None if moves else _state(self.weights(), moves)
+
+    def place(self, dist: Any) -> None:
+        """Put it where the policy is: on the device, in pieces if that is, and a copy that never moves in the precision that
+        its products have. Every process must call it."""
+        self.model = dist.prepare_frozen(self.model, rounds=self.is_copy and not self.moves)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[nn.Module]:
@@ -78,14 +84,17 @@ class FrozenReference:
         """
         own = self.weights()
         for name, parameter in models.unwrap(policy).named_parameters():
-            own[name].lerp_(whole(parameter.detach()).to(own[name]), alpha)
+            now = parameter.detach()
+            now = now if is_in_pieces(own[name]) else whole(parameter).detach()  # both in the same pieces, or none
+            own[name].lerp_(now.to(own[name]), alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one."""
-        return _state(self.weights(), self.moves)
+        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one. Every
+        process must call it."""
+        return _state(self.weights(), self.moves) if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
         """The inverse of `state_dict`.
@@ -93,7 +102,10 @@ class FrozenReference:
         Raises:
             CheckpointError: this reference is not the one that the run in `where` began with.
         """
-        _restore(self.weights(), state, where)
+        if self._state is None:
+            _restore(self.weights(), state, where)
+        elif state != self._state:
+            raise CheckpointError(ANOTHER.format(where=where))
 
 
 class AdapterReference:
@@ -215,7 +227,9 @@ def make_reference(
         return FrozenReference(given, moves)
     if models.is_peft_model(policy):
         return AdapterReference(policy) if fresh_adapter and not moves else AdapterReference.copy_of(policy, moves)
-    return PolicyAsReference(policy) if precomputed else FrozenReference(copy.deepcopy(models.unwrap(policy)), moves)
+    if precomputed:
+        return PolicyAsReference(policy)
+    return FrozenReference(copy.deepcopy(models.unwrap(policy)), moves, is_copy=True)
 
 
 def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:
@@ -269,7 +283,7 @@ ANOTHER = (
 
 def _state(weights: dict[str, torch.Tensor], moves: bool) -> dict[str, Any]:
     if moves:
-        return {"weights": {name: tensor.detach() for name, tensor in weights.items()}}
+        return {"weights": {name: whole(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}}
     return {"fingerprint": fingerprint(weights)}
 
 
@@ -280,4 +294,4 @@ def _restore(own: dict[str, torch.Tensor], state: dict[str, Any], where: Any) ->
         raise CheckpointError(ANOTHER.format(where=where))
     with torch.no_grad():
         for name, tensor in (kept or {}).items():
-            own[name].copy_(tensor)
+            fill(own[name], tensor)

@@ -663,7 +663,10 @@ class RolloutTrainer(Trainer):
             return None
         if self.args.sync_ref_model and (problem := sync_problem(self.model, None, self.args.ref_model_mixup_alpha)):
             raise ValueError(problem)
-        return make_reference(self.model, None, fresh_adapter, moves=self.args.sync_ref_model)
+        reference = make_reference(self.model, None, fresh_adapter, moves=self.args.sync_ref_model)
+        if isinstance(reference, FrozenReference):
+            reference.place(self.dist)
+        return reference
 
     def _can_share_prompts(self) -> bool:
         """Whether completions go behind one copy of their prompt in training."""

@@ -80,6 +80,17 @@ def _without_plugins() -> Iterator[None]:
         os.environ.update(hidden)
 
 
+def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
+    """Round those weights of `model` that its forward rounds each time: those of products under autocast, or `everything`
+    under FSDP, which gathers weights in that type. Weights that an embedding shares are read as they are, and stay."""
+    shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    for module in model.modules():
+        if everything or isinstance(module, nn.Linear):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype == torch.float32 and (everything or id(parameter) not in shared):
+                    parameter.data = parameter.data.to(dtype)
+
+
 class Distributed:
     """What a loop asks of the machine it runs on. One per trainer.
 
@@ -120,7 +131,7 @@ class Distributed:
             logger.warning("fsdp has no effect in a run of one process: there is nobody to share the weights with.")
             self.sharding = None
         self._mesh: Any = None
-        self._is_gathered = False
+        self._gathered: set[int] = set()
         self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" and not self.engine else None
         # A training_step of a script calls `accelerator.backward`.
@@ -212,16 +223,39 @@ class Distributed:
         if sharding.is_sharded(model):
             sharding.scatter(model, self.sharding)  # after a forward without a backward
             return model
-        if self._mesh is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._mesh = sharding.make_mesh(self.sharding, self.device.type, self.world_size, local)
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         # torch counts its own use of a deprecated call against us.
         with self._waiting("sharding the model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            sharding.shard(model, self.sharding, self._mesh, self.device, self.precision)
+            sharding.shard(model, self.sharding, self._processes(), self.device, self.precision)
         sharding.follow(optimizer, before, model)
         return model
+
+    def _processes(self) -> Any:
+        """The processes as the mesh over which models are cut up."""
+        if self._mesh is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            self._mesh = sharding.make_mesh(self.sharding, self.device.type, self.world_size, local)
+        return self._mesh
+
+    def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
+        """`model`, which is asked and never trained, where the trained one is: on this process' device, and in pieces if
+        that is. Every process must call it.
+
+        Args:
+            rounds: keep weights that the forward rounds to bfloat16 or float16 anyway so rounded: it computes the same.
+        """
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        if self.shards:
+            dtype = self.sharding.param_dtype or dtype
+        if rounds and dtype is not None:
+            _round(model, dtype, everything=self.shards)
+        if not self.shards:
+            self.place(model)
+            return model
+        with self._waiting("sharding a frozen model"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return sharding.shard(model, self.sharding, self._processes(), self.device, self.precision, frozen=True)
 
     @property
     def saves_in_parts(self) -> bool:
@@ -244,16 +278,16 @@ class Distributed:
             with self.engine.gathered(model):
                 yield
             return
-        if not self.shards or self._is_gathered or not sharding.is_sharded(model):
+        if not self.shards or id(model) in self._gathered or not sharding.is_sharded(model):
             yield
             return
         with self._waiting("gathering the weights"):
             sharding.gather(model)
-        self._is_gathered = True
+        self._gathered.add(id(model))
         try:
             yield
         finally:
-            self._is_gathered = False
+            self._gathered.remove(id(model))
             sharding.scatter(model, self.sharding)
 
     def whole_state_dict(

@@ -280,10 +280,15 @@ def make_mesh(settings: Sharding, device_type: str, world_size: int, local_world
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, settings: Sharding, mesh: Any, device: torch.device, precision: str) -> nn.Module:
+def shard(
+    model: nn.Module, settings: Sharding, mesh: Any, device: torch.device, precision: str, frozen: bool = False
+) -> nn.Module:
     """Cut up `model` in place, layer by layer, so that no device ever holds more than one whole layer.
 
     All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
+
+    Args:
+        frozen: it is asked and never trained: nothing stays gathered for a backward.
 
     Returns:
         `model`, which is now an `FSDPModule` too. Its parameters are new ones.
@@ -301,7 +306,8 @@ def shard(model: nn.Module, settings: Sharding, mesh: Any, device: torch.device,
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     _load_from_main(model, device, moved)
     # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
-    fully_shard(model, reshard_after_forward=None if settings.reshard_after_forward else False, **options)
+    outermost = None if settings.reshard_after_forward else False
+    fully_shard(model, reshard_after_forward=True if frozen else outermost, **options)
     # At its first forward each unit asks whether it is the outermost, and a generation does not begin at that.
     model._get_fsdp_state()._lazy_init()
     return model
@@ -461,6 +467,14 @@ def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], 
     return DTensor.from_local(
         values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Write `full` into `tensor`, of which this process may hold a piece."""
+    if is_piece(tensor):
+        tensor.to_local().copy_(full[index(*extent(tensor))])
+    else:
+        tensor.copy_(full)
 
 
 def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
