@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from posttrain.core import TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
-from posttrain.rl import DPOConfig, DPOTrainer
+from posttrain.rl import DPOConfig, DPOTrainer, precomputed
 from tests import tiny
 from tests.contract.trainers import preference_rows
 
@@ -504,3 +504,85 @@ def test_an_inner_method_of_trl_is_called_by_nobody_and_told_of(tmp_path, caplog
 
     make(tmp_path, cls=Own)
     assert "Own overrides methods that nothing calls here: _compute_loss (override preference_loss" in caplog.text
+
+
+# --------------------------------------------------------------------------------- what is kept of the reference
+
+
+def computed(monkeypatch):
+    """Which rows the reference is asked for, batch by batch."""
+    asked, compute = [], precomputed.compute
+
+    def counted(size, batch_size, columns, ask, dist):
+        return compute(size, batch_size, columns, lambda rows: asked.append(len(rows)) or ask(rows), dist)
+
+    monkeypatch.setattr(precomputed, "compute", counted)
+    return asked
+
+
+# finding_G
+@pytest.mark.parametrize("cached", [False, True], ids=["list", "dataset"])
+def test_log_probabilities_of_the_reference_are_kept_for_the_next_start(cached, tmp_path, monkeypatch, caplog):
+    asked = computed(monkeypatch)
+    rows = ROWS
+    if cached:
+        datasets.Dataset.from_list(ROWS).to_json(tmp_path / "rows.jsonl")
+        rows = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache")[
+            "train"
+        ]
+    first = make(tmp_path, rows, precompute_ref_log_probs=True).train_dataset
+    assert sum(asked) == 16
+    (kept,) = tmp_path.rglob("reference-logps-*.safetensors")
+    assert ("cache" in kept.parts) == cached
+    asked.clear()
+    caplog.set_level("INFO")
+    trainer = make(tmp_path, rows, precompute_ref_log_probs=True)
+    assert not asked and str(kept) in caplog.text and trainer.train_dataset[:] == first[:]
+    assert trainer.train_dataset["ref_chosen_logps"][0] < -1
+    trainer.train()
+    # What they follow from: the weights, however little they moved; the rows; the settings.
+    other = tiny.causal_lm()
+    with torch.no_grad():
+        other.lm_head.weight[7, 3] += 1e-3
+    for changes in ({"model": other}, {"rows": rows if cached else ROWS[:8], "ld_alpha": 0.5}, {"bf16": True}):
+        asked.clear()
+        make(tmp_path, **{"rows": rows, **changes}, precompute_ref_log_probs=True)
+        assert asked, changes
+
+
+# finding_G
+def test_code_of_the_users_own_is_asked_at_each_start(tmp_path, monkeypatch):
+    class Halved(DPOTrainer):
+        def completion_logp(self, scores):
+            return super().completion_logp(scores) / 2
+
+    asked = computed(monkeypatch)
+    for _ in range(2):
+        make(tmp_path, cls=Halved, precompute_ref_log_probs=True)
+    assert sum(asked) == 32 and not list(tmp_path.rglob("reference-logps-*"))
+
+
+# finding_G
+def test_the_reference_is_asked_for_so_many_rows_at_a_time(tmp_path, monkeypatch):
+    asked = computed(monkeypatch)
+    few = make(tmp_path / "3", precompute_ref_log_probs=True, precompute_ref_batch_size=3).train_dataset
+    assert asked == [3, 3, 3, 3, 3, 1]
+    asked.clear()
+    many = make(tmp_path / "None", precompute_ref_log_probs=True).train_dataset
+    assert asked == [4, 4, 4, 4]  # as in training
+    assert few["ref_chosen_logps"][:] == pytest.approx(many["ref_chosen_logps"][:], rel=1e-5)
+
+
+# finding_G
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_given_by_name_has_the_attention_that_was_asked_for(implementation, tmp_path):
+    from posttrain.core import ModelConfig
+
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    asked = ModelConfig(model_name_or_path=str(tmp_path / "model"), attn_implementation=implementation)
+    options = {"attn_implementation": asked.attn_implementation}
+    trainer = make(tmp_path, model=asked.model_name_or_path, model_init_kwargs=options, shared_prefix=False)
+    assert trainer.model.config._attn_implementation == implementation
+    assert trainer.ref_model.config._attn_implementation == implementation
+    assert math.isfinite(logs(trainer)[-1]["loss"])

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,73 +22,16 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.data import check_dataset
 from posttrain.core.offload import offloading, with_offloading
 from posttrain.core.state import TrainOutput
+from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
-from posttrain.rl import side_by_side
 from posttrain.rl.overrides import PREFERENCE_METHODS
 from posttrain.rl.policy import router_coefficient
+from posttrain.rl.preference_batches import Completions, PreferenceCollator
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
-from posttrain.rl.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, score_completions, shared_rows
+from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Completions:
-    """One side of B pairs, as policy and reference see it.
-
-    logp: (B,) log-probability of the completion under the policy. ref_logp: (B,) under the reference, None without one.
-    tokens: its tokens one by one.
-    """
-
-    logp: torch.Tensor
-    ref_logp: torch.Tensor | None
-    tokens: CompletionScores
-
-    @property
-    def log_ratio(self) -> torch.Tensor:
-        """(B,) log pi(y|x) - log pi_ref(y|x)."""
-        return self.logp - self.ref_logp
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """(B,) scored tokens."""
-        return self.tokens.lengths
-
-    @property
-    def mean_logp(self) -> torch.Tensor:
-        """(B,) log-probability of a token, on average."""
-        return self.logp / self.lengths.clamp_min(1)
-
-
-@dataclass
-class PreferenceCollator:
-    """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones.
-
-    Args:
-        shared: one row, each prompt once, see `shared_rows`. flat: one row, without padding. Neither: a row each.
-        encoder: of a model that reads prompts in an encoder.
-    """
-
-    pad_token_id: int
-    shared: bool = False
-    flat: bool = False
-    pad_to_multiple_of: int | None = None
-    encoder: Encoder | None = None
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
-        batch = reorder(batch, [*range(0, 2 * len(rows), 2), *range(1, 2 * len(rows), 2)])
-        for name in REFERENCE_COLUMNS:
-            if name in rows[0]:
-                batch[name] = torch.tensor([row[name] for row in rows])
-        return batch
-
-    def lay_out(self, groups: list[tuple[Any, Any]]) -> dict[str, Any]:
-        """A batch of prompts with their completions."""
-        if self.shared or self.flat:
-            return shared_rows(groups, share=self.shared)
-        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 
 class PreferenceTrainer(Trainer):
@@ -116,6 +58,7 @@ class PreferenceTrainer(Trainer):
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
     INSTEAD = PREFERENCE_METHODS
+    _model_hash: str | None = None
 
     def __init__(
         self,
@@ -464,32 +407,52 @@ class PreferenceTrainer(Trainer):
             )
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
-        if self.reference.is_gone:
+        columns, size = self.reference_columns, len(dataset)
+        path = self.dist.on_main(lambda: self._place_of_logps(dataset))
+        found = self.dist.on_main(lambda: precomputed.read(path, columns, size))
+        if found is not None:
+            if self.dist.is_main:
+                logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
+        elif self.reference.is_gone:
             raise ValueError(
                 f"{name}: Cannot compute reference log-probs for a dataset passed to the trainer after training has begun: with "
                 "precompute_ref_log_probs=True it was let go then, for the policy that it was is another one now. Pass these rows "
                 "as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
             )
+        else:
+            found = self._compute_logps(dataset)
+            self.dist.on_main(lambda: precomputed.write(path, found))
+        for column in columns:
+            dataset = dataset.add_column(column, found[column].tolist())
+        return dataset
+
+    def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         if self.dist.shards:
             self._evaluation_model()  # which may be the reference, and is not on the device before it is cut up
-        most = -(-len(dataset) // self.dist.world_size)  # on each process, since weights in pieces are gathered by all
-        mine = [min(self.dist.rank + i * self.dist.world_size, len(dataset) - 1) for i in range(most)]
-        logps: dict[int, tuple[float, ...]] = {}
+
+        def ask(rows: list[int]) -> torch.Tensor:
+            inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
+            with self.compute_loss_context_manager():
+                return self.reference_logp(inputs)
+
         with evaluation.eval_mode(self.model):
-            for start in range(0, len(mine), batch_size):
-                rows = mine[start : start + batch_size]
-                inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
-                with self.compute_loss_context_manager():
-                    found = self.reference_logp(inputs).float().view(-1, len(rows)).t().tolist()
-                logps |= dict(zip(rows, map(tuple, found), strict=True))
-        self.dist.meet("reference log-probabilities")
-        for part in self.dist.gather_object(logps):
-            logps |= part
-        ordered = [logps[row] for row in range(len(dataset))]
-        for column, values in zip(self.reference_columns, zip(*ordered, strict=True), strict=True):
-            dataset = dataset.add_column(column, list(values))
-        return dataset
+            return precomputed.compute(len(dataset), batch_size, self.reference_columns, ask, self.dist)
+
+    def _place_of_logps(self, dataset: Any) -> Path | None:
+        """Where log-probabilities of `dataset` are kept; None where code of the user's own has a part in them."""
+        methods = ("completion_logp", "compute_ref_log_probs", "reference_logp", "_compute_logps")
+        owners = [next(kind for kind in type(self).__mro__ if method in vars(kind)) for method in methods]
+        if not all(owner.__module__.startswith("posttrain.") for owner in (*owners, type(self.data_collator))):
+            return None
+        if self._model_hash is None:  # before it is cut up, and before it is trained
+            if self.reference.is_gone:
+                return None
+            self._model_hash = precomputed.of_reference(self.reference)
+        facts = {"trainer": type(self).__qualname__, "model": self._model_hash, "precision": self.dist.precision}
+        facts |= {"ld_alpha": getattr(self.args, "ld_alpha", None), "max_length": self.args.max_length}
+        facts["columns"] = self.reference_columns
+        return precomputed.place_of(dataset, self.args.output_dir, facts)
 
     # The reference is one file of the checkpoint, for all processes.
 

@@ -1,0 +1,69 @@
+"""Pairs of completions: as a batch for the model, and as policy and reference see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.rl.preference_data import REFERENCE_COLUMNS
+from posttrain.rl.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, shared_rows
+
+
+@dataclass(frozen=True)
+class Completions:
+    """One side of B pairs, as policy and reference see it.
+
+    logp: (B,) log-probability of the completion under the policy. ref_logp: (B,) under the reference, None without one.
+    tokens: its tokens one by one.
+    """
+
+    logp: torch.Tensor
+    ref_logp: torch.Tensor | None
+    tokens: CompletionScores
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """(B,) log pi(y|x) - log pi_ref(y|x)."""
+        return self.logp - self.ref_logp
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) scored tokens."""
+        return self.tokens.lengths
+
+    @property
+    def mean_logp(self) -> torch.Tensor:
+        """(B,) log-probability of a token, on average."""
+        return self.logp / self.lengths.clamp_min(1)
+
+
+@dataclass
+class PreferenceCollator:
+    """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones.
+
+    Args:
+        shared: one row, each prompt once, see `shared_rows`. flat: one row, without padding. Neither: a row each.
+        encoder: of a model that reads prompts in an encoder.
+    """
+
+    pad_token_id: int
+    shared: bool = False
+    flat: bool = False
+    pad_to_multiple_of: int | None = None
+    encoder: Encoder | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
+        batch = reorder(batch, [*range(0, 2 * len(rows), 2), *range(1, 2 * len(rows), 2)])
+        for name in REFERENCE_COLUMNS:
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+    def lay_out(self, groups: list[tuple[Any, Any]]) -> dict[str, Any]:
+        """A batch of prompts with their completions."""
+        if self.shared or self.flat:
+            return shared_rows(groups, share=self.shared)
+        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
