@@ -240,9 +240,9 @@ def test_resuming_with_another_reference_is_refused(tmp_path):
     from transformers import AutoModelForCausalLM
 
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    for precomputed in (False, True):
+    for before in (False, True):
         with pytest.raises(CheckpointError, match="another reference than this one"):
-            trainer = make(tmp_path, model=trained, max_steps=4, precompute_ref_log_probs=precomputed, **changes)
+            trainer = make(tmp_path, model=trained, max_steps=4, precompute_ref_log_probs=before, **changes)
             trainer.train(resume_from_checkpoint=True)
 
 
