@@ -306,8 +306,7 @@ def shard(
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     _load_from_main(model, device, moved)
     # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
-    outermost = None if settings.reshard_after_forward else False
-    fully_shard(model, reshard_after_forward=True if frozen else outermost, **options)
+    fully_shard(model, reshard_after_forward=frozen or (None if settings.reshard_after_forward else False), **options)
     # At its first forward each unit asks whether it is the outermost, and a generation does not begin at that.
     model._get_fsdp_state()._lazy_init()
     return model
