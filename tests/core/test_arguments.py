@@ -19,6 +19,7 @@ from transformers import HfArgumentParser
 
 from posttrain.core import registry
 from posttrain.core.arguments import OLD_NAMES, TrainingArguments
+from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields import check, field_types, opt
 from posttrain.core.models import ModelConfig
@@ -184,7 +185,7 @@ def test_json_strings_become_dicts():
         ({"gradient_accumulation_steps": -2}, ("gradient_accumulation_steps=-2", ">= 1")),
         ({"max_steps": 0}, ("max_steps=0", "-1")),
         ({"max_steps": -2}, ("max_steps=-2", ">= -1")),
-        ({"num_train_epochs": -1}, ("num_train_epochs=-1", "> 0")),
+        ({"num_train_epochs": -1}, ("num_train_epochs=-1", ">= 0")),
         ({"label_smoothing_factor": 2}, ("label_smoothing_factor=2", "< 1")),
         ({"learning_rate": -1e-5}, ("learning_rate=-1e-05", ">= 0")),
         ({"learning_rate": "1e-5"}, ("learning_rate='1e-5'", "float")),
@@ -453,6 +454,71 @@ def test_hf_argument_parser_sets_a_field_as_the_config_does(config, way, tmp_pat
         except (ConfigError, SystemExit, ValueError) as error:
             wrong.append((name, error))
     assert wrong == [] and len(refused) < 0.2 * len(types), refused
+
+
+# finding_B17
+@pytest.mark.parametrize("config", parser_configs())
+def test_every_switch_stands_alone_on_a_command_line(config):
+    types = field_types(config)
+    switches = [f.name for f in dataclasses.fields(config) if f.init and bool in types.get(f.name, ())]
+    assert len(switches) > 2
+    namespace = HfArgumentParser(config).parse_args([f"--{name}" for name in switches if name not in NO_SWITCHES])
+    for name in set(switches) - set(NO_SWITCHES) - {"include_num_input_tokens_seen"}:
+        assert getattr(namespace, name) is True, name
+
+
+NO_SWITCHES = ("trackio_static_space_id",)  # a name, or False
+
+
+# finding_B17
+def test_every_flag_of_transformers_is_read():
+    import transformers
+
+    theirs, ours = HfArgumentParser(transformers.TrainingArguments), HfArgumentParser(TrainingArguments)
+    known = {flag for action in ours._actions for flag in action.option_strings}
+    assert {flag for action in theirs._actions for flag in action.option_strings} - known == set()
+    for action in theirs._actions:
+        for flag in action.option_strings:
+            if action.nargs in ("?", 0) and flag.startswith("--") and flag != "--help":
+                ours.parse_args([flag])  # alone, too
+                if action.nargs == "?":
+                    ours.parse_args([flag, "true" if action.const is True else str(action.const)])
+
+
+# finding_B17
+@pytest.mark.parametrize("config", [c for c in parser_configs() if issubclass(c, TrainingArguments)])
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        ("--gradient_checkpointing", "activation_checkpointing", True), ("--warmup_ratio 0.1", "warmup_steps", 0.1),
+        ("--warmup-ratio 1", "warmup_steps", math.nextafter(1.0, 0)), ("--num_train_epochs 0", "num_train_epochs", 0),
+        ("--activation_checkpointing", "gradient_checkpointing", True), ("--warmup_ratio 0", "warmup_steps", 0),
+        ("--logging_nan_inf_filter", "on_nonfinite", "stop"), ("--logging_nan_inf_filter false", "on_nonfinite", "stop"),
+        ("--no_logging_nan_inf_filter", "on_nonfinite", "stop"), ("--adafactor", "optim", "adafactor"),
+        ("--group_by_length", "train_sampling_strategy", "group_by_length"),
+        ("--group_by_length false", "train_sampling_strategy", "random"), ("--push_to_hub_token abc", "hub_token", "abc"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_old_flags_mean_what_the_argument_meant(config, words, name, expected):
+    if words == "--group_by_length" and hasattr(config, "num_generations"):
+        pytest.skip("refused for prompts, under any name")
+    (args,) = HfArgumentParser(config).parse_args_into_dataclasses(words.split())
+    assert getattr(args, name) == expected
+    settings, problems = parse.read_words(words.split())
+    assert getattr(parse.configs([config], settings, problems)[0], name) == expected
+
+
+# finding_B17
+def test_a_run_of_no_epochs_trains_nothing(tmp_path):
+    from tests.contract.trainers import TRAINERS, weights
+
+    trainer = TRAINERS["causal-lm"](tmp_path, num_train_epochs=0)
+    before = {name: value.clone() for name, value in weights(trainer).items()}
+    output = trainer.train()
+    assert output.global_step == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    assert "eval_loss" in trainer.evaluate()
 
 
 def as_words(value: object) -> list[str]:

@@ -106,7 +106,9 @@ class RunArguments:
     gradient_accumulation_steps: int = opt(
         1, "Micro-batches of one update: a larger effective batch at the same memory.", min=1
     )
-    num_train_epochs: float = opt(3.0, "Passes over the training data; a fraction stops within one.", above=0)
+    num_train_epochs: float = opt(
+        3.0, "Passes over the training data; a fraction stops within one, and 0 trains nothing.", min=0
+    )
     max_steps: int = opt(-1, "Updates to make, whatever `num_train_epochs` says; -1 follows the epochs.", min=-1)
     label_smoothing_factor: float = opt(
         0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1

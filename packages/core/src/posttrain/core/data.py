@@ -61,7 +61,7 @@ class DataArguments:
     )
     train_sampling_strategy: str = opt(
         "random", "The order of rows: shuffled, as they are, or shuffled with rows of similar length together.",
-        choices=STRATEGIES,
+        choices=STRATEGIES, old_flags=("group_by_length",),
     )  # fmt: skip
     length_column_name: str = opt(
         "length", "Column with each row's length, for `train_sampling_strategy='group_by_length'`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import enum
@@ -47,7 +48,8 @@ def opt(
     below: float | None = None,
     choices: Iterable[str] | None = None,
     aliases: Iterable[str] = (),
-    flag: str | None = None,
+    flag: str | bool | None = None,
+    old_flags: Iterable[str] = (),
 ) -> Any:
     """One field of a config dataclass.
 
@@ -58,6 +60,8 @@ def opt(
         choices: the only strings allowed.
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
+        old_flags: names in the ``OLD_NAMES`` of a config that are read on the command line as this field; an argument parser
+            knows fields alone.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
     metadata: dict[str, Any] = {"help": Help(help, **bounds)}
@@ -65,6 +69,13 @@ def opt(
         metadata["aliases"] = [f"--{name}" for name in aliases]
     if flag is not None:
         metadata |= {"nargs": "?", "const": flag}
+    if old_flags:
+        dashed = (name.replace("_", "-") for name in old_flags)
+        metadata["aliases"] = [
+            *metadata.get("aliases", ()),
+            *(f"--{name}" for name in dict.fromkeys((*old_flags, *dashed))),
+        ]
+        metadata["action"] = OldFlags
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -72,11 +83,44 @@ def opt(
 
 def aliases(config_class: type) -> dict[str, str]:
     """``{old name: field name}`` of every alias declared on the fields of `config_class`."""
-    return {
-        alias.lstrip("-"): field.name
+    found = {
+        alias.lstrip("-").replace("-", "_"): field.name
         for field in dataclasses.fields(config_class)
         for alias in field.metadata.get("aliases", ())
     }
+    return {
+        alias: name for alias, name in found.items() if alias.removeprefix("no_") == alias or alias[3:] not in found
+    }
+
+
+class OldFlags(argparse.Action):
+    """Stores a value given under the field's own flag, or under an old name what it means today."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options | {"nargs": "?"})  # old switches stand alone
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name = (option_string or self.dest).lstrip("-").replace("-", "_")
+        if name.startswith("no_") and name[3:] in _old_flags:
+            name, values = name[3:], "false"
+        old = _old_flags.get(name) if name != self.dest else None
+        if old is None:
+            if values is None:
+                parser.error(f"argument {option_string}: expected one argument")
+            setattr(namespace, self.dest, values)
+            return
+        value = {"true": True, "false": False}.get(str(values).lower(), True if values is None else values)
+        if isinstance(old, Renamed):
+            warnings.warn(f"--{name} is now --{self.dest}", FutureWarning, stacklevel=2)
+            if value not in old.ignore:
+                setattr(namespace, self.dest, old.convert(value))
+        elif old.harmless is not None and value not in old.harmless:
+            parser.error(f"argument --{name}={value} has no effect: {old.why}")
+        elif not old.quiet:
+            warnings.warn(f"--{name} has no effect: {old.why}", FutureWarning, stacklevel=2)
+
+
+_old_flags: dict[str, Renamed | Removed] = {}
 
 
 @cache
@@ -334,6 +378,10 @@ class ConfigMeta(type):
 
     A metaclass, because a dataclass that inherits a config gets an ``__init__`` of its own.
     """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> None:
+        super().__init__(name, bases, namespace, **options)
+        _old_flags.update(namespace.get("OLD_NAMES", {}))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not the one that `dataclass` gives to each subclass, which would show secrets.

@@ -33,7 +33,7 @@ class HealthArguments:
 
     on_nonfinite: str = opt(
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, skip that update, or warn and make it.",
-        choices=("stop", "skip", "warn"),
+        choices=("stop", "skip", "warn"), old_flags=("logging_nan_inf_filter", "no_logging_nan_inf_filter"),
     )  # fmt: skip
     max_nonfinite_steps: int = opt(
         5, "Such updates in a row after which the run stops even where `on_nonfinite` lets it go on.", min=1

@@ -35,6 +35,7 @@ class InterruptArguments:
         None,
         "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a second "
         "signal ends at once. None: unless save_strategy is 'no'.",
+        flag=True,
     )
     enable_jit_checkpoint: bool = opt(
         False, "transformers' name for `save_on_signal`: on, signals are answered with save_strategy='no' too."

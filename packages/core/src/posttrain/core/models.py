@@ -76,13 +76,15 @@ class ModelSideArguments:
     """What a run does to its model."""
 
     activation_checkpointing: bool | None = opt(
-        None, "Recompute activations in the backward instead of keeping them: less memory, about a third more time."
+        None,
+        "Recompute activations in the backward instead of keeping them: less memory, about a third more time.",
+        flag=True,
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
         "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), besides every_n_layers and offload.",
     )
-    gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.")
+    gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None, "The older name of activation_checkpointing_kwargs."
     )

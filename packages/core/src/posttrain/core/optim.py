@@ -33,7 +33,7 @@ class OptimizerArguments:
     """Which optimizer makes the updates, and its constants."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
-    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS))
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS), old_flags=("adafactor",))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
         0.0, "Share of each weight (no norm, no bias) taken off per update, times the rate.", min=0

@@ -370,7 +370,10 @@ class ScheduleArguments:
         None, "Options of that curve, as a dict or a JSON object, such as a `min_lr_rate` or `num_decay_steps`."
     )
     warmup_steps: float = opt(
-        0, "Updates over which the learning rate climbs to its peak; below 1, a share of all updates.", min=0
+        0,
+        "Updates over which the learning rate climbs to its peak; below 1, a share of all updates.",
+        min=0,
+        old_flags=("warmup_ratio",),
     )
 
     def _normalize(self) -> None:

@@ -54,7 +54,7 @@ class LoggingArguments:
     trackio_static_space_id: str | None | Literal[False] = opt(
         None, "Space on the Hub for the records of a finished run that had a live one; None names it, False makes none."
     )
-    disable_tqdm: bool | None = opt(None, "Print log records as lines instead of drawing a progress bar.")
+    disable_tqdm: bool | None = opt(None, "Print log records as lines instead of drawing a progress bar.", flag=True)
 
     def _normalize(self) -> None:
         if self.report_to is None:

@@ -37,7 +37,9 @@ class PreferenceConfig(TrainingArguments):
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
-    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+    bf16: bool | None = opt(
+        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
+    )
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments of from_pretrained, for a model given by name."
     )
@@ -62,7 +64,7 @@ class PreferenceConfig(TrainingArguments):
         "drop", "What becomes of equal completions and of empty ones; each is counted and told.", choices=FAULTY
     )
     shared_prefix: bool | None = opt(
-        None, "Read each prompt once for all its completions. None: where the model's attention allows it."
+        None, "Read each prompt once for all its completions. None: where the model's attention allows it.", flag=True
     )
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding; shared_prefix does so anyway.")
     pad_to_multiple_of: int | str | None = opt(

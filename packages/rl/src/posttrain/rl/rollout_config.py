@@ -98,7 +98,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
-    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+    bf16: bool | None = opt(
+        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
+    )
     remove_unused_columns: bool = opt(False, "Drop all columns but the prompt; reward functions then cannot read them.")
 
     model_init_kwargs: dict[str, Any] | str | None = opt(
@@ -141,6 +143,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     share_prompts: bool | None = opt(
         None,
         "Lay the completions of a prompt behind one copy of it in training. None: where the model can and it pays.",
+        flag=True,
     )
 
     beta: float = opt(0.0, "Weight of the KL divergence from the reference model. 0: no reference model at all.", min=0)

@@ -24,7 +24,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         False,
         "Keep activations in host memory between forward and backward: far less memory of the GPU, somewhat slower.",
     )
-    bf16: bool | None = opt(None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.")
+    bf16: bool | None = opt(
+        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
+    )
 
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments of from_pretrained, for a model given by name."
@@ -69,13 +71,13 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         "bfd", "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is full.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
-    eval_packing: bool | None = opt(None, "Pack evaluation rows too; None follows packing.")
+    eval_packing: bool | None = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
     pad_to_multiple_of: int | str | None = opt(
         "auto", "Pad batches to a multiple of this; auto: 8 on a GPU in half precision, else none."
     )
     completion_only_loss: bool | None = opt(
-        None, "Train on completions alone. None: on for rows of prompt and completion, off for others."
+        None, "Train on completions alone. None: on for rows of prompt and completion, off for others.", flag=True
     )
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
     train_on: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words

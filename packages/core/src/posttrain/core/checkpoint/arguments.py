@@ -56,7 +56,7 @@ class CheckpointArguments:
         None, "The evaluation metric that decides which checkpoint is best, with or without its `eval_` prefix."
     )
     greater_is_better: bool | None = opt(
-        None, "Whether a larger metric_for_best_model is better. None: yes, unless its name ends in `loss`."
+        None, "Whether a larger metric_for_best_model is better. None: yes, unless its name ends in `loss`.", flag=True
     )
     ignore_data_skip: bool = opt(
         False, "When resuming, start the epoch's data afresh instead of going on where the checkpoint stood."

@@ -22,7 +22,9 @@ class DistributedArguments:
     fp16: bool = opt(False, "Compute in float16 under autocast with loss scaling. Needs an accelerator.")
     bf16_full_eval: bool = opt(False, "Evaluate with the weights cast to bfloat16: half the memory, other metrics.")
     fp16_full_eval: bool = opt(False, "Evaluate with the weights cast to float16: half the memory, other metrics.")
-    tf32: bool | None = opt(None, "Allow TF32 matrix products on Ampere and newer GPUs; None keeps torch's setting.")
+    tf32: bool | None = opt(
+        None, "Allow TF32 matrix products on Ampere and newer GPUs; None keeps torch's setting.", flag=True
+    )
     average_tokens_across_devices: bool = opt(
         True, "Divide the loss by the items of all processes, so that splitting a batch differently changes nothing."
     )
@@ -38,11 +40,15 @@ class DistributedArguments:
         min=1,
     )
     ddp_find_unused_parameters: bool | None = opt(
-        None, "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed."
+        None,
+        "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed.",
+        flag=True,
     )
     ddp_bucket_cap_mb: int | None = opt(None, "Size in MiB of the buckets in which DDP reduces gradients.", min=1)
-    ddp_broadcast_buffers: bool | None = opt(None, "Let DDP copy rank 0's buffers to all ranks before each forward.")
-    ddp_static_graph: bool | None = opt(None, "Tell DDP that every step uses the same parameters.")
+    ddp_broadcast_buffers: bool | None = opt(
+        None, "Let DDP copy rank 0's buffers to all ranks before each forward.", flag=True
+    )
+    ddp_static_graph: bool | None = opt(None, "Tell DDP that every step uses the same parameters.", flag=True)
     fsdp: list[str] | str | None = opt(
         None,
         "Shard weights, gradients and optimizer state over the processes (FSDP2): full_shard, or shard_grad_op, "

@@ -45,10 +45,15 @@ class HubArguments:
     hub_token: str | None = dataclasses.field(
         default=None,
         repr=False,
-        metadata={"help": Help("Token to upload with; None: HF_TOKEN, or that of `hf auth login`.")},
+        metadata={
+            "help": Help("Token to upload with; None: HF_TOKEN, or that of `hf auth login`."),
+            "aliases": ["--push_to_hub_token"],
+        },
     )
     hub_model_id: str | None = opt(
-        None, "Repository to upload to, with or without its owner; None: the name of `output_dir`, in your account."
+        None,
+        "Repository to upload to, with or without its owner; None: the name of `output_dir`, in your account.",
+        aliases=("push_to_hub_model_id",),
     )
     hub_strategy: str = opt(
         "every_save",
@@ -57,7 +62,7 @@ class HubArguments:
         choices=STRATEGIES,
     )
     hub_private_repo: bool | None = opt(
-        None, "Whether a repository that is created is private; None: as its owner's settings say."
+        None, "Whether a repository that is created is private; None: as its owner's settings say.", flag=True
     )
     hub_always_push: bool = opt(
         False, "Upload every save; else one that still waits for its turn gives way to a newer one."
