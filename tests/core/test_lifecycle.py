@@ -1,8 +1,10 @@
 """What a run takes from its user: optimizer, schedule and callbacks, to the constructor or set later, and what it lets go."""
 
 import datetime
+import gc
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -327,3 +329,31 @@ class Since(TrainerCallback):
 def test_a_callbacks_state_that_json_cannot_say_is_warned_of(tmp_path, caplog):
     MAKE(tmp_path, callbacks=[Since()], save_strategy="steps", save_steps=2, max_steps=2).train()
     assert "Since['attributes']['since'] is of type date" in caplog.text and "tensor" not in caplog.text
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# finding_B19
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "name", ["causal-lm", "sft", "sft-lora", "seq2seq", "dpo", "kto", "reward", "grpo", "grpo-sync"]
+)
+def test_a_trainer_that_is_let_go_of_frees_its_model_and_optimizer_at_once(name, trained, no_collector, tmp_path):
+    trainer = TRAINERS[name](
+        tmp_path, max_steps=2, optim="adamw_torch", save_strategy="steps", save_steps=1, save_async=True, ema_decay=0.9,
+        eval_strategy="steps", eval_steps=1, neftune_noise_alpha=1.0, max_time=600.0,
+    )  # fmt: skip
+    if trained:
+        trainer.train()
+    else:
+        trainer.create_optimizer()
+    parameter = next(parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+    held = [weakref.ref(value) for value in (trainer, trainer.model, trainer.optimizer, parameter)]
+    del trainer, parameter
+    assert [one() for one in held] == [None] * 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,8 @@ class Incidents:
         policy = self.args.on_nonfinite
         if policy == "stop" and self.dist.scaler is None and health.has_float16(self.model):
             policy = "skip"  # as a loss scaler would: that one batch overflows in 16 bits is no fault of the run
-        return health.FiniteGuard(policy, self.args.max_nonfinite_steps, self._report_nonfinite, total)
+        report = weakref.WeakMethod(self._report_nonfinite)  # a trainer that is let go of must not hold itself
+        return health.FiniteGuard(policy, self.args.max_nonfinite_steps, lambda *seen: report()(*seen), total)
 
     def _may_step(
         self, window: list[Any], losses: list[torch.Tensor], loss: torch.Tensor, grad_norm: torch.Tensor, num_items: Any
