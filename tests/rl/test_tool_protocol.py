@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.rl.completions import plain_text
 from posttrain.rl.environments import Environments
 from posttrain.rl.prompts import PromptCodec
+from posttrain.rl.reward_functions import accuracy_reward, think_format_reward
 from posttrain.rl.samples import Sample
 from posttrain.rl.tool_formats import Call
 from tests import tiny
@@ -362,6 +364,16 @@ def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
     assert len(one.completion[0]["tool_calls"]) == 1
     one = sample_of(codec_of("qwen3"), "Just words.<|im_end|>")
     assert one.completion == [{"role": "assistant", "content": "Just words."}]
+
+
+# finding_A2
+def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():
+    codec = codec_of("qwen3_5_think")
+    texts = ("two and two\n</think>\n\nIt is 4.<|im_end|>", "two and two, and then", "hm\n</think>\n\n" + XML)
+    completions = [sample_of(codec, text).completion for text in texts]
+    assert think_format_reward(completions) == [1, 0, 1]
+    assert accuracy_reward(completions[:1], ["4"]) == [1]
+    assert plain_text(completions[0]) == "[assistant] <think>two and two</think> It is 4."
 
 
 # finding_A2

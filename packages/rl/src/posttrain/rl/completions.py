@@ -213,7 +213,9 @@ def plain_text(value: Any) -> str:
 
 def _message(message: Mapping[str, Any]) -> str:
     calls = "".join(f" {json.dumps(call, default=str)}" for call in message.get("tool_calls") or ())
-    return f"[{message.get('role')}] {message.get('content') or ''}{calls}"
+    thoughts = message.get("reasoning_content") or message.get("thinking")
+    thoughts = f"<think>{thoughts}</think> " if thoughts else ""
+    return f"[{message.get('role')}] {thoughts}{message.get('content') or ''}{calls}"
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:

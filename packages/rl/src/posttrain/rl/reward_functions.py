@@ -13,13 +13,17 @@ THOUGHT_ENDS = ("</think>",)
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: of its last message, where it is a list of messages."""
+    """The text of a completion: of its last message, with its thoughts, where it is a list of messages."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1].get("content") if completion else ""
+    message = completion[-1] if completion else {}
+    content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
-    return content or ""
+    if thoughts := message.get("reasoning_content") or message.get("thinking"):
+        goes_on = content or message.get("tool_calls")  # else they were cut
+        return f"<think>\n{thoughts}\n</think>\n{content}" if goes_on else f"<think>\n{thoughts}"
+    return content
 
 
 # ------------------------------------------------------------------------------------------------------ right answers
