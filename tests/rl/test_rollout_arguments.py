@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from posttrain.core.errors import ConfigError
-from posttrain.rl import GRPOTrainer, RLOOTrainer
+from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from posttrain.rl import completions as told
+from posttrain.rl.generation.engines import OF_THE_SERVER, make_generator
 from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.vllm import VLLMServerGenerator
+from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
 from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
@@ -302,3 +305,38 @@ def test_environments_may_bring_the_prompts(tmp_path):
 def test_the_constructor_names_its_arguments():
     names = list(inspect.signature(GRPOTrainer).parameters)
     assert names[:4] == ["model", "reward_funcs", "args", "train_dataset"] and "environment_factory" in names
+
+
+# finding_G
+def test_every_argument_of_a_vllm_in_this_process_reaches_it():
+    args = GRPOConfig(
+        output_dir="out", use_vllm=True, vllm_gpu_memory_utilization=0.45, vllm_max_model_length=777, vllm_model_impl="auto",
+        vllm_enable_sleep_mode=True, vllm_structured_outputs_regex="[ab]+", trust_remote_code=True, bf16=True, use_cpu=True,
+        generation_kwargs={"presence_penalty": 0.5, "stop": ["x"]},
+    )  # fmt: skip
+    engine = make_generator(None, args)
+    assert isinstance(engine, VLLMColocatedGenerator) and engine.sleeps and engine.group_size == 1
+    assert engine.engine == {
+        "gpu_memory_utilization": 0.45, "max_model_len": 777, "model_impl": "auto", "trust_remote_code": True,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    assert engine.options == {"presence_penalty": 0.5, "structured_outputs": {"regex": "[ab]+"}}
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 does not divide the 1 processes"):
+        make_generator(None, GRPOConfig(output_dir="out", use_vllm=True, vllm_tensor_parallel_size=2, use_cpu=True))
+
+
+# finding_G
+def test_every_argument_of_a_vllm_server_reaches_its_client(caplog):
+    usual = {"output_dir": "out", "use_vllm": True, "vllm_mode": "server", "use_cpu": True}
+    args = GRPOConfig(
+        **usual, vllm_server_host="10.0.0.7", vllm_server_port=8123, vllm_server_timeout=7.5, vllm_group_port=51234,
+        vllm_model_impl="auto", vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.5, vllm_max_model_length=99,
+        vllm_tensor_parallel_size=2,
+    )  # fmt: skip
+    client = make_generator(None, args)
+    assert isinstance(client, VLLMServerGenerator)
+    assert (client.server.url, client.timeout, client.group_port) == ("http://10.0.0.7:8123", 7.5, 51234)
+    given = [record.message for record in caplog.records if "to the vLLM server" in record.message]
+    assert len(given) == 1 and all(name in given[0] for name in OF_THE_SERVER)
+    named = GRPOConfig(**usual, vllm_server_base_url="https://there:1/", vllm_server_host="10.0.0.7")
+    assert make_generator(None, named).server.url == "https://there:1"
