@@ -8,8 +8,10 @@ weight or hides a model from what looks at it; they are as they were when the co
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,12 +42,14 @@ def compiled(model: nn.Module, backend: str | None = None, mode: str | None = No
     import torch._dynamo
     import torch._inductor.config
 
-    parts = compiled_parts(model)
+    parts = [
+        part for part in compiled_parts(model) if "forward" not in vars(part)
+    ]  # hooks that move weights stand there
+    options = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
+    forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in {type(part) for part in parts}}
     for part in parts:
-        part.compile(backend=backend or "inductor", mode=mode, dynamic=True)
-        part._compiled_call_impl = _where_plain(part._compiled_call_impl, part)
-    if len(parts) > 1 or parts[0] is not unwrap(model):
-        logger.info("torch.compile: %d modules of type %s.", len(parts), ", ".join({type(p).__name__ for p in parts}))
+        part._compiled_call_impl = _call_of(part, forwards[type(part)])
+    logger.info("torch.compile: %d x %s.", len(parts), ", ".join(sorted(kind.__name__ for kind in forwards)))
     limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
     try:
         with torch._dynamo.config.patch(recompile_limit=limit), torch._inductor.config.patch(fallback_random=True):
@@ -87,13 +91,30 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _where_plain(compiled_call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Call `compiled_call` with tensors and numbers, and the module itself with what changes from call to call: caches of
-    generation, segments. Each would be a graph of its own."""
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+@functools.cache
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """`_forward` with a code object of its own: torch keeps what it has compiled, or given up, by code object."""
+    code = _forward.__code__.replace(co_name=f"forward_of_{kind.__name__}")
+    return types.FunctionType(code, _forward.__globals__, code.co_name)
+
+
+def _call_of(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs in the place of ``module(...)``: `forward`, between the module's hooks; the module itself where an input changes
+    from call to call, as caches of generation and segments do: each would be a graph of its own."""
+    run = functools.partial(forward, module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        plain = all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
-        return compiled_call(*args, **kwargs) if plain else module._call_impl(*args, **kwargs)
+        if not (all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))):
+            return module._call_impl(*args, **kwargs)
+        vars(module)["forward"] = run
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
 
     return call
 

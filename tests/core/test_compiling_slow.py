@@ -1,0 +1,37 @@
+"""Every trainer with a model to compile, by real inductor on the CPU: some minutes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract.trainers import TRAINERS, weights
+from tests.core.test_compiling import counters, losses  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+NAMES = {
+    "causal-lm": {}, "dropout": {}, "sft": {}, "sft-packed": {}, "sft-lora": {}, "seq2seq": {}, "dpo": {}, "reward": {},
+    "grpo": {}, "kto": {},
+}  # fmt: skip
+
+
+# finding_B1
+@pytest.mark.parametrize("name", NAMES)
+def test_the_run_is_the_uncompiled_one_and_resumes_bit_for_bit(name, counters, tmp_path):  # noqa: F811
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 4} | NAMES[name]
+    plain = TRAINERS[name](tmp_path / "plain", **options)
+    torch.manual_seed(3)
+    plain.train()
+    fast = TRAINERS[name](tmp_path / "fast", torch_compile=True, **options)
+    torch.manual_seed(3)
+    fast.train()
+    assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
+    assert losses(fast) == pytest.approx(losses(plain), rel=1e-5, abs=1e-6)
+    for path in (tmp_path / "fast" / "checkpoint-4").glob("*.safetensors"):
+        assert not any("_orig_mod" in key for key in load_file(path)), path
+    torch._dynamo.reset()  # as in another process
+    again = TRAINERS[name](tmp_path / "fast", torch_compile=True, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "fast" / "checkpoint-2"))
+    for key, value in weights(fast).items():
+        assert torch.equal(value, weights(again)[key]), key
