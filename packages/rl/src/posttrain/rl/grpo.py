@@ -15,6 +15,7 @@ from posttrain.core.fields import opt
 from posttrain.core.plan import Plan
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import decoupled_advantages, group_advantages, total_rewards
+from posttrain.rl.generation.protocol import shares_weights
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy_losses import LOSSES, Policy
 from posttrain.rl.rollout import RolloutTrainer
@@ -74,7 +75,8 @@ class GRPOConfig(RolloutConfig):
         None, "Leave out bad completions that are further from what sampled them than this mean log-ratio.", above=0
     )
     vllm_importance_sampling_correction: bool = opt(
-        True, "Weigh completions by how probable the trainer finds them against the engine that wrote them."
+        True,
+        "Weigh completions by how probable the trainer finds them against an engine with weights of its own that wrote them.",
     )
     vllm_importance_sampling_mode: str = opt(
         "sequence_mask",
@@ -154,7 +156,9 @@ class GRPOTrainer(RolloutTrainer):
     def _corrects_engine(self) -> bool:
         # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
         known = self.rollout_func is None or self.args.use_vllm
-        return self.args.vllm_importance_sampling_correction and known
+        # What the policy writes itself is not of another distribution: in bfloat16 the ratios are rounding, and their product over
+        # a long completion is noise that would mask it.
+        return self.args.vllm_importance_sampling_correction and known and not shares_weights(self.generator)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards against the mean of their group; see `posttrain.rl.advantages`."""

@@ -42,15 +42,13 @@ def load_policy(
 def cast_head(model: nn.Module) -> None:
     """Keep the output head in float32, and give it float32 to read.
 
-    Raises:
-        ValueError: its weight is also that of the input embedding.
+    A weight that is also the input embedding's is kept in float32 there too; what is looked up in it is of the type it had.
     """
     base = models.base_model(model)
-    head = base.get_output_embeddings()
-    if head.weight is base.get_input_embeddings().weight:
-        raise ValueError(
-            "cast_lm_head_to_fp32=True needs a head of its own, and this model shares it with its embedding."
-        )
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head.weight is embedding.weight:
+        dtype = head.weight.dtype
+        embedding.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     head.float()
     head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
 

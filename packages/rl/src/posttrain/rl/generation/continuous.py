@@ -30,6 +30,8 @@ class ContinuousGenerator:
         generation_kwargs: further fields of `transformers.GenerationConfig`.
     """
 
+    shares_weights = True
+
     def __init__(
         self, tokenizer: Any, settings: dict[str, Any] | None = None, generation_kwargs: dict[str, Any] | None = None
     ) -> None:

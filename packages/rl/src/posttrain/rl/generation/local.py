@@ -46,6 +46,8 @@ class LocalGenerator:
         max_rows: completions that are written at a time; more need more memory.
     """
 
+    shares_weights = True
+
     def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS) -> None:
         self.tokenizer, self.max_rows = tokenizer, max_rows
         self.model: nn.Module | None = None

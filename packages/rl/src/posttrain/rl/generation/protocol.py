@@ -83,6 +83,11 @@ def has_own_weights(generator: Generator) -> bool:
     return bool(getattr(generator, "has_own_weights", False))
 
 
+def shares_weights(generator: Generator) -> bool:
+    """Whether `generator` writes with the trainer's own model, so that their log-probabilities differ by rounding alone."""
+    return bool(getattr(generator, "shares_weights", False))
+
+
 def session(generator: Generator) -> contextlib.AbstractContextManager[None]:
     """Around calls of `Generator.generate`. Every process must enter it and leave it; within it each calls as often as it needs.
 

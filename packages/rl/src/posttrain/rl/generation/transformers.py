@@ -27,6 +27,8 @@ class TransformersGenerator:
             are told.
     """
 
+    shares_weights = True
+
     def __init__(self, tokenizer: Any, generation_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, dict(generation_kwargs or {})
         self.model: nn.Module | None = None
