@@ -2,7 +2,7 @@
 
 Weights are loaded into vLLM's copy of the model after updates. With sleep, vLLM gives its memory back between rollouts and
 forgets its weights with it; they are loaded again before it writes. Tested against a stand-in with the interface of vLLM's
-``LLM``; not yet verified on a GPU.
+``LLM``, and against vLLM 0.32 itself on the CPU; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class VLLMColocatedGenerator:
 
     def _set_environment(self) -> None:
         """What vLLM reads of a launcher, where a single process was started without one."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine is in this process, where the weights are
         found = {"RANK": rank(), "LOCAL_RANK": local_rank(), "WORLD_SIZE": world_size(), "MASTER_ADDR": "127.0.0.1"}
         if "MASTER_PORT" not in os.environ:
             with socket.socket() as free:
@@ -148,9 +149,7 @@ class VLLMColocatedGenerator:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # what training has let go of is vLLM's to take
             self._llm.wake_up(tags=["weights"])
-        model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        for weight in Weights(self._model):
-            model.load_weights([weight])
+        _reload(self._llm, Weights(self._model))
         if self.sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
@@ -205,6 +204,20 @@ class VLLMColocatedGenerator:
 
             usual["structured_outputs"] = StructuredOutputsParams(**wanted)
         return SamplingParams(**usual)
+
+
+def _reload(llm: Any, weights: Weights) -> None:
+    """Put `weights` in the place of those that `llm` has, layer by layer, in whatever layout its kernels want."""
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    except TypeError as error:
+        if "weights_iterator" not in str(error):
+            raise
+        model = (
+            llm.llm_engine.model_executor.driver_worker.model_runner.model
+        )  # vLLM before it took weights from outside
+        for weight in weights:
+            model.load_weights([weight])
 
 
 def _written(output: Any) -> Written:
