@@ -877,14 +877,3 @@ def test_the_arguments_decide_whether_the_model_is_moved(script, monkeypatch):
     trainer = script(library)
     trainer.train()
     assert len(moved) == 1 and trainer.place_model_on_device is False
-
-
-LATER = {"push_to_hub": True}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_features_that_are_not_here_yet_are_refused_in_a_sentence_or_work(script, name):
-    if name in {field.name for field in dataclasses.fields(OURS.TrainingArguments)}:
-        return  # it came
-    with pytest.raises(ValueError, match=rf"{name}\b.*this version does not have it; "):
-        script(OURS, **{name: LATER[name]})

@@ -73,15 +73,21 @@ def test_S142_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
         assert not torch.equal(loaded(ids).logits, tiny.causal_lm().eval()(ids).logits)
 
 
-@pytest.mark.gpu
-def test_S143_adapters_are_trained_on_a_base_of_four_bits(base, tmp_path):
+# finding_G
+@pytest.mark.parametrize("use_cpu", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+def test_S143_adapters_are_trained_on_a_base_of_four_bits(use_cpu, base, tmp_path):
+    pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    args = SFTConfig(str(tmp_path), **(USUAL | {"use_cpu": False, "max_length": 64}))
+    args = SFTConfig(str(tmp_path), **(USUAL | {"use_cpu": use_cpu, "max_length": 64}))
     options = dict(quantization_config=BitsAndBytesConfig(load_in_4bit=True), peft_config=LORA)
     trainer = SFTTrainer(base, args, train_dataset=TEXTS, **options)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     assert trainer.train().global_step == 2
-    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora" not in name} == set()
+    after = dict(trainer.model.named_parameters())
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert {p.dtype for name, p in after.items() if "q_proj.base_layer" in name} == {torch.uint8}
 
 
 @pytest.fixture
@@ -127,10 +133,12 @@ def test_S148_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
         SFTTrainer(model=tiny.causal_lm(), args=args, train_dataset=TEXTS)
 
 
+# finding_G
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_S150_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
-    trainer = printed(to=0 if torch.cuda.is_available() else "cpu", output_dir="out")
-    assert trainer.state.global_step == 3
+    trainer = printed(to=0, output_dir="out")
+    assert trainer.state.global_step == 3 and trainer.model.device == torch.device(0)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
