@@ -1,10 +1,12 @@
 """``run.json``: what a run was, without secrets, once for each start."""
 
+import itertools
 import json
 import subprocess
 import sys
 
 import datasets
+import psutil
 import pytest
 import torch
 
@@ -72,6 +74,32 @@ def test_of_many_rows_the_first_and_the_last_count(monkeypatch):
     for changed in (0, 999):
         other = [-1 if i == changed else i for i in values]
         assert record.of_rows(datasets.Dataset.from_dict({"n": other}))["xxh128"] != known["xxh128"]
+
+
+# finding_D7
+def test_large_rows_cost_a_run_little_memory(tmp_path):
+    def large():
+        for number in range(64):
+            yield {"sound": bytes([number]) * 2**21}
+
+    rows = datasets.Dataset.from_generator(large, cache_dir=str(tmp_path), keep_in_memory=False)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    known = record.of_rows(rows)
+    assert process.memory_info().rss - before < 64 * 2**20  # of 128 MiB
+    changed = rows.select(range(63)).with_format("arrow")
+    assert known["rows"] == 64 and record.of_rows(changed)["xxh128"] != known["xxh128"]
+    assert record.of_rows(rows.select(range(64))) == known
+
+
+# finding_D7
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 10, 11, 100])
+def test_any_beginning_of_the_rows_that_count_is_spread(count):
+    found = record._spread(count, 10)
+    assert len(found) == len(set(found)) == min(count, 10)
+    assert set(found) == set(range(count)) or {0, count - 1} <= set(found[:2])
+    if count == 100:
+        assert max(b - a for a, b in itertools.pairwise(sorted(found[:6]))) <= 40
 
 
 def test_code_is_told_by_its_commit(tmp_path):

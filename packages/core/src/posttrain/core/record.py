@@ -34,8 +34,8 @@ PACKAGES = (
     "posttrain-core", "posttrain-sft", "posttrain-seq2seq", "posttrain-rl", "torch", "transformers", "accelerate",
     "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "vllm", "numpy",
 )  # fmt: skip
-#: A dataset of more rows is told by so many of them, spread evenly.
-HASHED_ROWS = 10_000
+#: A dataset of more rows, or of more bytes, is told by so many of them, spread evenly.
+HASHED_ROWS, HASHED_BYTES = 10_000, 16 * 2**20
 _GIT_PATIENCE = 5.0  # seconds; a work tree may be large, or on a slow disk
 
 _asked: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("asked", default=None)
@@ -142,7 +142,8 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def of_rows(rows: Any) -> dict[str, Any]:
-    """How many `rows` there are, and a XXH128 of up to `HASHED_ROWS` of them where they are a dataset of `datasets`."""
+    """How many `rows` there are, and a XXH128 of some of them (`HASHED_ROWS`, `HASHED_BYTES`) where they are a dataset
+    of `datasets`."""
     facts: dict[str, Any] = {"class": type(rows).__name__}
     with contextlib.suppress(TypeError):  # a stream has no length
         facts["rows"] = len(rows)
@@ -156,21 +157,38 @@ def of_rows(rows: Any) -> dict[str, Any]:
 
 
 def _hash_of(rows: Any) -> str:
+    """A XXH128 of rows from all over `rows`, the same wherever they are kept."""
     import pyarrow as pa
 
-    count, state = len(rows), xxhash.xxh3_128()
-    chosen = (
-        range(count) if count <= HASHED_ROWS else [i * (count - 1) // (HASHED_ROWS - 1) for i in range(HASHED_ROWS)]
-    )
-    table = rows.select(chosen).with_format("arrow")[:].combine_chunks().replace_schema_metadata()
+    state, table, read, size = xxhash.xxh3_128(), rows.with_format("arrow"), 0, 0
+    chosen = _spread(len(rows), HASHED_ROWS)
 
     class Sink:
         closed = False
         write = staticmethod(lambda block: state.update(memoryview(block)) or len(block))
 
-    with pa.ipc.new_stream(pa.PythonFile(Sink(), mode="w"), table.schema) as stream:
-        stream.write_table(table)
+    while read < len(chosen) and size < HASHED_BYTES:
+        # Twice as many each time, as far as rows of the mean size so far have room.
+        room = (HASHED_BYTES - size) * read // size if size else read
+        part = chosen[read : read + max(min(read, room), 1)]
+        found = table.select(part)[:].combine_chunks().replace_schema_metadata()
+        with pa.ipc.new_stream(pa.PythonFile(Sink(), mode="w"), found.schema) as stream:
+            stream.write_table(found)
+        read, size = read + len(part), size + found.nbytes
     return state.hexdigest()
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to `most` of `count` indices, the first and the last among them, so that any beginning of the list is spread, too."""
+    even = list(range(count)) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
+    found, step = even[:1] + even[-1:] if len(even) > 1 else even, 1 << len(even).bit_length()
+    seen = set(found)
+    while step:
+        new = [index for index in even[step::step] if index not in seen]
+        seen.update(new)
+        found += new
+        step //= 2
+    return found
 
 
 @functools.cache
