@@ -197,8 +197,6 @@ class Lifecycle(Incidents, Resuming, Leaving):
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
-        if args.keep_freed_memory and self.dist.device.type == "cpu":
-            allocator.keep_freed_memory()
         self._ask_whose_parts()
         if self.model_init is not None:
             data.set_seed(args.seed)
@@ -244,7 +242,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
             debug = health.watched(self.model) if args.debug else contextlib.nullcontext()
             memory = self._memory.stage("train")
             noise = models.neftune(self.model, args.neftune_noise_alpha)
-            with noise, debug, self._compiled(), memory as self._train_memory:
+            kept = allocator.freed_memory_kept(args.keep_freed_memory and self.dist.device.type == "cpu")
+            with kept, noise, debug, self._compiled(), memory as self._train_memory:
                 yield self.model_wrapped
             self._settle_save()
             self._leave_after_the_last(trial)
