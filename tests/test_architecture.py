@@ -26,8 +26,9 @@ FLOORS = {
         block_mask predictions segments state
     """.split(),
     1: """
-        arguments attention bema callbacks changes chat checkpoint compiling data distributed ema encoding evaluation
-        flash footprint generation heads hub interrupts loader merging models offload optim optimizers preview record
+        absent arguments attention bema callbacks changes chat checkpoint compiling data distributed ema encoding evaluation
+        flash footprint generation heads hub interrupts loader merging models offload optim optimizers preflight preview
+        record
         registry report rich_progress samplers terminal tool_calls trackers trial workers
     """.split(),
     2: """

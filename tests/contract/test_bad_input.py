@@ -378,7 +378,7 @@ def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says
     ids=["empty", "empty-arrow", "string", "int", "dict", "no-length", "columns"],
 )
 def test_what_is_no_training_set_is_refused(rows, error, parts, tmp_path):
-    refused(error, *parts, run=base(tmp_path, rows).train)
+    refused(error, *parts, run=lambda: base(tmp_path, rows).train())
 
 
 def test_a_stream_without_max_steps_says_what_to_set(tmp_path):

@@ -35,6 +35,7 @@ TO_COME = {
 # Fields that transformers does not have (any more).
 OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
+OURS |= {"logging_dir"}
 OURS |= {"save_async", "save_top_k", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 
 
@@ -281,7 +282,6 @@ def test_arguments_assigned_later_can_be_checked_again():
         ("save_safetensors", True, "seed", 42),
         ("half_precision_backend", "auto", "seed", 42),
         ("use_mps_device", True, "seed", 42),
-        ("logging_dir", "logs", "seed", 42),
     ],
 )
 def test_old_names_still_work_with_a_warning(old, given, new, kept):

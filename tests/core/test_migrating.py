@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core import migrating
+from posttrain.core import absent, migrating
 from posttrain.core.cli import main
 from posttrain.core.migrating import migrate
 from tests.test_docs import DOCUMENTS, blocks
@@ -302,11 +302,42 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
     assert notes(script) == [
         (2, "posttrain has no DataCollatorForCompletionOnlyLM: give rows of prompt and completion, or set "
             "SFTConfig(assistant_only_loss=True) or train_on"),
-        (2, "posttrain has no PPOTrainer; it stays with trl"),
+        (2, "posttrain has no PPOTrainer: " + absent.INSTEAD["PPOTrainer"]),
         (3, "posttrain has no TFTrainer; it stays with transformers"),
         (4, "what `from trl import *` brings is not seen; import names one by one"),
-        (5, "posttrain has no PPOConfig; it stays with trl"),
+        (5, "posttrain has no PPOConfig: " + absent.INSTEAD["PPOConfig"]),
     ]  # fmt: skip
+
+
+# finding_D4
+def test_reward_functions_that_posttrain_has_are_taken_from_it():
+    script = """
+        from trl.rewards import accuracy_reward, think_format_reward, get_soft_overlong_punishment
+        import trl
+        trl.rewards.reasoning_accuracy_reward
+    """
+    assert "from posttrain.rl import accuracy_reward, think_format_reward, get_soft_overlong_punishment" in rewritten(
+        script
+    )
+    assert "posttrain.rl.reasoning_accuracy_reward" in rewritten(script) and notes(script) == []
+
+
+# finding_D4
+@pytest.mark.parametrize(
+    ("head", "trainer", "part"),
+    [
+        ("from transformers import AutoModelForImageTextToText", "SFTTrainer", "takes one dataset of rows with images"),
+        ("from transformers import Qwen2VLForConditionalGeneration", "GRPOTrainer", "keep the trainer of trl"),
+        ("import transformers; transformers.AutoModelForVision2Seq", "DPOTrainer", "keep the trainer of trl"),
+        ("f = lambda row: row['images'][0]", "GRPOTrainer", "keep the trainer of trl"),
+        ("from PIL import Image", "KTOTrainer", "keep the trainer of trl"),
+    ],
+)
+def test_scripts_about_images_are_told_what_is_not_covered(head, trainer, part):
+    script = f"{head}\nfrom trl import {trainer}\n{trainer}(model='x')\n"
+    ((line, text),) = notes(script)
+    assert line == 3 and text.startswith(f"images: {trainer} ") and part in text
+    assert notes(f"from trl import {trainer}\n{trainer}(model='x')\n") == []
 
 
 def test_a_package_that_is_not_installed_keeps_its_names_with_trl(monkeypatch, tmp_path, capsys):
@@ -406,7 +437,7 @@ def test_the_command_shows_the_change_and_writes_nothing(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "\n-from trl import PPOTrainer, SFTTrainer\n+from posttrain.sft import SFTTrainer\n" in out
     assert out.endswith(
-        f"{tmp_path}/train.py:1: posttrain has no PPOTrainer; it stays with trl\n"
+        f"{tmp_path}/train.py:1: posttrain has no PPOTrainer: {absent.INSTEAD['PPOTrainer']}\n"
         "Scripts: 1 to be rewritten, 1 without transformers and trl. Nothing was written; --write does.\n"
     )
     assert "plain.py" not in out

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -273,6 +275,7 @@ def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkey
         sent.append(len(weights))
 
     monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.__call__", send)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))  # it is looked for before the model is loaded
     args = GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=3,
         learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from posttrain.core import TrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
+from tests.core.test_mission import install_liger
 
 TEXTS = [{"text": text} for text in tiny.CORPUS] * 2
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
@@ -142,7 +143,9 @@ def test_S150_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_script_of_001_with_neftune_and_liger_runs_as_printed(printed):
+def test_script_of_001_with_neftune_and_liger_runs_as_printed(printed, monkeypatch):
+    if not torch.cuda.is_available():
+        install_liger(monkeypatch)  # which the page says to install first
     trainer = printed(output_dir="your-model", neftune_noise_alpha=0.1, use_liger_kernel=True)
     embeddings, ids = trainer.model.get_input_embeddings().train(), torch.tensor([[5, 6]], device=trainer.model.device)
     assert torch.equal(embeddings(ids), embeddings.weight[ids])

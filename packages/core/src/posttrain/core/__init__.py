@@ -109,9 +109,11 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        from posttrain.core.errors import did_you_mean
+        if name.startswith("__"):
+            raise AttributeError(f"module 'posttrain.core' has no attribute {name!r}")
+        from posttrain.core.absent import missing_name
 
-        raise AttributeError(f"posttrain.core has no {name!r}{did_you_mean(name, _HOME_OF)}")
+        raise missing_name("posttrain.core", name, __all__)
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

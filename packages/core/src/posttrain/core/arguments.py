@@ -20,7 +20,7 @@ import torch
 from posttrain.core import distributed, registry, schedules
 from posttrain.core.accelerator_config import AcceleratorArguments
 from posttrain.core.allocator import AllocatorArguments
-from posttrain.core.checkpoint import CheckpointArguments
+from posttrain.core.checkpoint import CheckpointArguments, disk
 from posttrain.core.data import DataArguments
 from posttrain.core.distributed import DistributedArguments
 from posttrain.core.ema import EMAArguments
@@ -46,11 +46,6 @@ from posttrain.core.redaction import masked, shown
 from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.trackers import LoggingArguments
 
-
-def _later(instead: str, *harmless: Any) -> Removed:
-    return Removed(f"this version does not have it; {instead}", (None, *harmless), quiet=True)
-
-
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
     # A share of all updates is written as a number below 1, so that 100% is the largest such number.
@@ -64,7 +59,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "push_to_hub_model_id": Renamed("hub_model_id"),
     "push_to_hub_organization": Removed("name the organization in the model id, hub_model_id='organization/name'"),
     "use_mps_device": Removed("Apple's GPU is used wherever there is one; set use_cpu=True to keep off it", None),
-    "logging_dir": Removed("trackers write below output_dir; TENSORBOARD_LOGGING_DIR moves TensorBoard's files", None),
     "save_safetensors": Removed("weights are always written as safetensors, never as a pickle", (None, True)),
     "fp16_backend": Removed("mixed precision is torch's autocast; choose it by bf16 or fp16", (None, "auto", "amp")),
     "half_precision_backend": Removed(
@@ -84,7 +78,11 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
     # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
-    "logging_nan_inf_filter": _later("a loss that is not finite is never hidden", True, False),
+    "logging_nan_inf_filter": Removed(
+        "a loss that is not finite is logged as what it is; on_nonfinite says what is done about it",
+        None,
+        says_nothing=(False,),
+    ),
 }
 
 
@@ -93,7 +91,9 @@ class RunArguments:
     """Where a run writes, how long it is, how a step is made up and where its randomness comes from."""
 
     output_dir: str | None = opt(None, "Folder of checkpoints, logs and the final model; None: trainer_output.")
-    overwrite_output_dir: bool = opt(False, "Start in a folder that already holds files of something else.")
+    overwrite_output_dir: bool = opt(
+        False, "Start afresh among the checkpoints of an earlier run without a word on them. Nothing is deleted."
+    )
     do_train: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
     do_eval: bool = opt(False, "For scripts that ask; on wherever `eval_strategy` is not no.")
     do_predict: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
@@ -137,6 +137,10 @@ class RunArguments:
                 "auto_find_batch_size=True works in one process: of several, the others would wait for ever for the one that "
                 "has run out of memory. Find the size with one process, then set per_device_train_batch_size"
             )
+
+    def _preflight(self) -> Iterator[str]:
+        if self.should_save and (problem := disk.folder_problem(self.output_dir)):
+            yield f"output_dir={self.output_dir!r} {problem}; set another output_dir"
 
 
 @dataclass

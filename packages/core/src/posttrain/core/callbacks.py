@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import operator
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from posttrain.core import terminal
@@ -61,6 +62,31 @@ class TrainerCallback:
     def on_log(self, args, state, control, **kwargs): ...
     def on_prediction_step(self, args, state, control, **kwargs): ...
     def on_push_begin(self, args, state, control, **kwargs): ...
+
+
+def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
+    """What is wrong with what a trainer was passed as `callbacks`; a callback may have ``preflight(args)``, which says more."""
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    for callback in given:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not any(hasattr(kind, event) or hasattr(callback, event) for event in EVENTS):
+            yield TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
+        elif isinstance(callback, type) and (needed := _needed_arguments(callback)):
+            yield TypeError(
+                f"callbacks holds the class {callback.__name__}, which cannot be made without {', '.join(needed)}: pass an "
+                f"instance, {callback.__name__}(...)."
+            )
+        elif hasattr(kind, "preflight"):
+            yield from (kind() if isinstance(callback, type) else callback).preflight(args)
+
+
+def _needed_arguments(kind: type) -> list[str]:
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in positional]
 
 
 class CallbackHandler:
@@ -253,11 +279,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         # The best of all evaluations, as transformers has it: small improvements move it, though they do not count.
         self.best_metric: float | None = None
 
-    def on_init_end(self, args, state, control, **kwargs):
+    def preflight(self, args: Any) -> Iterator[Exception]:
+        """What `args` lack for this callback, before a model is loaded."""
         if args.metric_for_best_model is None:
-            raise ValueError("EarlyStoppingCallback needs to know which metric to watch: set metric_for_best_model.")
+            yield ValueError("EarlyStoppingCallback needs to know which metric to watch: set metric_for_best_model.")
         if args.eval_strategy == "no":
-            raise ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+            yield ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+
+    def on_init_end(self, args, state, control, **kwargs):
+        for problem in self.preflight(args):
+            raise problem
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from posttrain.core.encoding import (
     special_tokens_around,
     token_at,
 )
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.models import ensure_pad_token
 
 logger = logging.getLogger(__name__)
@@ -134,8 +134,10 @@ def to_messages(value: Any, name: str = "messages") -> list[Message]:
     """
     if value is None:
         raise DataError(f"{name} is null")
-    if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
-        raise DataError(f"{name} is not a list of messages")
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{name} is not a list of messages but of type {type(value).__name__}")
+    if others := {type(message).__name__ for message in value if not isinstance(message, Mapping)}:
+        raise DataError(f"{name} is not a list of messages but holds {min(others)}")
     if not value:
         raise DataError(f"{name} is empty")
     if "from" in value[0]:
@@ -245,17 +247,27 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
     Raises:
         ValueError: a token that is not in the vocabulary. FileNotFoundError: no chat template there.
     """
+    for problem in token_problems(tokenizer, args):
+        raise problem
     if (path := getattr(args, "chat_template_path", None)) is not None:
         tokenizer.chat_template = load_template(path, args.trust_remote_code)
     words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     for name in ("eos_token", "pad_token"):
-        token = getattr(args, name, None)
-        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
-            raise ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary; name a token that is.")
-        if token is not None:
+        if (token := getattr(args, name, None)) is not None:
             setattr(words, name, token)
     if done := ensure_pad_token(tokenizer):
         logger.info(done)
+
+
+def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
+    """Says which of the special tokens that `args` names the tokenizer does not know."""
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name, None)
+        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
+            if token != getattr(words, "unk_token", None):
+                near = did_you_mean(token, getattr(words, "all_special_tokens", ()))
+                yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")
 
 
 class Template:

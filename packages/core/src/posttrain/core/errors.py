@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -57,5 +58,24 @@ def require(module: str, extra: str, why: str = "") -> ModuleType:
     except ImportError as error:
         if error.name and error.name.split(".")[0] != module.split(".")[0]:
             raise  # the package is there, but something that it imports is broken
-        needed = f" (needed for {why})" if why else ""
-        raise ImportError(f"{module!r} is not installed{needed}. Run: pip install '{extra}'", name=module) from None
+        raise _not_installed(module, extra, why) from None
+
+
+def missing(module: str, extra: str, why: str = "") -> ImportError | None:
+    """What `require` would raise, without importing more than the packages around `module`; None where it is there."""
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        try:
+            found = importlib.util.find_spec(".".join(parts[:depth])) is not None
+        except ValueError:  # a module that was put into sys.modules by hand
+            found = True
+        except ImportError:
+            found = False
+        if not found:
+            return _not_installed(module, extra, why)
+    return None
+
+
+def _not_installed(module: str, extra: str, why: str) -> ImportError:
+    needed = f" (needed for {why})" if why else ""
+    return ImportError(f"{module!r} is not installed{needed}. Run: pip install '{extra}'", name=module)

@@ -56,7 +56,7 @@ def opt(
     Args:
         default: the default value; a list or dict is copied for each instance.
         help: what happens when the value grows or is switched on. Ends in a full stop.
-        min, max: the value may equal these. above, below: it may not.
+        min, max: the value may equal these. above, below: it may not. Infinity is refused unless `max` is infinite.
         choices: the only strings allowed.
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
@@ -129,13 +129,14 @@ def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
     return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
 
 
-def element_type(config_class: type, name: str) -> type:
-    """The class of the elements where the field may hold a list: int for ``list[int] | None``; str where unsaid."""
+def element_type(config_class: type, name: str, unsaid: type = str) -> type:
+    """The class of the elements where the field may hold a list: int for ``list[int] | None``; `unsaid` without one."""
     hint = _hints(config_class).get(name)
     for option in (hint, *typing.get_args(hint)):
-        if typing.get_origin(option) is list and isinstance(typing.get_args(option)[0], type):
-            return typing.get_args(option)[0]
-    return str
+        inner = typing.get_args(option)[0] if typing.get_origin(option) is list else Any
+        if inner is not Any and isinstance(inner, type):
+            return inner
+    return unsaid
 
 
 @cache
@@ -186,6 +187,10 @@ def _is_ours(config_class: type, name: str) -> bool:
     return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
 
 
+#: Whole numbers beyond are none that torch can hold.
+LARGEST = 2**63
+
+
 def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     """What is wrong with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
@@ -199,9 +204,18 @@ def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])
         yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
+    if isinstance(value, list) and _is_ours(type(config), field.name):
+        element = element_type(type(config), field.name, unsaid=object)
+        wrong = [one for one in value if not _has_type(one, (element,))]
+        if wrong:
+            yield f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isnan(value):
             yield f"{field.name} is NaN; give a number"
+        elif math.isinf(value) and bounds.get("max") != math.inf:
+            yield f"{field.name}={value!r} must be finite"
+        elif abs(value) >= LARGEST and isinstance(value, numbers.Integral):
+            yield f"{field.name}={value!r} must be below 2**63"
         for key, word, holds in (
             ("min", ">=", lambda v, b: v >= b),
             ("max", "<=", lambda v, b: v <= b),
@@ -283,14 +297,14 @@ def validate(config: Any) -> None:
         if "_normalize" in owner:
             try:
                 owner["_normalize"](config)
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
                 failures.append(error)  # most likely the value that `check` is about to name
     problems += check(config)
     for owner in owners:
         if "_problems" in owner:
             try:
                 problems += owner["_problems"](config)
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
                 failures.append(error)
     if problems:
         raise ConfigError(type(config).__name__, dict.fromkeys(problems))
@@ -321,11 +335,13 @@ class Removed:
         why: why it is gone and what to do instead; a clause that follows "has no effect: ".
         harmless: values that ask for what happens anyway; None: every value is.
         quiet: accept those values without a warning, for a name that is to come rather than gone.
+        says_nothing: values that are accepted without a warning.
     """
 
     why: str
     harmless: tuple[Any, ...] | None = (None,)
     quiet: bool = False
+    says_nothing: tuple[Any, ...] = ()
 
 
 def old_names(config_class: type) -> dict[str, Renamed | Removed]:
@@ -352,7 +368,7 @@ def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dic
         if isinstance(old, Removed):
             if old.harmless is not None and value not in old.harmless:
                 problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
-            elif not old.quiet:
+            elif not old.quiet and value not in old.says_nothing:
                 warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
         elif value in old.ignore:
             warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)

@@ -54,6 +54,9 @@ class GenerationArguments:
     def _problems(self) -> Iterator[str]:
         if self.predict_with_generate and getattr(self, "prediction_loss_only", False):
             yield "predict_with_generate=True and prediction_loss_only=True cannot both hold; keep one"
+        given = self.generation_config
+        if given is not None and not (isinstance(given, (str, Path, Mapping)) or hasattr(given, "validate")):
+            yield f"generation_config={given!r} is no GenerationConfig, dict, path or name"
 
 
 def load_generation_config(source: Any) -> Any:

@@ -32,11 +32,12 @@ from posttrain.core import (
     objective,
     optim,
     overrides,
+    preflight,
     schedules,
     trackers,
     trial,
 )
-from posttrain.core.checkpoint import Saver, codec, elastic, rng, sharded, weights
+from posttrain.core.checkpoint import Saver, asked_for, codec, elastic, rng, sharded, weights
 from posttrain.core.errors import DataError
 from posttrain.core.incidents import Incidents
 from posttrain.core.leaving import Leaving
@@ -127,31 +128,19 @@ class Lifecycle(Incidents, Resuming, Leaving):
         known = overrides.is_ours(self, "compute_loss") and self.compute_loss_func is None
         self._objective.returns_mean = trial.returns_mean(ratios, known, type(self).__name__)
 
-    def _check_parts(self) -> None:
-        """What cannot go together, said before anything expensive happens."""
-        args = self.args
-        if said := overrides.unheard(type(self)):
-            logger.warning(said)
-        if self.optimizer is not None and self.optimizer_cls_and_kwargs is not None:
-            raise ValueError(
-                "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
-            )
-        self._ask_whose_parts()
-        if not callable(self.data_collator):
-            raise TypeError(
-                f"data_collator must be callable with a list of rows; {type(self.data_collator).__name__} is not."
-            )
-        evaluation.check_metrics(self.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
-        if args.eval_strategy != "no" and self.eval_dataset is None:
-            raise ValueError(
-                f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
-            )
-        if self.train_dataset is not None and args.max_steps <= 0 and data.is_stream(self.train_dataset):
-            if not data.has_length(self.train_dataset):
-                raise ValueError(
-                    f"train_dataset ({type(self.train_dataset).__name__}) is a stream without a length, so the number of updates "
-                    "cannot be computed from num_train_epochs. Set max_steps."
-                )
+    _preflight_passed = False
+
+    def _preflight(self, args: TrainingArguments, parts: preflight.Parts) -> None:
+        """Raise all that stands against the run, before a model is loaded. A trainer that loads its model itself calls this
+        first, and the call of the base class finds it done."""
+        if self._preflight_passed:
+            return
+        parts.trainer_class = type(self)
+        preflight.raise_together(type(self).__name__, self.preflight(args, parts))
+        self._preflight_passed = True
+        for sentence in (overrides.unheard(type(self)), hub.missing_token(args) if args.should_save else None):
+            if sentence is not None:
+                logger.warning(sentence)
 
     def _ask_whose_parts(self) -> None:
         """Find out which of optimizer and schedule the user has set, to the constructor or since: those are used as they are."""
@@ -284,7 +273,9 @@ class Lifecycle(Incidents, Resuming, Leaving):
         return compiling.compiled(self.model, args.torch_compile_backend, args.torch_compile_mode)
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | Path | None) -> Path | None:
-        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        wanted = resume_from_checkpoint
+        if wanted is None:
+            wanted = asked_for(self.args.resume_from_checkpoint)
         self._on_savers(self.store.clean)
         if wanted:
             return self.dist.on_main(lambda: self.store.resolve(wanted), "the check of the checkpoint")

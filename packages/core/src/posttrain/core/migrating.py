@@ -18,13 +18,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from posttrain.core import fields, overrides
+from posttrain.core import absent, fields, overrides
 from posttrain.core.errors import did_you_mean
 
 LIBRARIES = ("transformers", "trl")
 #: In the order in which a name that several export is looked for, where nothing else speaks for one of them.
 PACKAGES = ("core", "sft", "rl", "seq2seq")
 UNKNOWN = object()
+#: Classes of models that read images, and what the trainers make of such rows, by the package that has them.
+SEES = re.compile(r"ImageTextToText|Vision2Seq|VL\w*ForConditionalGeneration|Llava|Idefics|PaliGemma|^PIL$")
+WITH_IMAGES = {
+    "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; packing, "
+    "padding_free, assistant_only_loss and predict_with_generate are refused there, and a collator of the script's own needs "
+    "remove_unused_columns=False and skip_prepare_dataset",
+    "rl": "reads text alone and refuses rows with images: for this script, keep the trainer of trl",
+}
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 
 
@@ -164,9 +172,27 @@ class _Script:
         written = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
         for node in sorted(written, key=lambda node: node.lineno):
             self._read_class(node)
+        sees = self._sees()
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and (what := self._known(node.func)) and not what.constructor:
-                self._rewrite_call(node, what)
+            if isinstance(node, ast.Call) and (what := self._known(node.func)):
+                if sees and hasattr(what.load(), "config_class") and (word := WITH_IMAGES.get(homes(what.name)[0])):
+                    self.note(node, f"images: {what.name} {word}")
+                if not what.constructor:
+                    self._rewrite_call(node, what)
+
+    def _sees(self) -> bool:
+        """Whether the script is about images: by the classes of its models, or by the columns that it reads or names."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.alias) and any(SEES.search(part) for part in node.name.split(".")):
+                return True
+            if isinstance(node, ast.Attribute) and SEES.search(node.attr):
+                return True
+            if isinstance(node, ast.ImportFrom) and SEES.search((node.module or "").split(".")[0]):
+                return True
+            keys = [node.slice] if isinstance(node, ast.Subscript) else node.keys if isinstance(node, ast.Dict) else []
+            if any(isinstance(key, ast.Constant) and key.value in ("image", "images") for key in keys):
+                return True
+        return False
 
     # ---- imports ----
 
@@ -276,9 +302,8 @@ class _Script:
 
     def _note_unknown(self, node: Any, library: str, name: str) -> None:
         """A word on a name that stays, where it is part of what posttrain replaces."""
-        instead = next((face.GONE[name] for face in faces().values() if name in vars(face).get("GONE", {})), "")
-        if instead:
-            self.note(node, f"posttrain has no {name}: {instead}")
+        if library == "trl" and name in absent.INSTEAD:
+            self.note(node, f"posttrain has no {name}: {absent.INSTEAD[name]}")
         elif (library == "trl" and not name.startswith("__")) or "Trainer" in name or "TrainingArguments" in name:
             self.note(node, f"posttrain has no {name}; it stays with {library}")
 
@@ -347,8 +372,9 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
     if name in known:
         return None
     if isinstance(old, fields.Removed):
-        says_nothing = value is not UNKNOWN and (old.harmless is None or value in old.harmless)
-        return None if old.quiet and says_nothing else f"{name} has no effect: {old.why}"
+        harmless = value is not UNKNOWN and (old.harmless is None or value in old.harmless)
+        says_nothing = old.quiet and harmless or (value is not UNKNOWN and value in old.says_nothing)
+        return None if says_nothing else f"{name} has no effect: {old.why}"
     if isinstance(old, fields.Renamed):
         if value is UNKNOWN:
             plain = old == fields.Renamed(old.new)

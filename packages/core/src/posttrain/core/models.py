@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint.weights import check_indices
-from posttrain.core.errors import did_you_mean, require
+from posttrain.core.errors import did_you_mean, missing, require
 from posttrain.core.fields import ConfigMeta, opt, validate
 from posttrain.core.heads import (
     CausalHead,
@@ -66,6 +66,8 @@ __all__ = [
 ]
 
 BITS = ("load_in_4bit", "load_in_8bit")
+#: What torch.compile takes as `mode`.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -117,6 +119,13 @@ class ModelSideArguments:
                 value = False
             setattr(self, new, value)
             setattr(self, old, value)
+        launched = os.environ.get(
+            "ACCELERATE_DYNAMO_BACKEND", "no"
+        ).lower()  # as posttrain launch and accelerate set it
+        if launched not in ("no", "") and not self.torch_compile:
+            mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+            self.torch_compile_backend = self.torch_compile_backend or launched
+            self.torch_compile_mode = self.torch_compile_mode or (None if mode == "default" else mode)
         if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
             self.torch_compile = True
         if self.torch_compile and self.torch_compile_backend is None:
@@ -125,8 +134,29 @@ class ModelSideArguments:
     def _problems(self) -> Iterator[str]:
         if isinstance(self.activation_checkpointing_kwargs, str):
             yield (
-                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} is not a JSON object; "
+                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} (or gradient_checkpointing_kwargs) is not "
+                "a JSON object; "
                 "give a dict or a string such as '{\"use_reentrant\": false}'"
+            )
+        if isinstance(self.liger_kernel_config, str):
+            yield f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written as JSON"
+        elif self.liger_kernel_config and not self.use_liger_kernel:
+            yield "liger_kernel_config has no use without use_liger_kernel=True; set that, or leave it out"
+        if self.torch_compile_mode is not None and self.torch_compile_mode not in COMPILE_MODES:
+            near = did_you_mean(self.torch_compile_mode, COMPILE_MODES)
+            yield f"torch_compile_mode={self.torch_compile_mode!r} is not one of {', '.join(COMPILE_MODES)}{near}"
+        if self.torch_compile_backend not in (None, "inductor"):
+            known = torch.compiler.list_backends(exclude_tags=())
+            if self.torch_compile_backend not in known:
+                near = did_you_mean(self.torch_compile_backend, known)
+                yield f"torch_compile_backend={self.torch_compile_backend!r} is not one of {', '.join(known)}{near}"
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if self.use_liger_kernel and (error := missing("liger_kernel", "liger-kernel", "use_liger_kernel=True")):
+            yield ImportError(
+                f"{error}; or leave use_liger_kernel out: SFT, preference training, GRPO and seq2seq compute their losses in the "
+                "head without it, and hold no logits either",
+                name="liger_kernel",
             )
 
 
@@ -167,7 +197,15 @@ class ModelConfig(metaclass=ConfigMeta):
         if self.load_in_8bit and self.load_in_4bit:
             yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
-            yield "quantized weights cannot be trained themselves; set use_peft=True to train an adapter on them"
+            bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
+            yield f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter on them"
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if self.model_name_or_path is not None:
+            quantized = {name: True for name in BITS if getattr(self, name)}
+            yield from loading_problems(self.model_name_or_path, self.model_init_kwargs() | quantized)
+        if self.use_peft and (error := missing("peft", "posttrain-core[peft]", "use_peft=True")):
+            yield error
 
     @property
     def torch_dtype(self) -> str | None:
@@ -256,6 +294,80 @@ def load_causal_lm(
         return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
 
 
+def loading_problems(
+    name_or_path: str | os.PathLike[str], kwargs: dict[str, Any] | None = None, quantization_config: Any = None
+) -> Iterator[str | Exception]:
+    """Why `load_causal_lm` cannot do what it is asked, as far as it shows before any weight is read."""
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
+    if (error := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
+        yield error
+    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
+    if dtype is not None:
+        try:
+            _checked_dtype(dtype)
+        except ValueError as wrong:
+            yield wrong
+    if asked_bits(kwargs, quantization_config):
+        if error := missing("bitsandbytes", "posttrain-core[quantization]", "load_in_4bit and load_in_8bit"):
+            yield error
+    if problem := attention_problem(kwargs.get("attn_implementation")):
+        yield problem
+
+
+def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -> str | None:
+    """``load_in_4bit`` or ``load_in_8bit`` where bitsandbytes is to quantize a model that is loaded so."""
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    for holder in (kwargs, kwargs.get("quantization_config"), quantization_config):
+        read = holder.get if isinstance(holder, dict) else lambda name, of=holder: getattr(of, name, None)
+        for name in BITS:
+            if read(name):
+                return name
+    return None
+
+
+def attention_problem(implementation: Any) -> str | None:
+    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or nobody knows yet."""
+    if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
+        return None
+    from transformers import utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    name = implementation.removeprefix("paged|")
+    if name not in known:
+        near = did_you_mean(name, known)
+        return (
+            f"attn_implementation={implementation!r} is not one of {', '.join(k for k in known if '|' not in k)}{near}"
+        )
+    there = getattr(utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", lambda: True)
+    if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
+        lacks = "flash-attn is not installed" if torch.cuda.is_available() else "no GPU is visible"
+        return (
+            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or kernels) on a "
+            "machine with a GPU, or set attn_implementation='sdpa'"
+        )
+    return None
+
+
+def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> FileNotFoundError | None:
+    """What to raise for a model's folder that is not there; None for one that is, and for a name on the Hub."""
+    path = os.fspath(name_or_path)
+    if _looks_local(path) and not os.path.exists(path):
+        return FileNotFoundError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
+    configs = ("config.json", "adapter_config.json", "params.json")
+    if needs_config and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in configs):
+        found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+        return FileNotFoundError(
+            f"The model folder {path!r} holds no config.json, so it is no model. It holds: {found}."
+        )
+    return None
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
+
+
 def _quantization(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
     """The `quantization_config` of ``from_pretrained``; what describes one is taken out of `kwargs`."""
     fields = {
@@ -328,8 +440,7 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
     Raises:
         FileNotFoundError: in the place of what transformers raises in this context.
     """
-    looks_local = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
-    if looks_local and not os.path.exists(path):
+    if _looks_local(path) and not os.path.exists(path):
         raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
         yield
@@ -465,6 +576,18 @@ def _keep_products_differentiable(model: nn.Module) -> None:
             module.state_dict()  # writing it down unpacks it in place
 
 
+def check_peft_config(peft_config: Any) -> Any:
+    """The module peft, after a look at a `peft_config`.
+
+    Raises:
+        ImportError: it is not installed. TypeError: `peft_config` is none of its configs.
+    """
+    peft = require("peft", "posttrain-core[peft]", why="peft_config")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    return peft
+
+
 def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     """Freeze `model` and put the adapter that `peft_config` describes on it.
 
@@ -473,9 +596,7 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     Returns:
         The `peft.PeftModel`.
     """
-    peft = require("peft", "posttrain-core[peft]", why="peft_config")
-    if not isinstance(peft_config, peft.PeftConfig):
-        raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    peft = check_peft_config(peft_config)
     if is_peft_model(model):
         raise ValueError(
             "The model has an adapter already and peft_config asks for another. Train the one it has (leave out "
@@ -553,7 +674,10 @@ def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
         bound = alpha / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
         return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
 
-    handle = base_model(model).get_input_embeddings().register_forward_hook(add_noise)
+    base = base_model(model)
+    reads = getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "get_encoder")
+    # Of a model with an encoder, what that reads: its embedding may be a module of its own, with weights that are shared.
+    handle = (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise)
     try:
         yield
     finally:

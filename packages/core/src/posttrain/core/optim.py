@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import math
 import re
 import types
 import weakref
@@ -16,10 +17,17 @@ import torch
 from torch import nn
 
 from posttrain.core import distributed
-from posttrain.core.errors import ConfigError, did_you_mean, require
+from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.fields import opt
 from posttrain.core.optimizers.adamw import OneKernelAdamW
-from posttrain.core.optimizers.by_name import OPTIMIZERS, WITHOUT_TARGETS, ClassAndArguments, Factory, plain
+from posttrain.core.optimizers.by_name import (
+    OPTIMIZERS,
+    WITHOUT_TARGETS,
+    ClassAndArguments,
+    Factory,
+    package_of,
+    plain,
+)
 from posttrain.core.optimizers.layerwise import Layerwise
 
 logger = logging.getLogger(__name__)
@@ -46,7 +54,7 @@ class OptimizerArguments:
         "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of them.",
     )
     max_grad_norm: float | None = opt(
-        1.0, "Norm to which larger gradients are scaled down; None or 0 leaves them as they are.", min=0
+        1.0, "Norm to which larger gradients are scaled down; None or 0 leaves them as they are.", min=0, max=math.inf
     )
 
     def _problems(self) -> Iterator[str]:
@@ -61,7 +69,7 @@ class OptimizerArguments:
         for target in [targets] if isinstance(targets, str) else targets:
             try:
                 re.compile(target)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 yield f"optim_target_modules: {target!r} is no regular expression ({error}); write '.*' for any text"
         if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
             yield from _layerwise_problems(self, name)
@@ -71,6 +79,14 @@ class OptimizerArguments:
                     f"optim={name!r} warms up by itself, before the length of the run is known: give warmup_steps="
                     f"{self.warmup_steps} as a number of updates, or set max_steps"
                 )
+
+
+def package_problems(args: Any) -> Iterator[ImportError]:
+    """Says which package the optimizer that ``args.optim`` names needs, where it is not installed."""
+    name = plain(args.optim)
+    if (needs := package_of(name)) is not None:
+        if error := missing(*needs, why=f"optim={name!r}"):
+            yield error
 
 
 def _layerwise_problems(args: Any, name: str) -> Iterator[str]:

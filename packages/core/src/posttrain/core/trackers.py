@@ -46,6 +46,9 @@ class LoggingArguments:
         "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
     )
     run_name: str | None = opt(None, "Name of the run in the trackers.")
+    logging_dir: str | None = opt(
+        None, "Folder of TensorBoard's files. None: TENSORBOARD_LOGGING_DIR, or runs/ below output_dir."
+    )
     project: str = opt("huggingface", "Project that the run belongs to in the trackers.")
     trackio_space_id: str | None = opt(
         None, "Space on the Hub that shows Trackio's records as they come; None keeps them on this machine."
@@ -78,6 +81,14 @@ class LoggingArguments:
             )
         if self.trackio_static_space_id is True:
             yield "trackio_static_space_id=True names no Space; give its name, None for one made up, or False for none"
+
+    def _preflight(self) -> Iterator[Exception]:
+        for name in dict.fromkeys(self.report_to):
+            if name != "all" and not _is_installed(name):
+                try:
+                    tracker_callbacks([name])
+                except (ValueError, ImportError) as error:  # which says what the tracker lacks
+                    yield error
 
 
 def set_verbosity(level: int) -> None:
@@ -193,6 +204,15 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
     return callbacks
 
 
+def _is_installed(name: str) -> bool:
+    """Whether transformers' integration called `name` finds its package; asked without making a tracker, which may start one."""
+    from transformers.integrations import integration_utils
+
+    short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
+    is_available = getattr(integration_utils, f"is_{short}_available", lambda: False)
+    return name in integration_utils.INTEGRATION_TO_CALLBACK and bool(is_available())
+
+
 def apart(name: str, callback: Any) -> Any:
     """Keep a failing tracker from ending the run: `callback` itself, its methods guarded.
 
@@ -244,6 +264,8 @@ def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control
     """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date after."""
     saved = None if state.is_hyper_param_search else state.tracker_runs.get(name)
     arguments = {}
+    if name == "tensorboard" and callback.logging_dir is None:
+        callback.logging_dir = args.logging_dir
     if saved is not None and state.is_world_process_zero:
         arguments = _go_on(saved, name, callback, args, state)
     method(_TrackerArguments(args, arguments), state, control, **kwargs)

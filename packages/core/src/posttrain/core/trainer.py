@@ -19,7 +19,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, hub, interrupts, models, objective, optim, record, schedules, trackers
+from posttrain.core import (
+    data,
+    evaluation,
+    hub,
+    interrupts,
+    models,
+    objective,
+    optim,
+    preflight,
+    record,
+    schedules,
+    trackers,
+)
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
@@ -29,6 +41,7 @@ from posttrain.core.lifecycle import Lifecycle
 from posttrain.core.memory import MemoryTracker
 from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
 from posttrain.core.plan import Plan, Progress, make_plan, windows
+from posttrain.core.preflight import Parts, Problem
 from posttrain.core.questions import Questions
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
 
@@ -63,6 +76,8 @@ class Trainer(Lifecycle, Questions):
     signature_columns: tuple[str, ...] | None = None
     #: Arguments that are read when the trainer is built: a hyperparameter search cannot vary them.
     fixed_at_construction: tuple[str, ...] = ()
+    #: Names or patterns of the metrics that an evaluation gives without `compute_metrics`; None: not known beforehand.
+    evaluation_metrics: tuple[str, ...] | None = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by computing it
     #: twice for one micro-batch, with one count and with twice that (`posttrain.core.trial`).
     loss_is_scaled_for_ga: bool | None = None
@@ -105,6 +120,12 @@ class Trainer(Lifecycle, Questions):
             logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
+        parts = Parts(
+            model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
+            model_init=model_init, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )  # fmt: skip
+        self._preflight(args, parts)
         data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
         self.dist = Distributed(args)
         self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
@@ -119,7 +140,7 @@ class Trainer(Lifecycle, Questions):
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.model_init = model_init
-        self._check_parts()
+        self._ask_whose_parts()
         self._set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
@@ -135,6 +156,20 @@ class Trainer(Lifecycle, Questions):
         self.state = self._new_state()
         setup.close()
         self._fire("on_init_end")
+
+    # ------------------------------------------------------------------------------------------------ before a model
+
+    @classmethod
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
+        """What is wrong with a run, as far as it shows before a model is loaded or made: sentences, or exceptions.
+
+        Extend it with ``yield from super().preflight(args, parts)``. All problems are raised in one message.
+
+        Args:
+            parts: what the trainer was handed beside `args`; see `posttrain.core.preflight`.
+        """
+        yield from preflight.of_arguments(args)
+        yield from preflight.of_parts(args, parts)
 
     # ------------------------------------------------------------------------------------------------ the loop
 

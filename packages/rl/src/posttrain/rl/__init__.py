@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from posttrain.rl.kto import KTOConfig, KTOTrainer
     from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.reward_functions import (
+        accuracy_reward,
+        get_cosine_scaled_reward,
+        get_repetition_penalty_reward,
+        get_soft_overlong_punishment,
+        reasoning_accuracy_reward,
+        think_format_reward,
+    )
     from posttrain.rl.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
 
@@ -22,6 +30,14 @@ _HOMES = {
     "kto": ("KTOConfig", "KTOTrainer"),
     "orpo": ("ORPOConfig", "ORPOTrainer"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "reward_functions": (
+        "accuracy_reward",
+        "get_cosine_scaled_reward",
+        "get_repetition_penalty_reward",
+        "get_soft_overlong_punishment",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+    ),
     "reward_model": ("RewardConfig", "RewardTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
 }
@@ -32,5 +48,9 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"posttrain.rl has no {name!r}; it has {', '.join(__all__)}")
+        if name.startswith("__"):
+            raise AttributeError(f"module 'posttrain.rl' has no attribute {name!r}")
+        from posttrain.core.absent import missing_name
+
+        raise missing_name("posttrain.rl", name, __all__)
     return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)

@@ -285,7 +285,9 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
         return kwargs
 
     def _problems(self) -> Iterator[str]:
-        losses = self.loss_type
+        losses = [
+            name for name in self.loss_type or [] if isinstance(name, str)
+        ]  # what else it holds is said of the field
         for name in losses:
             if name not in LOSSES:
                 yield f"loss_type={name!r} is not one of {', '.join(LOSSES)}{did_you_mean(name, LOSSES)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,9 @@ class GRPOConfig(RolloutConfig):
         "sum_then_normalize", "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
-    delta: float | None = opt(None, "Also bound the ratio of bad tokens, above; None: it is not bounded.", above=0)
+    delta: float | None = opt(
+        None, "Also bound the ratio of bad tokens, above; None: it is not bounded.", above=0, max=math.inf
+    )
     sapo_temperature_neg: float = opt(1.05, "Steepness of SAPO's gate for bad tokens.", above=0)
     sapo_temperature_pos: float = opt(1.0, "Steepness of SAPO's gate for good tokens.", above=0)
     vespo_k_pos: float = opt(2.0, "VESPO's exponent k for good completions.", min=0)
@@ -72,7 +75,10 @@ class GRPOConfig(RolloutConfig):
     entropy_coef_delta: float = opt(0.005, "How far entropy_coef is moved in an update.", min=0)
     entropy_target: float = opt(0.2, "Entropy in nats a token, below which the bonus works.", min=0)
     off_policy_mask_threshold: float | None = opt(
-        None, "Leave out bad completions that are further from what sampled them than this mean log-ratio.", above=0
+        None,
+        "Leave out bad completions that are further from what sampled them than this mean log-ratio.",
+        above=0,
+        max=math.inf,
     )
     vllm_importance_sampling_correction: bool = opt(
         True,
@@ -84,7 +90,7 @@ class GRPOConfig(RolloutConfig):
         choices=IMPORTANCE_MODES,
     )
     vllm_importance_sampling_clip_max: float | None = opt(
-        3.0, "Largest such weight.", above=0, aliases=("vllm_importance_sampling_cap",)
+        3.0, "Largest such weight.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
     )
     vllm_importance_sampling_clip_min: float | None = opt(None, "Smallest such weight.", min=0)
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub that the written completions are uploaded to.")
@@ -96,7 +102,7 @@ class GRPOConfig(RolloutConfig):
 
     def _problems(self) -> Iterator[str]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if self.num_generations < 2:
+        if self.num_generations == 1:
             yield "num_generations=1 leaves nothing to compare a completion with; set 2 or more"
         if low is not None and high is not None and low >= high:
             yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"

@@ -21,8 +21,6 @@ def load_policy(
     if isinstance(model, (str, os.PathLike)):
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
         model = models.load_causal_lm(model, args.model_init_kwargs, **options)
-    elif args.model_init_kwargs is not None or quantization_config is not None:
-        raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; pass a causal language model, or the name of one.")
     if tokenizer is None:

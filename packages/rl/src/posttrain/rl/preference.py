@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, attention, chat, data, evaluation, models, objective
 from posttrain.core.checkpoint import codec
-from posttrain.core.data import check_dataset
 from posttrain.core.offload import offloading, with_offloading
+from posttrain.core.preflight import Parts, Problem, model_type_problems, no_dataset_problems, tokenizer_problems
 from posttrain.core.state import TrainOutput
 from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
@@ -44,14 +44,15 @@ class PreferenceTrainer(Trainer):
     """
 
     config_class = PreferenceConfig
+    evaluation_metrics = None
     signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
     fixed_at_construction = (
         "disable_dropout", "faulty_rows", "long_rows", "max_length", "pad_to_multiple_of", "padding_free",
         "precompute_ref_log_probs", "shared_prefix", "sync_ref_model", "truncation_mode",
     )  # fmt: skip
-    #: The format of the rows: pairs, or single completions with a verdict ("unpaired_preference").
+    #: Pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
-    #: What is computed of each completion token besides its log-probability.
+    #: Computed of each completion token besides its log-probability.
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
     #: What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed.
     reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
@@ -77,21 +78,19 @@ class PreferenceTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
-        for name, dataset in (("train", train_dataset), *_named(eval_dataset)):
-            if dataset is not None:
-                check_dataset(dataset, f"{name}_dataset")
-        if ref_model is not None and ref_model is model:
-            raise ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
-        if train_dataset is None and eval_dataset is None:
-            raise ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
+        parts = Parts.of(
+            old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
+            quantization_config=quantization_config, peft_config=peft_config,
+        )  # fmt: skip
+        self._preflight(args, parts)
         data.set_seed(args.seed)  # an adapter's first weights are random
-        tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
-        model, tokenizer = self.load(model, tokenizer, args, quantization_config, peft_config)
+        model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
         if isinstance(ref_model, (str, os.PathLike)):
             ref_model = models.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
-        for one in (model, ref_model):
-            if one is not None and args.disable_dropout:
-                models.disable_dropout(one)
+        for one in (model, ref_model) if args.disable_dropout else ():
+            models.disable_dropout(one) if one is not None else None
         self._encoder = Encoder.of(model, tokenizer)
         self._choose_layout(model, ref_model, args)
         self.data_reports: dict[str, PreferenceReport] = {}
@@ -121,6 +120,13 @@ class PreferenceTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ for algorithms
 
+    @classmethod
+    def preflight(cls, args: PreferenceConfig, parts: Parts) -> Iterator[Problem]:
+        yield from model_type_problems(parts, "pass a language model, or the name of one.")
+        yield from super().preflight(args, parts)
+        yield from no_dataset_problems(parts)
+        yield from tokenizer_problems(args, parts)
+
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each pair, (B,). An algorithm is this method."""
         raise TypeError(f"{type(self).__name__} has no preference_loss(chosen, rejected, inputs); define it.")
@@ -140,8 +146,6 @@ class PreferenceTrainer(Trainer):
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
             model = models.load_causal_lm(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
-        elif args.model_init_kwargs is not None or quantization_config is not None:
-            raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
         if not isinstance(model, nn.Module) or getattr(models.base_model(model), "config", None) is None:
             raise TypeError(
                 f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."

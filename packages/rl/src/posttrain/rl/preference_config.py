@@ -85,6 +85,12 @@ class PreferenceConfig(TrainingArguments):
     def _problems(self) -> Iterator[str]:
         if isinstance(self.pad_to_multiple_of, str) or (self.pad_to_multiple_of or 1) < 1:
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number >= 1, 'auto' or None"
+        if self.label_smoothing_factor:
+            instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
+            yield (
+                f"label_smoothing_factor={self.label_smoothing_factor} spreads the target of a cross-entropy over all classes, and "
+                f"the loss of {type(self).__name__} compares completions: it has no effect; {instead}"
+            )
         if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
             yield f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as JSON"
 

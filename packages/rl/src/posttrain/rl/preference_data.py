@@ -28,7 +28,15 @@ ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
 ROWS_SHOWN = 5
 #: Columns that a prepared row carries until the report is made.
-FACTS = ("row", "fault", "oddity", "truncated", "prompt_tokens", "completion_tokens", "longest")
+FACTS = ("row", "fault", "oddity", "truncated", "prompt_cut", "prompt_tokens", "completion_tokens", "longest")
+
+
+#: What to do about a fault, by a part of what it is called.
+REMEDIES = {
+    "the prompt alone fills": ": raise max_length, or set truncation_mode=keep_end to cut prompts at their beginning",
+    "longer than max_length": ": raise max_length, or set long_rows=truncate",
+    "after truncation": ": they differ beyond max_length; raise it",
+}
 
 
 @dataclass
@@ -36,7 +44,7 @@ class PreferenceReport:
     """What became of the rows of a dataset.
 
     rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of the rows that were left
-    out for it, or kept in spite of it. truncated: rows cut to the maximum length. prompt_tokens, completion_tokens: of the
+    out for it, or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: those of them that lost the beginning of their prompt. prompt_tokens, completion_tokens: of the
     kept rows. longest: tokens of the longest prompt with its completion.
     """
 
@@ -46,15 +54,19 @@ class PreferenceReport:
     dropped: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     kept: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     truncated: int = 0
+    prompts_cut: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     longest: int = 0
 
     def add(self, facts: Mapping[str, Sequence[Any]]) -> None:
         """Count a batch of prepared rows by their columns `FACTS`."""
-        for row, fault, oddity, truncated, prompt, completions, longest in zip(*(facts[f] for f in FACTS), strict=True):
+        for row, fault, oddity, truncated, prompt_cut, prompt, completions, longest in zip(
+            *(facts[f] for f in FACTS), strict=True
+        ):
             self.rows_in += 1
             self.truncated += truncated
+            self.prompts_cut += prompt_cut
             if fault or oddity:
                 faults = self.dropped if fault else self.kept
                 number, first = faults.get(fault or oddity, (0, []))
@@ -74,11 +86,13 @@ class PreferenceReport:
             f"prompt; longest {self.longest:,}"
         ]
         if self.truncated:
-            lines.append(f"  truncated: {self.truncated:,} rows")
+            cut = f", of which {self.prompts_cut:,} lost the beginning of their prompt" if self.prompts_cut else ""
+            lines.append(f"  truncated to max_length: {self.truncated:,} rows{cut}")
         for what, faults in (("dropped", self.dropped), ("kept", self.kept)):
             for fault, (count, first) in faults.items():
                 more = ", ..." if count > len(first) else ""
-                lines.append(f"  {what} {count:,}: {fault} (rows {', '.join(map(str, first))}{more})")
+                remedy = next((text for part, text in REMEDIES.items() if part in fault), "")
+                lines.append(f"  {what} {count:,}: {fault} (rows {', '.join(map(str, first))}{more}){remedy}")
         return lines
 
     def tell(self, logger: logging.Logger) -> None:
@@ -199,7 +213,13 @@ def _detect(columns: list[str], name: str) -> str:
 def _features(kind: str, kept: Iterable[str] = ()) -> Any:
     from datasets import Features, List, Value
 
-    kinds = {"label": Value("bool"), "truncated": Value("bool"), "fault": Value("string"), "oddity": Value("string")}
+    kinds = {
+        "label": Value("bool"),
+        "truncated": Value("bool"),
+        "prompt_cut": Value("bool"),
+        "fault": Value("string"),
+        "oddity": Value("string"),
+    }
     numbers = {name: Value("int64") for name in FACTS} | {name: Value("float32") for name in kept}
     columns = {name: List(Value("int32")) for name in TOKEN_COLUMNS[kind]} | numbers
     return Features({name: kinds.get(name, value) for name, value in columns.items()})
@@ -219,6 +239,7 @@ def _columns(drafts: list[Tokens], kind: str, limits: Mapping[str, int], name: s
             draft.fault,
             draft.oddity,
             draft.truncated,
+            draft.prompt_cut,
             len(prompt),
             sum(lengths),
             len(prompt) + max(lengths),

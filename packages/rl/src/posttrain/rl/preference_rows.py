@@ -94,6 +94,7 @@ class Tokens:
     oddity: str = ""
     """Why it had better not be; what is done then is the user's choice."""
     truncated: bool = False
+    prompt_cut: bool = False
 
 
 @dataclass
@@ -267,7 +268,8 @@ class PreferencePreparation:
             draft.completions = [ids[:room] for ids in draft.completions]
         else:
             draft.completions = [ids[-(most - 1) :] for ids in draft.completions]
-            draft.prompt = draft.prompt[-(most - max(map(len, draft.completions))) :]
+            kept = draft.prompt[-(most - max(map(len, draft.completions))) :]
+            draft.prompt_cut, draft.prompt = len(kept) < len(draft.prompt), kept
         draft.truncated = True
 
     def _judge(self, draft: Tokens) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from posttrain.core import chat
 from posttrain.core.data import check_dataset, has_length, is_stream
 from posttrain.core.errors import DataError
+from posttrain.core.preflight import Parts, Problem, caught
 from posttrain.core.samplers import EpochSampler
 from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser, parse_response
 
@@ -101,8 +102,57 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
     if not isinstance(row, Mapping) or any(column not in row for column in columns):
         found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
+    if columns:
+        _check_each(dataset, name)
     if any(row.get(column) is not None for column in ("image", "images")):
         raise DataError(f"{name} has images, which this version does not generate from. Leave that column out.")
+
+
+def _check_each(dataset: Any, name: str) -> None:
+    """Raise DataError where a prompt is neither a text nor messages, with the reason and the first such rows."""
+    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
+    if not isinstance(rows, list) and not hasattr(rows, "select_columns"):
+        return  # where reading a row may cost much, it is judged when its turn comes
+    faults: dict[str, list[int]] = {}
+    for number in range(len(rows)):
+        prompt = rows[number].get("prompt") if isinstance(rows[number], Mapping) else None
+        if isinstance(prompt, str):
+            continue
+        try:
+            chat.to_messages(prompt, "prompt")
+        except DataError as error:
+            faults.setdefault(str(error), []).append(number)
+    if faults:
+        listed = "; ".join(
+            f"{fault} (rows {', '.join(map(str, at[:5]))}{', ...' if len(at) > 5 else ''})"
+            for fault, at in faults.items()
+        )
+        raise DataError(
+            f"{name}: {listed}. A prompt is a text, or messages with role and content; mend or filter those rows."
+        )
+
+
+def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with the sets of prompts that a trainer was handed."""
+    environments = parts.others["environment_factory"] is not None
+    columns = () if environments else ("prompt",)
+    if parts.train_dataset is not None:
+        at_least = args.generation_batch_size // args.num_generations
+        yield from caught(check_prompts, parts.train_dataset, "train_dataset", at_least, columns)
+    elif not environments and parts.eval_dataset is None:
+        yield ValueError(
+            "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes prompts, or an "
+            "eval_dataset to evaluate alone."
+        )
+    elif environments and args.max_steps <= 0:
+        yield ValueError(
+            "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how many: set "
+            "max_steps to the updates to make, or pass a train_dataset."
+        )
+    sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}
+    for name, dataset in sets.items():
+        if dataset is not None:
+            yield from caught(check_prompts, dataset, name, 1, columns)
 
 
 class PromptCodec:

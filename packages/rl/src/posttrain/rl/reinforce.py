@@ -10,13 +10,18 @@ import torch
 from posttrain.core.fields import opt
 from posttrain.rl.advantages import reinforce_plus_plus_advantages, total_rewards
 from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
+from posttrain.rl.policy_losses import LOSSES
 
 
 @dataclass
 class ReinforcePlusPlusConfig(GRPOConfig):
     """Arguments of `ReinforcePlusPlusTrainer`: those of `GRPOConfig`, less what scales rewards."""
 
-    loss_type: str = opt("bnpo", "Which loss; the paper's is the clipped one, a mean over all tokens of an update.")
+    loss_type: str = opt(
+        "bnpo",
+        "Which loss; the paper's is the clipped one, a mean over all tokens of an update.",
+        choices=tuple(LOSSES),
+    )
     group_baseline: bool = opt(
         True,
         "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline.",

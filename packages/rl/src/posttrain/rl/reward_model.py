@@ -170,8 +170,6 @@ class RewardTrainer(ReferenceFreeTrainer):
             options = {"num_labels": 1} | (args.model_init_kwargs or {})
             loading = (options, quantization_config, args.trust_remote_code)
             model = models.load_causal_lm(model, *loading, auto_class=TASK)
-        elif args.model_init_kwargs is not None or quantization_config is not None:
-            raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
         config = getattr(models.base_model(model), "config", None)
         if (
             getattr(config, "num_labels", 1) != 1

@@ -20,7 +20,8 @@ from torch import nn
 
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields import opt
-from posttrain.core.models import load_causal_lm, load_tokenizer
+from posttrain.core.models import load_causal_lm, load_tokenizer, missing_folder
+from posttrain.core.preflight import caught
 from posttrain.rl import background
 from posttrain.rl.reward_functions import (
     accuracy_reward,
@@ -350,6 +351,36 @@ def named_function(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+
+
+def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:
+    """What is wrong with reward functions, without loading a model: with their names, types and number."""
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for function in functions:
+        if isinstance(function, str) and (function in BUILT_IN or ":" in function):
+            yield from caught(named_function, function)
+        elif isinstance(function, (str, os.PathLike)):
+            yield from (ValueError(f"reward_funcs: {error}") for error in _of_folder(function))
+        elif not callable(function):
+            yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+    if environment_factory is not None:
+        return  # whose get_reward may be one more
+    if not functions:
+        yield ValueError("No reward source: pass reward_funcs, or an environment_factory whose class has get_reward().")
+    elif weights is not None and len(weights) != len(functions):
+        yield ValueError(
+            f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
+            f"({', '.join(map(_named_as, functions))}). Give one for each."
+        )
+
+
+def _of_folder(name: str | os.PathLike[str]) -> list[Exception]:
+    error = missing_folder(name)
+    return [] if error is None else [error]
+
+
+def _named_as(function: Any) -> str:
+    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else name_of(function)
 
 
 def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:

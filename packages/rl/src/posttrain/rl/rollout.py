@@ -21,6 +21,7 @@ from torch import nn
 from posttrain.core import Trainer, attention, data, models, terminal
 from posttrain.core.evaluation import eval_mode
 from posttrain.core.plan import Plan, make_plan
+from posttrain.core.preflight import Parts, Problem, model_type_problems, tokenizer_problems
 from posttrain.core.samplers import mix
 from posttrain.core.state import EvalLoopOutput
 from posttrain.rl import completions as told
@@ -33,9 +34,9 @@ from posttrain.rl.generation.protocol import has_own_weights, session
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
-from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, check_prompts, runs
+from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, prompt_problems, runs
 from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
-from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions
+from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
 
@@ -65,6 +66,7 @@ class RolloutTrainer(Trainer):
     """
 
     config_class = RolloutConfig
+    evaluation_metrics = None
     signature_columns = ("prompt", "image", "images")
     fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
@@ -94,22 +96,20 @@ class RolloutTrainer(Trainer):
         if not isinstance(args, self.config_class):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
-        columns = () if environment_factory is not None else ("prompt",)
-        if train_dataset is None and eval_dataset is None and environment_factory is None:
-            raise ValueError(
-                "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes prompts, or an "
-                "eval_dataset to evaluate alone."
-            )
+        parts = Parts.of(
+            others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
+            compute_metrics=others.get("compute_metrics"), callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"), quantization_config=quantization_config,
+            peft_config=peft_config, datasets={}, others={
+                "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
+                "environment_factory": environment_factory,
+            },
+        )  # fmt: skip
+        self._preflight(args, parts)
         if train_dataset is None and environment_factory is not None:
-            if args.max_steps <= 0:
-                raise ValueError(
-                    "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how many: set "
-                    "max_steps to the updates to make, or pass a train_dataset."
-                )
             train_dataset = [{}] * (
                 args.generation_batch_size // args.num_generations
             )  # what reset() says is the prompt
-        self._check_datasets(args, train_dataset, eval_dataset, columns)
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
         given = args.reward_funcs if reward_funcs is None else reward_funcs
@@ -122,7 +122,7 @@ class RolloutTrainer(Trainer):
             )
         self.rewards = Rewards(functions, args, len(own))
         data.set_seed(args.seed)  # adapters begin with random numbers
-        model, tokenizer = load_policy(model, processing_class, args, quantization_config, peft_config)
+        model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config)
         super().__init__(
             model=model,
             args=args,
@@ -156,6 +156,22 @@ class RolloutTrainer(Trainer):
         self._forget_rollout()
 
     # ------------------------------------------------------------------------------------------------ to override
+
+    @classmethod
+    def preflight(cls, args: RolloutConfig, parts: Parts) -> Iterator[Problem]:
+        """As the core's; what is wrong with prompts and reward functions."""
+        yield from model_type_problems(parts, "pass a causal language model, or the name of one.")
+        yield from super().preflight(args, parts)
+        yield from prompt_problems(args, parts)
+        if parts.compute_metrics is not None:
+            yield (
+                f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, and log the rewards. "
+                "Give a reward function what is to be measured, or add to the record in a callback's on_evaluate"
+            )
+        yield from reward_problems(
+            parts.others["reward_funcs"], args.reward_weights, parts.others["environment_factory"]
+        )
+        yield from tokenizer_problems(args, parts)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> None:
         """Complete the `samples`, in place: `rollout_func`, or one turn of the policy and what follows of tools."""
@@ -646,16 +662,6 @@ class RolloutTrainer(Trainer):
             told.upload(path, repo, args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
-
-    def _check_datasets(
-        self, args: RolloutConfig, train_dataset: Any, eval_dataset: Any, columns: tuple[str, ...]
-    ) -> None:
-        if train_dataset is not None:
-            check_prompts(train_dataset, "train_dataset", args.generation_batch_size // args.num_generations, columns)
-        sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
-        for name, dataset in sets.items():
-            if dataset is not None:
-                check_prompts(dataset, name, 1, columns)
 
     def _make_reference(self, fresh_adapter: bool) -> Reference | None:
         """The policy as it is now, where the loss needs it."""

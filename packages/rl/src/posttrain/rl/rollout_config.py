@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from posttrain.core.arguments import TrainingArguments
+from posttrain.core.errors import missing
 from posttrain.core.fields import Removed, Renamed, opt
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.rewards import RewardArguments
@@ -70,6 +71,11 @@ class GenerationArguments:
     )
 
     def _problems(self) -> Iterator[str]:
+        if self.max_completion_length is None:
+            yield (
+                "max_completion_length=None bounds nothing, and a policy that never ends its answer would write for ever; set a number "
+                "of tokens, such as 512"
+            )
         if self.use_vllm and self.use_transformers_continuous_batching:
             yield "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one of them to False"
         if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
@@ -83,6 +89,10 @@ class GenerationArguments:
                 "ds3_gather_for_generation=False generates with weights in pieces, layer by layer, which is not in this "
                 "version; leave it True, or use_vllm with a server for a model that one GPU cannot hold whole"
             )
+
+    def _preflight(self) -> Iterator[ImportError]:
+        if self.use_vllm and (error := missing("vllm", "vllm", "use_vllm=True")):
+            yield error
 
 
 @dataclass
@@ -148,7 +158,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
 
     beta: float = opt(0.0, "Weight of the KL divergence from the reference model. 0: no reference model at all.", min=0)
     epsilon: float = opt(0.2, "How far the ratio to the old policy may move before a token stops teaching.", min=0)
-    epsilon_high: float | None = opt(None, "The same above 1; None: epsilon. DAPO takes 0.28, CISPO 5.", min=0)
+    epsilon_high: float | None = opt(
+        None, "The same above 1; None: epsilon. DAPO takes 0.28, CISPO 5.", min=0, max=math.inf
+    )
     sync_ref_model: bool = opt(
         False, "Move the reference towards the policy every ref_model_sync_steps updates (TR-DPO)."
     )
@@ -178,13 +190,21 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
             self.generation_batch_size = rows * self.steps_per_generation
 
     def _problems(self) -> Iterator[str]:
+        if self.num_generations is None:
+            yield "num_generations=None names no size of a group; set the number of completions of each prompt, such as 8"
+        for name in ("include_for_metrics", "batch_eval_metrics"):
+            if value := getattr(self, name):
+                yield (
+                    f"{name}={value!r} has no use: evaluations sample and score completions, and no compute_metrics is called; "
+                    "leave it out"
+                )
         b, s, world = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
         if self.generation_batch_size != b * s * world:
             yield (
                 f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes * "
                 f"steps_per_generation = {b} * {world} * {s} = {b * s * world}; set one of the two and leave out the other"
             )
-        elif self.generation_batch_size % self.num_generations:
+        elif self.num_generations and self.generation_batch_size % self.num_generations:
             group = self.num_generations
             yield (
                 f"a rollout holds {self.generation_batch_size} completions (per_device_train_batch_size={b} * {world} processes "
@@ -194,6 +214,8 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         for name in OBJECTS:
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
+        if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
@@ -205,5 +227,5 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
             )
         if self.sync_ref_model and not self.beta:
             yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"
-        if self.dynamic_sampling and self.num_generations < 2:
+        if self.dynamic_sampling and (self.num_generations or 0) < 2:
             yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"

@@ -32,5 +32,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"posttrain.seq2seq has no {name!r}; it has {', '.join(__all__)}")
+        if name.startswith("__"):
+            raise AttributeError(f"module 'posttrain.seq2seq' has no attribute {name!r}")
+        from posttrain.core.absent import missing_name
+
+        raise missing_name("posttrain.seq2seq", name, __all__)
     return getattr(importlib.import_module("posttrain.seq2seq." + _PLACES[name]), name)

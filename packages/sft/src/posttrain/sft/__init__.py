@@ -26,19 +26,14 @@ _HOME_OF |= {"ModelConfig": "posttrain.core.models"} | dict.fromkeys(
     ),
     "posttrain.core.scripts",
 )  # fmt: skip
-#: Names of earlier versions of trl, and what does their work now.
-GONE = {
-    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set SFTConfig(assistant_only_loss=True) or train_on",
-    "ConstantLengthDataset": "set SFTConfig(packing=True)",
-    "setup_chat_format": "set SFTConfig(chat_template_path=...), and add tokens with tokenizer.add_special_tokens",
-}
-
 __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in GONE:
-        raise AttributeError(f"posttrain.sft has no {name!r}: {GONE[name]}.")
     if name not in _HOME_OF:
-        raise AttributeError(f"posttrain.sft has no {name!r}; it has {', '.join(__all__)}")
+        if name.startswith("__"):
+            raise AttributeError(f"module 'posttrain.sft' has no attribute {name!r}")
+        from posttrain.core.absent import missing_name
+
+        raise missing_name("posttrain.sft", name, __all__)
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.arguments import TrainingArguments
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields import opt
 from posttrain.core.generation import GenerationArguments
+
+#: What earlier versions of trl read from dataset_kwargs, and why it changes nothing here.
+NO_EFFECT = {
+    "add_special_tokens": "rows get the special tokens of their chat template, or of the tokenizer, once",
+    "append_concat_token": "each row ends in its own eos token",
+}
 
 
 @dataclass
@@ -65,7 +73,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Variables for the chat template, as JSON; a row's own column of that name goes before them."
     )
-    shuffle_dataset: bool = opt(False, "Shuffle the training rows once before they are packed.")
+    shuffle_dataset: bool = opt(
+        False, "Shuffle the training rows once, before they are packed; of a stream, within a buffer."
+    )
     packing: bool = opt(False, "Lay several documents into each row of max_length, without one seeing another.")
     packing_strategy: str = opt(
         "bfd", "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is full.",
@@ -91,6 +101,12 @@ class SFTConfig(GenerationArguments, TrainingArguments):
 
     def _normalize(self) -> None:
         import torch
+
+        for name in self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else ():
+            if name in NO_EFFECT:
+                warnings.warn(
+                    f"SFTConfig: dataset_kwargs: {name!r} has no effect: {NO_EFFECT[name]}", FutureWarning, stacklevel=5
+                )
 
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -123,6 +139,11 @@ class SFTConfig(GenerationArguments, TrainingArguments):
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
             yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
+        if isinstance(self.dataset_kwargs, dict):
+            for name in self.dataset_kwargs:
+                if name not in ("skip_prepare_dataset", *NO_EFFECT):
+                    near = did_you_mean(name, ("skip_prepare_dataset",))
+                    yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
         for name in ("chat_template_kwargs", "dataset_kwargs", "dataset_weights", "model_init_kwargs"):
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"

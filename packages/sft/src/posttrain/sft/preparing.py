@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from posttrain.core.errors import DataError
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import prepare_dataset
@@ -26,6 +28,23 @@ class Prepared:
     reports: dict[str, DataReport] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     mixture: Mixture | None = None
+
+
+def shuffled(dataset: Any, seed: int) -> Any:
+    """`dataset` in another order: whole, or of a stream within the rows that its buffer holds.
+
+    Raises:
+        DataError: it is neither a sequence of rows nor of a kind that can be shuffled.
+    """
+    if hasattr(dataset, "shuffle"):
+        return dataset.shuffle(seed=seed)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"shuffle_dataset=True, and a stream of type {type(dataset).__name__} has no shuffle(). Shuffle it where it is made, or "
+            "pass a datasets.IterableDataset; or set shuffle_dataset=False."
+        )
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.utils.data.Subset(dataset, order)
 
 
 def prepare_rows(
@@ -78,12 +97,12 @@ def prepare_rows(
     if several:
         done.sources = tuple(parts)
         done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed)
+    if args.shuffle_dataset and name == "train":
+        done.dataset = shuffled(done.dataset, args.seed)
     if not packing:
         return done
     if not hasattr(done.dataset, "__len__"):
         done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
         return done
-    if args.shuffle_dataset and name == "train":
-        done.dataset = done.dataset.shuffle(seed=args.seed)
     done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy)
     return done

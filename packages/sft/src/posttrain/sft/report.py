@@ -17,6 +17,13 @@ FACTS = ("row", "fault", "truncated", "split", "doubled_bos", "cut", "ends", "tr
 """Columns that a prepared row carries until the report is made: its row, why it was dropped ("" if kept), and so on."""
 
 
+#: What to do about rows that were dropped, by a part of the reason.
+REMEDIES = {
+    "after truncation": ": max_length cut off what is trained on; raise it, or set truncation_mode or too_long",
+    "longer than max_length": ": raise max_length, or set too_long=truncate or split",
+}
+
+
 @dataclass
 class DataReport:
     """What became of the rows of a dataset.
@@ -95,12 +102,13 @@ class DataReport:
             f"{self.eos_share:.1%} end in a trained end token"
         ]
         if self.truncated:
-            lines.append(f"  truncated: {self.truncated:,} rows")
+            lines.append(f"  truncated to max_length: {self.truncated:,} rows")
         if self.split:
             lines.append(f"  split: {self.split:,} rows")
         for reason, (count, first) in self.dropped.items():
             more = ", ..." if count > len(first) else ""
-            lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more})")
+            remedy = next((text for part, text in REMEDIES.items() if part in reason), "")
+            lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more}){remedy}")
         return lines + [f"  note: {note}" for note in self.notes]
 
     def tell(self, logger: logging.Logger) -> None:

@@ -8,18 +8,26 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments, attention, chat, flash, models, objective
-from posttrain.core.data import check_dataset, is_filler
+from posttrain.core.data import is_filler
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.generating import GeneratesText
 from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
 from posttrain.core.offload import offloading, with_offloading
+from posttrain.core.preflight import (
+    Parts,
+    Problem,
+    caught,
+    model_type_problems,
+    no_dataset_problems,
+    tokenizer_problems,
+)
 from posttrain.core.samplers import is_stream
 from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
@@ -27,7 +35,7 @@ from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.preparing import prepare_rows
+from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
 
@@ -79,6 +87,7 @@ class SFTTrainer(GeneratesText, Trainer):
 
     config_class = SFTConfig
     _tag_names = ("trl", "sft")
+    evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "dataset_weights",
         "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on",
@@ -107,18 +116,18 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> None:
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
-        if isinstance(train_dataset, Mapping):
-            check_parts(train_dataset)
-        for name, dataset in (*_named(train_dataset, "train"), *_named(eval_dataset)):
-            if dataset is not None:
-                check_dataset(dataset, f"{name}_dataset")
-        if train_dataset is None and eval_dataset is None:
-            raise ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
-        if formatting_func is not None and not callable(formatting_func):
-            raise TypeError(f"formatting_func must be a function of a row, not {formatting_func!r}.")
-        tokenizer = old_names.get("tokenizer") if processing_class is None else processing_class
         self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
-        model, tokenizer = self._load(model, tokenizer, args, quantization_config, peft_config)
+        named = (*_named(train_dataset, "train"), *_named(eval_dataset))
+        parts = Parts.of(
+            old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
+            data_collator=data_collator, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config, peft_config=peft_config,
+            datasets={f"{name}_dataset": dataset for name, dataset in named},
+            auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
+        )  # fmt: skip
+        self._preflight(args, parts)
+        model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
             self.signature_columns = COLUMNS
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
@@ -154,6 +163,19 @@ class SFTTrainer(GeneratesText, Trainer):
             ready = {name: self._prepare(part, name, args.eval_packing) for name, part in _named(eval_dataset)}
             self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
         self._check_generation()
+
+    @classmethod
+    def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
+        """As the core's; what is wrong with the names of parts of a mixture, with special tokens, and with `formatting_func`."""
+        yield from model_type_problems(parts, "SFTTrainer takes a causal language model, or the name or folder of one.")
+        if isinstance(parts.train_dataset, Mapping):
+            yield from caught(check_parts, parts.train_dataset)
+        yield from super().preflight(args, parts)
+        yield from no_dataset_problems(parts)
+        function = parts.others.get("formatting_func")
+        if function is not None and not callable(function):
+            yield TypeError(f"formatting_func must be a function of a row, not {function!r}.")
+        yield from tokenizer_problems(args, parts)
 
     def compute_loss(
         self,
@@ -248,8 +270,6 @@ class SFTTrainer(GeneratesText, Trainer):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
             auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
             model = models.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
-        elif args.model_init_kwargs is not None or quantization_config is not None:
-            raise ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
         _refuse_other_models(model)
         if tokenizer is None:
             auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
@@ -346,10 +366,12 @@ class SFTTrainer(GeneratesText, Trainer):
                 f"{what} as they are, and several datasets are mixed after they were prepared. Pass one dataset"
                 + ("." if self._sees else ", or leave skip_prepare_dataset out.")
             )
+        if any(dataset is ready for ready in self._prepared):
+            return dataset
         if self._skip_preparation and not self._sees and isinstance(self.data_collator, SFTCollator):
             check_ready(dataset, name)
-        if self._sees or self._skip_preparation or any(dataset is ready for ready in self._prepared):
-            return dataset
+        if self._sees or self._skip_preparation:
+            return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and name == "train" else dataset
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_rows(
                 dataset,

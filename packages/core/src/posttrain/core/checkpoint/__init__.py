@@ -1,6 +1,6 @@
 """Checkpoints: written as transactions, verified by a manifest, read without pickle."""
 
-from posttrain.core.checkpoint.arguments import CheckpointArguments
+from posttrain.core.checkpoint.arguments import CheckpointArguments, asked_for
 from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
 from posttrain.core.checkpoint.rng import rng_state, set_rng_state
@@ -16,6 +16,7 @@ __all__ = [
     "Outcome",
     "Saver",
     "Store",
+    "asked_for",
     "check_space",
     "directory_bytes",
     "get_last_checkpoint",

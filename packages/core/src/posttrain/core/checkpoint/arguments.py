@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
+from posttrain.core.checkpoint.store import Store
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields import opt
 
 
@@ -91,3 +94,25 @@ class CheckpointArguments:
             yield f"output_dir={self.output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
         if self.save_steps > 1 and not float(self.save_steps).is_integer():
             yield f"save_steps={self.save_steps!r} must be a whole number of updates, or a share below 1"
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if self.remote_dir is not None:
+            try:
+                remote = self.remote
+            except (ImportError, ValueError) as error:
+                yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
+                return
+        else:
+            remote = None
+        wanted = asked_for(self.resume_from_checkpoint)
+        if wanted and getattr(self, "should_save", True) and not is_url(wanted):
+            try:
+                Store(self.output_dir, remote).look_for(wanted)
+            except (CheckpointError, TypeError) as error:
+                yield error
+
+
+def asked_for(resume_from_checkpoint: Any) -> Any:
+    """What `resume_from_checkpoint` means where it may be a word of a command line: "true" is True, and "false" is None."""
+    words = {"true": True, "false": None, "": None}
+    return words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)

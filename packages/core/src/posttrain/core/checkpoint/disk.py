@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def free_bytes(directory: str | Path) -> int:
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free
+
+
+def folder_problem(path: str | Path) -> str | None:
+    """Why nothing can be written into the folder `path`, which need not exist yet, as the rest of a sentence; None if it can.
+
+    Tried by making an empty folder and taking it away again, since rights alone do not tell of a disk that is read-only.
+    """
+    directory = Path(path).absolute()
+    while not os.path.lexists(directory) and directory != directory.parent:
+        directory = directory.parent
+    if not directory.is_dir():
+        return "is a file" if directory == Path(path).absolute() else f"lies below {directory}, which is a file"
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".posttrain-", dir=directory))
+    except OSError as error:
+        return f"cannot be written to: {error.strerror or error} ({directory})"
+    return None
 
 
 def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, least: int = 0) -> str | None:

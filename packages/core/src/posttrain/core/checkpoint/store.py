@@ -237,16 +237,7 @@ class Store:
         if resume_from_checkpoint is True:
             newest = self.newest_whole()
             if newest is None:
-                passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
-                foreign = [path for path in self.checkpoints() if is_foreign(path)]
-                theirs = (
-                    f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to go "
-                    f"on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
-                )
-                raise MissingCheckpointError(
-                    f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}."
-                    + (theirs if foreign else "")
-                )
+                raise self._none_whole()
             return newest
         if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
             raise TypeError(
@@ -268,15 +259,44 @@ class Store:
                 "log and update are taken over; its other files are pickles, which are not read.", path,
             )  # fmt: skip
             return path
-        problems = self.verify(path)
+        self._check(path)
+        return path
+
+    def look_for(self, resume_from_checkpoint: bool | str | Path) -> None:
+        """Raise what `resolve` would, as far as it shows without reading a file whole, or fetching or deleting one."""
+        path = self.output_dir if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        if resume_from_checkpoint is True:
+            whole = any(not self.verify(one, deep=False) for one in self.checkpoints())
+            if not whole and (self.remote is None or not self.remote.whole()):
+                raise self._none_whole()
+        elif path.is_dir():
+            if not is_foreign(path):
+                self._check(path, deep=False)
+        elif self.remote is None or path.name not in self.remote.whole():
+            self.resolve(resume_from_checkpoint)
+
+    def _none_whole(self) -> MissingCheckpointError:
+        passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+        foreign = [path for path in self.checkpoints() if is_foreign(path)]
+        theirs = (
+            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to go "
+            f"on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
+            if foreign
+            else ""
+        )
+        return MissingCheckpointError(
+            f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}.{theirs}"
+        )
+
+    def _check(self, path: Path, deep: bool = True) -> None:
+        problems = self.verify(path, deep)
         if problems:
             if inside := [str(other) for other in Store(path).checkpoints()]:
                 problems.append(f"It is a directory of checkpoints; name one of them: {', '.join(inside)}.")
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {resume_from_checkpoint}: {' '.join(problems)} "
+                f"Can't find a valid checkpoint at {path}: {' '.join(problems)} "
                 "Set resume_from_checkpoint=True to go on from the newest whole one."
             )
-        return path
 
     def _resolve_remote(self, remote: Remote, name: str) -> Path:
         path = self.output_dir / name

@@ -96,7 +96,10 @@ def _run_method(name: str, words: list[str]) -> int:
 def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> None:
     """Run `method` with `settings`, `problems` having been found in them before."""
     run = _configs(method, settings, problems)
-    from posttrain.core import record  # after what was asked for is known to be right: this imports torch
+    from posttrain.core import preflight, record  # after what was asked for is known to be right: this imports torch
+
+    if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
+        raise ConfigError(f"posttrain {method.name}", found)
 
     with record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
         if smoke:

@@ -50,7 +50,9 @@ class LaunchArguments(metaclass=ConfigMeta):
     fsdp_config: dict[str, Any] | None = opt(None, "Options of FSDP.")
     deepspeed_config: dict[str, Any] | None = opt(None, "Options of DeepSpeed, or deepspeed_config_file.")
     parallelism_config: dict[str, Any] | None = opt(None, "Sizes of groups of processes.")
-    dynamo_config: dict[str, Any] | None = opt(None, "Options of torch.compile.")
+    dynamo_config: dict[str, Any] | None = opt(
+        None, "Backend and mode of torch.compile, for runs whose arguments say nothing of it."
+    )
     distributed_type: str | None = opt(None, "Kind of run: NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED.")
     compute_environment: str = opt("LOCAL_MACHINE", "Where the run takes place.", choices=("LOCAL_MACHINE",))
     module: bool = opt(False, "PROGRAM is a module rather than a file.")
@@ -78,6 +80,10 @@ class LaunchArguments(metaclass=ConfigMeta):
             yield "num_machines above 1 needs main_process_ip and main_process_port, where all machines meet"
         if self.use_fsdp and self.use_deepspeed:
             yield "use_fsdp and use_deepspeed cannot both hold; keep one"
+        for name, value in (self.dynamo_config or {}).items():
+            short = name.removeprefix("dynamo_")
+            if short not in ("backend", "mode") and str(value).lower() not in ("false", "no", "none", ""):
+                yield f"dynamo_config: {name}={value!r} has no effect; backend and mode are what torch_compile takes"
         known = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
         if self.distributed_type is not None and str(self.distributed_type).upper() not in known:
             yield f"distributed_type={self.distributed_type!r} is not supported; it may be {', '.join(known)}"

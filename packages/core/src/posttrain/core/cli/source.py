@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import DataError, did_you_mean, require
+from posttrain.core.errors import DataError, did_you_mean, missing, require
 from posttrain.core.fields import ConfigMeta, opt, validate
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
@@ -63,6 +63,8 @@ class DataSource(metaclass=ConfigMeta):
         yield from self._mixture_problems()
         for field in ("dataset_name", "eval_dataset_name"):
             names = _as_list(getattr(self, field))
+            if any(not isinstance(name, str) for name in names):
+                continue  # said of the field itself
             for name in names:
                 if _is_file_name(name) and not Path(name).expanduser().exists():
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
@@ -72,6 +74,10 @@ class DataSource(metaclass=ConfigMeta):
             yield f"rename_columns={self.rename_columns!r} is not a mapping of names to names"
         if self.eval_share and self.dataset_streaming:
             yield "eval_share cannot be taken from a stream; set dataset_streaming=False or give eval_dataset_name"
+
+    def _preflight(self) -> Iterator[ImportError]:
+        if error := missing("datasets", "posttrain-core[datasets]", "reading datasets"):
+            yield error
 
     def _mixture_problems(self) -> Iterator[str]:
         if self.dataset_mixture is None:
@@ -117,6 +123,10 @@ class DataSource(metaclass=ConfigMeta):
                     )
             if not value.get("path"):
                 raise DataError(f"dataset_mixture: {name or 'a dataset'} has no path")
+            if any(not isinstance(path, str) for path in _as_list(value["path"])):
+                raise DataError(
+                    f"dataset_mixture: the path {value['path']!r} of {name or 'a dataset'} is no name of files or a dataset"
+                )
             name = name or Path(_as_list(value["path"])[0]).name.partition(".")[0]
             if name in found:
                 raise DataError(
@@ -219,7 +229,7 @@ def _renamed(rows: Any, names: dict[str, str]) -> Any:
 
 
 def _as_list(name: str | list[str] | None) -> list[str]:
-    return name if isinstance(name, list) else [name] if name else []
+    return list(name) if isinstance(name, (list, tuple)) else [name] if name else []
 
 
 def _builder(name: str) -> str | None:

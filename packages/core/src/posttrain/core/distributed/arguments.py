@@ -10,6 +10,7 @@ import torch
 
 from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.environment import accelerator_present
+from posttrain.core.errors import missing
 from posttrain.core.fields import opt
 
 
@@ -93,3 +94,11 @@ class DistributedArguments:
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
         yield from deepspeed.problems(self.deepspeed)
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if deepspeed.is_asked_for(self.deepspeed) and (error := missing("deepspeed", "deepspeed", "deepspeed=...")):
+            yield error
+        if (self.bf16 or self.bf16_full_eval) and not self.use_cpu and torch.cuda.is_available():
+            if not torch.cuda.is_bf16_supported():
+                name = "bf16" if self.bf16 else "bf16_full_eval"
+                yield f"{name}=True needs a GPU that has bfloat16 (Ampere or newer), and this one lacks it; set fp16 instead"

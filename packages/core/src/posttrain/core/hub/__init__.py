@@ -1,7 +1,7 @@
 """The Hugging Face Hub: uploads that never stop a run, and the model card."""
 
 from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, names, results, write_model_card
-from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs
+from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs, missing_token
 
 __all__ = [
     "FINISH_TIMEOUT",
@@ -11,6 +11,7 @@ __all__ = [
     "framework_versions",
     "hyperparameters",
     "jobs",
+    "missing_token",
     "model_card",
     "names",
     "results",

@@ -75,6 +75,20 @@ class HubArguments:
             yield f"hub_model_id={name!r} is not the name of a repository; write 'name' or 'owner/name'"
 
 
+def missing_token(args: HubArguments) -> str | None:
+    """A sentence where a run is to be uploaded and this machine has no token to do so; None otherwise."""
+    if not args.push_to_hub or args.hub_token is not None:
+        return None
+    from huggingface_hub import get_token
+
+    if get_token():
+        return None
+    return (
+        "push_to_hub=True and there is no token to upload with, so nothing will be uploaded: set HF_TOKEN, run `hf auth login`, or "
+        "pass hub_token. Training goes on, and its results are in output_dir."
+    )
+
+
 def jobs(
     strategy: str, checkpoint: str | Path | None, output_dir: str | Path, at_end: bool = False
 ) -> list[tuple[Path, str, tuple[str, ...]]]:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ClassAndArguments = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 Factory = Callable[..., ClassAndArguments]
+TORCHDISTX = "torchdistx @ git+https://github.com/pytorch/torchdistx"
 
 
 # ------------------------------------------------------------------------------------------------ which matrices
@@ -331,8 +332,7 @@ def anyprecision_adamw(
     variance_dtype: str = "float32",
     compensation_buffer_dtype: str = "bfloat16",
 ) -> ClassAndArguments:
-    source = "torchdistx @ git+https://github.com/pytorch/torchdistx"
-    library = require("torchdistx.optimizers", source, why="optim='adamw_anyprecision'")
+    library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
     kwargs = {
         "use_kahan_summation": use_kahan_summation,
         "momentum_dtype": getattr(torch, momentum_dtype),
@@ -398,3 +398,17 @@ OPTIMIZERS: dict[str, Factory] = {
 }
 #: Those that train all layers alike. What users add reads `optim_target_modules` or not, which is its own business.
 WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))
+
+
+def package_of(name: str) -> tuple[str, str] | None:
+    """(module, what pip installs) that the optimizer `name` comes from; None for those of torch and our own."""
+    if name.startswith("schedule_free_"):
+        return "schedulefree", "schedulefree>=1.4"
+    if name in ("adamw_torch_4bit", "adamw_torch_8bit"):
+        return "torchao", "torchao>=0.11"
+    of_bitsandbytes = ("paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb", "adamw_8bit", "galore_adamw_8bit")
+    if name.startswith(of_bitsandbytes):
+        return "bitsandbytes", "posttrain-core[quantization]"
+    others = {"stable_adamw": ("optimi", "torch-optimi"), "adamw_torch_npu_fused": ("torch_npu", "torch-npu")}
+    others |= {"adamw_torch_xla": ("torch_xla", "torch_xla"), "adamw_anyprecision": ("torchdistx", TORCHDISTX)}
+    return others.get(name)

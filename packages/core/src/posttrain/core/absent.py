@@ -1,0 +1,140 @@
+"""What to use in the place of names that trl or transformers have, or had, and that a package of posttrain does not."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+
+from posttrain.core.errors import did_you_mean
+
+PACKAGES = ("posttrain.core", "posttrain.sft", "posttrain.rl", "posttrain.seq2seq")
+
+_PPO = "learn from rewards with posttrain.rl.GRPOTrainer, RLOOTrainer or ReinforcePlusPlusTrainer, which need no value model"
+_ONLINE_PAIRS = (
+    "sample and judge in a loop of your own and train with posttrain.rl.DPOTrainer, or turn the judge into a reward function of "
+    "posttrain.rl.GRPOTrainer"
+)
+_DISTIL = (
+    "distillation is not in this version; for the loss, subclass posttrain.sft.SFTTrainer and override compute_loss with the "
+    "teacher's logits"
+)
+_PIXELS = "diffusion models are not trained here; diffusers has training scripts for them"
+_JUDGE = "a judge is a function: pass one that scores completions as reward_funcs to posttrain.rl.GRPOTrainer"
+_VALUE_HEAD = (
+    "no trainer here has a value model; posttrain.rl.GRPOTrainer and RLOOTrainer take a plain causal language model"
+)
+_TEMPLATE = "the trainers apply the chat template themselves; by hand, call tokenizer.apply_chat_template"
+_PREFERENCES = (
+    "posttrain.rl.DPOTrainer and KTOTrainer read pairs and single completions, and turn one into the other themselves"
+)
+_REFERENCE = "posttrain.rl.DPOTrainer makes the reference of the model it is given; sync_ref_model=True moves it"
+_VARIANT = "it is not in this version; posttrain.rl.GRPOTrainer is the nearest, and docs/write-an-algorithm.md shows how to change it"
+_OF_TRL = "it is a part of trl that no script needs here; import it from trl if you do"
+
+#: ``{names: what to use instead}``, a clause that follows "posttrain.rl has no 'PPOTrainer': ".
+_INSTEAD: dict[str, str] = {
+    "PPO PPOv2 Policy": _PPO,
+    "XPO NashMD OnlineDPO Judge": _ONLINE_PAIRS,
+    "GKD GOLD MiniLLM Distillation SDFT SDPO AsyncDistillation ServerDistillation IWOPD SSD": _DISTIL,
+    "DDPO AlignProp": _PIXELS,
+    "PRM": "rewards for single steps are not in this version; posttrain.rl.RewardTrainer scores whole completions",
+    "BCO": "posttrain.rl.KTOTrainer learns from single completions called good or bad as well",
+    "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
+    "GFPO PAPO GRPOWithReplayBuffer AsyncGRPO GSPOToken A2PO GMPO TPO DPPO": _VARIANT,
+}
+INSTEAD = {
+    name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")
+}
+for _names, _why in {
+    "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead PreTrainedModelWrapper": _VALUE_HEAD,
+    "AdaptiveKLController FixedKLController LengthSampler": _PPO,
+    "DefaultDDPOStableDiffusionPipeline DDPOPipelineOutput DDPOSchedulerOutput DDPOStableDiffusionPipeline": _PIXELS,
+    "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge "
+    "RandomPairwiseJudge RandomRankJudge WinRateCallback": _JUDGE,
+    "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
+    "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
+    "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
+    "BEMACallback": "set ema_decay, which keeps an average of the weights",
+    "BEMAForRefModelCallback": _REFERENCE,
+    "LogCompletionsCallback": "set log_completions=True in GRPO, num_eval_samples in preference training, and "
+    "predict_with_generate=True in SFT",
+    "RichProgressCallback": "posttrain.core has PrinterCallback and its own progress bar; set disable_tqdm to choose",
+    "WeaveCallback": "records go to the trackers that report_to names, and to log.jsonl",
+    "SyncRefModelCallback": _REFERENCE,
+    "create_reference_model": _REFERENCE,
+    "DatasetMixtureConfig get_dataset": "pass a dict of datasets to posttrain.sft.SFTTrainer, with dataset_weights; on the command "
+    "line set dataset_mixture",
+    "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
+    "truncate_dataset": "set max_length",
+    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set SFTConfig(assistant_only_loss=True) or train_on",
+    "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
+    "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference DataCollatorForUnpairedPreference": "leave "
+    "data_collator out: the trainer makes its own batches",
+    "setup_chat_format clone_chat_template": "set SFTConfig(chat_template_path=...), and add tokens with "
+    "tokenizer.add_special_tokens",
+    "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema supports_tool_calling "
+    "prepare_multimodal_messages chat_template_utils": _TEMPLATE,
+    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers tell texts from messages by their rows, "
+    "and read `conversations` with from and value too",
+    "extract_prompt maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset "
+    "maybe_reformat_dpo_to_kto": _PREFERENCES,
+    "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "
+    "environment": _OF_TRL,
+    "SFTScriptArguments DPOScriptArguments RewardScriptArguments": "use posttrain.sft.ScriptArguments",
+    "VLLMClient": "set use_vllm=True in the config of an online trainer",
+    "disable_dropout_in_model": "set disable_dropout=True",
+    "prepare_deepspeed": "set deepspeed in the arguments",
+    "profiling_context profiling_decorator": "every record has perf/ values; see docs/loop.md",
+}.items():
+    INSTEAD |= dict.fromkeys(_names.split(), _why)
+
+
+def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2) -> Exception:
+    """What to raise from a package's ``__getattr__`` for a name that it does not have, with what to use instead.
+
+    An `ImportError` where the name is being imported, for there Python drops the text of an `AttributeError`; else that.
+
+    Args:
+        package: such as ``"posttrain.rl"``.
+        known: the names that it has.
+        lookups: frames between here and the code that asks.
+    """
+    known = list(known)
+    text = f"{package} has no {name!r}: {instead}." if (instead := elsewhere(package, name)) else (
+        f"{package} has no {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
+    )  # fmt: skip
+    return (ImportError if _is_imported(lookups) else AttributeError)(text, name=name)
+
+
+def elsewhere(package: str, name: str) -> str:
+    """What to use in the place of `name`, as a clause; empty where nobody knows."""
+    if name.startswith("_"):
+        return ""
+    for other in PACKAGES:
+        if other != package and name in _names_of(other):
+            return f"it is in {other}; write `from {other} import {name}`"
+    if name in INSTEAD:
+        return INSTEAD[name]
+    transformers = sys.modules.get("transformers")
+    if transformers is None and name[:1].isupper() and importlib.util.find_spec("transformers") is not None:
+        import transformers
+    if transformers is not None and name in dir(transformers):
+        return f"it is in transformers; write `from transformers import {name}`"
+    return ""
+
+
+def _names_of(package: str) -> list[str]:
+    try:
+        return list(importlib.import_module(package).__all__)
+    except ModuleNotFoundError:  # a package of ours that is not installed
+        return []
+
+
+def _is_imported(lookups: int) -> bool:
+    """Whether the code that asks is a ``from package import name``."""
+    frame = sys._getframe(lookups + 1)
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"

@@ -1,0 +1,292 @@
+"""What can be known before a model is loaded is said before one is loaded, all of it in one message, by every trainer."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import transformers
+
+from posttrain.core import EarlyStoppingCallback, Trainer, TrainingArguments
+from posttrain.core.cli import main
+from posttrain.core.errors import CheckpointError, ConfigError, DataError
+from posttrain.core.preflight import PreflightError
+from posttrain.rl import (
+    CPOTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    ReinforcePlusPlusTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+)
+from posttrain.seq2seq import Seq2SeqTrainer
+from posttrain.sft import SFTTrainer
+from tests import tiny
+from tests.contract.trainers import digit_sum, preference_rows, text_rows
+
+NAMED = [
+    SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer,
+]  # fmt: skip
+ONLINE = (GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.causal_lm().save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def make(folder, tmp_path, monkeypatch):
+    """A function that makes a trainer, or fails; its model must not be loaded, nor made."""
+
+    def must_not_be_called(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", must_not_be_called)
+
+    def build(trainer_class, **changes):
+        parts = {name: changes.pop(name) for name in PARTS if name in changes}
+        usual = {"output_dir": str(tmp_path / "out"), "report_to": "none", "use_cpu": True, "max_steps": 1}
+        if trainer_class in (Trainer, Seq2SeqTrainer):
+            given = {"model_init": must_not_be_called, "train_dataset": tiny.token_rows(4)}
+        else:
+            given = {"model": str(folder), "train_dataset": preference_rows(8)}
+        if trainer_class is SFTTrainer:
+            given["train_dataset"] = text_rows(8)
+        if trainer_class in ONLINE:
+            given["reward_funcs"] = digit_sum
+        return trainer_class(args=trainer_class.config_class(**(usual | changes)), **(given | parts))
+
+    return build
+
+
+PARTS = (
+    "model", "train_dataset", "eval_dataset", "peft_config", "callbacks", "optimizers", "reward_funcs", "compute_metrics",
+    "quantization_config", "data_collator", "processing_class", "optimizer_cls_and_kwargs",
+)  # fmt: skip
+
+
+# finding_D1
+@pytest.mark.parametrize("trainer_class", [Trainer, Seq2SeqTrainer, *NAMED])
+def test_every_trainer_says_everything_at_once_before_a_model_is_there(trainer_class, make, tmp_path):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(PreflightError) as caught:
+        make(
+            trainer_class, output_dir=str(tmp_path / "a file"), eval_strategy="epoch", report_to=["tensorbord"],
+            resume_from_checkpoint=str(tmp_path / "gone"), use_liger_kernel=True, optim="stable_adamw", callbacks=[5],
+            remote_dir="nosuch://bucket/run",
+        )  # fmt: skip
+    said = str(caught.value)
+    for part in (
+        "output_dir=", "is a file", "eval_strategy='epoch' needs an eval_dataset", "did you mean 'tensorboard'", "liger-kernel",
+        "torch-optimi", "5 is no callback", "nosuch", "Can't find a valid checkpoint",
+    ):  # fmt: skip
+        if part != "Can't find a valid checkpoint":  # nothing is looked for where the remote place cannot be reached
+            assert part in said, part
+    assert len(caught.value.problems) == 7, said
+
+
+ALONE = [
+    ({"eval_strategy": "steps"}, ValueError, ["eval_strategy='steps' needs an eval_dataset"]),
+    ({"report_to": "wandbb"}, ValueError, ["report_to='wandbb'", "did you mean 'wandb'"]),
+    ({"report_to": "swanlab"}, ImportError, ["report_to='swanlab'", "pip install swanlab"]),
+    ({"resume_from_checkpoint": "/gone/checkpoint-3"}, CheckpointError, ["/gone/checkpoint-3"]),
+    ({"resume_from_checkpoint": "true"}, CheckpointError, ["No valid checkpoint found"]),
+    ({"output_dir": "/proc/nothing/here"}, ConfigError, ["output_dir='/proc/nothing/here' cannot be written to"]),
+    ({"use_liger_kernel": True}, ImportError, ["liger-kernel", "without it"]),
+    ({"deepspeed": {}}, ImportError, ["'deepspeed' is not installed"]),
+    ({"optim": "stable_adamw"}, ImportError, ["torch-optimi"]),
+    ({"callbacks": ["print"]}, TypeError, ["'print' is no callback"]),
+    ({"callbacks": [EarlyStoppingCallback()]}, ConfigError, ["metric_for_best_model", "eval_strategy"]),
+    ({"optimizers": 5}, TypeError, ["optimizers=5", "pair"]),
+    ({"train_dataset": []}, DataError, ["train_dataset has no rows"]),
+    ({"train_dataset": "gsm8k"}, TypeError, ["train_dataset is the string 'gsm8k'"]),
+    ({"eval_dataset": 7}, TypeError, ["eval_dataset is of type int"]),
+]
+
+
+# finding_D1 finding_D2
+@pytest.mark.parametrize("trainer_class", [Trainer, SFTTrainer, DPOTrainer, GRPOTrainer])
+@pytest.mark.parametrize(("changes", "error", "parts"), ALONE, ids=[" ".join(changes) for changes, *_ in ALONE])
+def test_each_fault_alone_has_its_own_type(trainer_class, changes, error, parts, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    if any(isinstance(value, dict) for value in changes.values()):
+        monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(error) as caught:
+        make(trainer_class, **changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+OF_A_NAMED_MODEL = [
+    ({"peft_config": {"r": 8}}, TypeError, ["peft_config", "{'r': 8}"]),
+    ({"model": "/no/such/folder"}, FileNotFoundError, ["/no/such/folder", "does not exist"]),
+    ({"model": 5}, TypeError, ["model is of type int"]),
+    ({"model_init_kwargs": {"dtype": "float99"}}, ValueError, ["dtype='float99'"]),
+    ({"model_init_kwargs": {"attn_implementation": "sdpaa"}}, ConfigError, ["'sdpaa' is not one of", "did you mean 'sdpa'"]),
+    ({"model_init_kwargs": {"load_in_4bit": True}}, ConfigError, ["load_in_4bit=True", "Pass peft_config"]),
+    ({"pad_token": "<nope>"}, ValueError, ["pad_token='<nope>'", "vocabulary"]),
+]  # fmt: skip
+
+
+# finding_D1
+@pytest.mark.parametrize("trainer_class", NAMED)
+@pytest.mark.parametrize(
+    ("changes", "error", "parts"), OF_A_NAMED_MODEL, ids=[" ".join(changes) for changes, *_ in OF_A_NAMED_MODEL]
+)
+def test_what_is_wrong_with_a_named_model_is_said_before_it_is_loaded(trainer_class, changes, error, parts, make):
+    if "pad_token" in changes and trainer_class in ONLINE:
+        pytest.skip("these have no such argument")
+    with pytest.raises(error) as caught:
+        make(trainer_class, **changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+# finding_D1
+def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make):
+    if transformers.utils.is_flash_attn_2_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match="flash_attention_2.*sdpa"):
+        make(SFTTrainer, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+
+
+# finding_D1
+@pytest.mark.parametrize("trainer_class", ONLINE)
+def test_online_trainers_say_what_their_rewards_and_engines_lack(trainer_class, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match="'vllm' is not installed"):
+        make(trainer_class, use_vllm=True)
+    with pytest.raises(PreflightError) as caught:
+        make(
+            trainer_class, reward_funcs=["nowhere:reward", "/no/reward/model", 5], reward_weights=[1.0], use_vllm=True,
+            train_dataset=[{"question": "a"}] * 8,
+        )  # fmt: skip
+    for part in ("'nowhere:reward' cannot be imported", "/no/reward/model", "reward_funcs holds 5", "vllm", "'prompt'"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value, DataError)  # one of them is
+
+
+# finding_D1
+def test_a_metric_that_cannot_exist_is_said_before_an_evaluation(make):
+    rows, options = text_rows(4), {"eval_strategy": "steps"}
+    for trainer_class, dataset in ((Trainer, tiny.token_rows(2)), (SFTTrainer, rows)):
+        with pytest.raises(ConfigError, match="metric_for_best_model='accuracy' cannot exist.*compute_metrics.*loss"):
+            make(trainer_class, eval_dataset=dataset, metric_for_best_model="accuracy", **options)
+        with pytest.raises(ConfigError, match="one of a_loss, b_loss"):
+            make(trainer_class, eval_dataset={"a": dataset, "b": dataset}, metric_for_best_model="loss", **options)
+        for metric in ("loss", "eval_loss"):
+            with pytest.raises(AssertionError, match="a model was loaded"):
+                make(trainer_class, eval_dataset=dataset, metric_for_best_model=metric, **options)
+        with pytest.raises(AssertionError, match="a model was loaded"):
+            make(trainer_class, eval_dataset={"a": dataset}, metric_for_best_model="eval_a_loss", **options)
+        computes = {"eval_dataset": dataset, "metric_for_best_model": "accuracy", "compute_metrics": lambda p: {}}
+        with pytest.raises(AssertionError, match="a model was loaded"):
+            make(trainer_class, **computes, **options)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        make(SFTTrainer, eval_dataset=rows, metric_for_best_model="mean_token_accuracy", **options)
+
+
+# finding_D1
+def test_a_subclass_adds_its_own_checks(make):
+    class Careful(SFTTrainer):
+        @classmethod
+        def preflight(cls, args, parts):
+            yield from super().preflight(args, parts)
+            if len(parts.train_dataset) < 100:
+                yield f"{len(parts.train_dataset)} rows are too few"
+
+    with pytest.raises(PreflightError) as caught:
+        make(Careful, eval_strategy="epoch", train_dataset=text_rows(8))
+    assert "8 rows are too few" in str(caught.value) and "needs an eval_dataset" in str(caught.value)
+
+
+# finding_D1
+def test_an_upload_without_a_token_is_said_and_training_goes_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    args = TrainingArguments(str(tmp_path), push_to_hub=True, use_cpu=True, report_to="none")
+    Trainer(tiny.causal_lm(), args, train_dataset=tiny.token_rows(4))
+    assert "there is no token to upload with" in caplog.text
+    caplog.clear()
+    Trainer(
+        tiny.causal_lm(),
+        TrainingArguments(str(tmp_path), push_to_hub=True, hub_token="x", use_cpu=True, report_to="none"),
+    )
+    assert "token" not in caplog.text
+
+
+# finding_D1
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "seq2seq"])
+def test_the_command_line_says_everything_at_once_before_data_and_model_are_read(
+    method, folder, tmp_path, monkeypatch, capsys
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    monkeypatch.setattr("posttrain.core.cli.source.DataSource.load", lambda self: pytest.fail("data were read"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    words = [
+        method,
+        "--model_name_or_path",
+        str(tmp_path / "gone"),
+        "--dataset_name",
+        str(rows),
+        "--output_dir",
+        str(rows),
+    ]
+    words += [
+        "--report_to",
+        "tensorbord",
+        "--resume_from_checkpoint",
+        "/gone/checkpoint-1",
+        "--use_peft",
+        "--optim",
+        "stable_adamw",
+    ]
+    words += ["--reward_funcs", "accuracy_reward"] if method == "grpo" else []
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "is a file",
+        "tensorboard",
+        "/gone/checkpoint-1",
+        "'peft' is not installed",
+        "torch-optimi",
+        "model folder",
+    ):
+        assert part in said
+
+
+# finding_D1
+def test_a_backend_and_a_mode_of_the_compiler_are_checked_with_the_arguments():
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments("out", torch_compile_mode="max-autotun", torch_compile_backend="inducter")
+    assert "did you mean 'max-autotune'" in str(caught.value) and "did you mean 'inductor'" in str(caught.value)
+    TrainingArguments("out", torch_compile_mode="reduce-overhead", torch_compile_backend="eager")
+
+
+# finding_D1
+def test_bfloat16_on_a_gpu_without_it_is_refused(make, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match="bf16=True needs a GPU that has bfloat16"):
+        make(Trainer, bf16=True, use_cpu=False)
+
+
+# finding_D2
+def test_liger_on_a_machine_without_a_gpu_is_said_and_training_goes_on(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        make(Trainer, use_liger_kernel=True)
+
+
+def test_nothing_is_left_behind_by_looking(make, tmp_path):
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        make(SFTTrainer)
+    assert list(tmp_path.iterdir()) == []
