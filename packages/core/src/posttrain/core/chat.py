@@ -128,9 +128,7 @@ def to_messages(value: Any, name: str = "messages") -> list[Message]:
     """Check a conversation and bring it into the form that chat templates read.
 
     Reads ShareGPT turns too, and drops keys that are None: Arrow gives every message the keys of all others.
-
-    Raises:
-        DataError: what is wrong, without the value: the reason is used to count the rows it happens in.
+    Raises DataError: what is wrong, without the value: the reason is used to count the rows it happens in.
     """
     if value is None:
         raise DataError(f"{name} is null")
@@ -260,14 +258,13 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 
 
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
-    """Says which of the special tokens that `args` names the tokenizer does not know."""
+    """Which of the special tokens that `args` names the tokenizer does not know."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name, None)
         if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
-            if token != getattr(words, "unk_token", None):
-                near = did_you_mean(token, getattr(words, "all_special_tokens", ()))
-                yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")
+            near = did_you_mean(token, getattr(words, "all_special_tokens", ()))
+            yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")
 
 
 class Template:

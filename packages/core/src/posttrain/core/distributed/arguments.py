@@ -84,6 +84,9 @@ class DistributedArguments:
             yield "fp16=True needs an accelerator and this run is on the CPU; set bf16=True instead"
         if self.tf32 and not torch.cuda.is_available():
             yield "tf32=True needs a CUDA GPU (Ampere or newer) and none is visible; leave it None"
+        sizes = self.parallelism_config
+        if sizes is not None and not (isinstance(sizes, (dict, str)) or hasattr(sizes, "dp_shard_size")):
+            yield f"parallelism_config={sizes!r} is no dict, nor a ParallelismConfig of accelerate"
         settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         yield from problems
         if settings is not None:

@@ -160,9 +160,6 @@ def _parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
         plain = {name.removeprefix("parallelism_config_"): value for name, value in parallelism.items()}
         for name in [name for name in plain if name not in known and not name.startswith(("cp_", "sp_", "tp_"))]:
             problems.append(f"parallelism_config holds {name!r}, which is none of {', '.join(known)}")
-    elif not any(hasattr(parallelism, name) for name in known):
-        problems.append(f"parallelism_config={parallelism!r} is no dict, nor a ParallelismConfig of accelerate")
-        return {}
     else:
         plain = {name: getattr(parallelism, name, None) for name in known}
     sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
