@@ -199,3 +199,21 @@ def test_a_reference_beside_a_policy_in_pieces_is_in_pieces_too(name, tmp_path):
     else:
         torch.testing.assert_close(two["state"], one["state"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(two["loss"], one["loss"], atol=2e-5, rtol=1e-4)
+
+
+# finding_B8
+def test_the_reference_of_a_mixtures_adapter_stays_what_it_was():
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    policy = get_peft_model(tiny.mixture_of_experts(), config).eval()
+    shake(policy)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    expected = policy(input_ids=IDS).logits
+    reference = make_reference(policy, None, fresh_adapter=False)
+    torch.testing.assert_close(logits(reference), expected, rtol=0, atol=1e-6)
+    shake(policy)
+    moved = policy(input_ids=IDS).logits
+    assert (moved - expected).abs().max() > 1e-2
+    torch.testing.assert_close(logits(reference), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(policy(input_ids=IDS).logits, moved, rtol=0, atol=1e-6)
+    assert {name for name, parameter in policy.named_parameters() if parameter.requires_grad} == trained
