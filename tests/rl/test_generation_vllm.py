@@ -14,7 +14,7 @@ from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.environments import Environments
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.vllm import VLLMServerGenerator
+from posttrain.rl.generation.vllm import VLLMServerGenerator, address_towards
 from posttrain.rl.generation.weights import Weights
 from posttrain.rl.samples import Sample
 from tests import tiny
@@ -242,6 +242,23 @@ def test_a_server_that_is_not_there_is_said():
         VLLMServerGenerator("http://127.0.0.1:9", timeout=0.1).sync_weights(tiny.causal_lm())
 
 
+# finding_C6
+def test_whoever_sends_weights_is_connected_before_an_update_is_announced(model, serve):
+    server = serve(mode="processed_logprobs")
+
+    class Sender:
+        def connect(self, target):
+            target.call("/init_weight_transfer_engine", {}, empty=True)
+
+        def __call__(self, weights, target):
+            server.model.load_state_dict(dict(weights), strict=False)
+
+    url = f"http://127.0.0.1:{server.server_port}"
+    VLLMServerGenerator(url, timeout=5, send=Sender(), tokenizer=tiny.tokenizer()).sync_weights(model)
+    assert server.paths[:2] == ["/init_weight_transfer_engine", "/start_weight_update"]
+    assert address_towards(url) == "127.0.0.1"
+
+
 @pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
 def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_save):
     from peft import LoraConfig, get_peft_model
@@ -276,6 +293,7 @@ def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkey
 
     monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.__call__", send)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))  # it is looked for before the model is loaded
+    monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.connect", lambda self, target: None, raising=False)
     args = GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=3,
         learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,

@@ -8,6 +8,7 @@ engine. The HTTP interfaces are tested against a local server that speaks them; 
 from __future__ import annotations
 
 import socket
+import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -136,7 +137,9 @@ class VLLMServer:
         self.name = server.call("/v1/models")["data"][0]["id"]
 
     def update(self, weights: Weights) -> None:
-        """See `Dialect.update`."""
+        """See `Dialect.update`. What sends may have a ``connect(server)``, which comes before the first update is announced."""
+        if hasattr(self._send, "connect"):
+            self._send.connect(self.server)
         self.server.call("/start_weight_update", {})
         self._send(weights, self.server)
         self.server.call("/finish_weight_update", {})
@@ -168,15 +171,34 @@ class _Transfer:
         self.group_port = group_port
         self.group: Any = None
 
-    def __call__(self, weights: Weights, server: Server) -> None:
+    def connect(self, server: Server) -> None:
+        """Make one group of this process and those of the server, if there is none yet."""
+        if self.group is not None:
+            return
         require("vllm", "vllm", "use_vllm=True")
+        try:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            trainer_init, packed = NCCLWeightTransferEngine.trainer_init, {}
+        except (ImportError, AttributeError):  # since 0.28 it is a function
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+            packed = {"packed": True}
+        size = server.call("/get_world_size")["world_size"] + 1
+        address = {"master_address": address_towards(server.url), "master_port": self.group_port}
+        where = address | {"rank_offset": 1, "world_size": size} | packed
+        with ThreadPoolExecutor(1) as pool:  # the server answers when this process has joined
+            answer = pool.submit(server.call, "/init_weight_transfer_engine", {"init_info": where})
+            self.group = trainer_init(where)
+            answer.result()
+
+    def __call__(self, weights: Weights, server: Server) -> None:
         try:
             from vllm.distributed.weight_transfer.nccl_engine import (
                 NCCLTrainerSendWeightsArgs,
                 NCCLWeightTransferEngine,
             )
         except ImportError:
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init
             from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
             def send() -> None:
@@ -184,29 +206,29 @@ class _Transfer:
                     iterator=iter(weights), group=self.group, src=0, post_iter_func=lambda item: item[1]
                 )
 
-            packed_at = "init"
+            packed = {}
         else:
-            trainer_init, packed_at = NCCLWeightTransferEngine.trainer_init, "update"
 
             def send() -> None:
                 how = NCCLTrainerSendWeightsArgs(group=self.group, packed=True)
                 NCCLWeightTransferEngine.trainer_send_weights(iterator=iter(weights), trainer_args=how)
 
+            packed = {"packed": True}
+        told = {
+            "names": [name for name, _, _ in weights.facts],
+            "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
+            "shapes": [list(shape) for *_, shape in weights.facts],
+        }
         with ThreadPoolExecutor(1) as pool:  # the server answers when it has received what is sent meanwhile
-            if self.group is None:
-                host = socket.gethostbyname(socket.gethostname())
-                size = server.call("/get_world_size")["world_size"] + 1
-                where = {"master_address": host, "master_port": self.group_port, "rank_offset": 1, "world_size": size}
-                where |= {"packed": True} if packed_at == "init" else {}
-                answer = pool.submit(server.call, "/init_weight_transfer_engine", {"init_info": where})
-                self.group = trainer_init(where)
-                answer.result()
-            told = {
-                "names": [name for name, _, _ in weights.facts],
-                "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
-                "shapes": [list(shape) for *_, shape in weights.facts],
-            }
-            told |= {"packed": True} if packed_at == "update" else {}
-            answer = pool.submit(server.call, "/update_weights", {"update_info": told})
+            answer = pool.submit(server.call, "/update_weights", {"update_info": told | packed})
             send()
             answer.result()
+
+
+def address_towards(url: str) -> str:
+    """The address of this machine on the way to the server at `url`. Nothing is sent."""
+    parts = urllib.parse.urlparse(url)
+    kind, _, _, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as way:
+        way.connect(there)
+        return way.getsockname()[0]
