@@ -7,6 +7,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from posttrain.core import ModelConfig, ScriptArguments, ScriptParser, TrainingArguments
+from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
 from posttrain.core.scripts import get_kbit_device_map, get_peft_config, get_quantization_config
 
@@ -54,6 +55,52 @@ def test_a_scripts_own_dataclass_and_unknown_words():
     assert ScriptParser(Own).parse_args_and_config(words, fail_with_unknown_args=False) == (Own(3, True),)
     with pytest.raises(ConfigError, match="unknown argument 'dept', did you mean 'depth'"):
         ScriptParser(Own).parse_args_and_config(["--dept", "3"])
+
+
+# finding_E
+def test_of_a_flag_that_is_given_twice_the_last_counts():
+    words = ["--seed", "1", "--output_dir", "a", "--bf16", "--seed", "2", "--output-dir=b", "--no_bf16"]
+    (args,) = ScriptParser(TrainingArguments).parse_args_and_config(words)
+    assert (args.seed, args.output_dir, args.bf16) == (2, "b", False)
+    (theirs,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words[:2] + words[5:7])
+    assert theirs.seed == 2  # as argparse has it
+    settings, problems = parse.read_words(words)
+    assert problems == [] and settings["seed"].value == "2"  # and the command line
+
+
+# finding_E
+def test_the_parser_is_made_as_argparse_makes_one(capsys):
+    parser = ScriptParser(TrainingArguments, prog="trl sft", description="Fine-tunes.", allow_abbrev=False)
+    with pytest.raises(ConfigError, match="trl sft: --sed: unknown argument 'sed', did you mean 'seed'"):
+        parser.parse_args_and_config(["--sed", "3"])
+    with pytest.raises(SystemExit) as left:
+        parser.parse_args_and_config(["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and said.startswith("usage: trl sft") and "Fine-tunes." in said and "--seed INT" in said
+    with pytest.raises(TypeError, match="no argument progam"):
+        ScriptParser(TrainingArguments, progam="x")
+    assert ScriptParser().parse_args_and_config([]) == ()
+    assert parser.parse_args_into_dataclasses(["--seed", "5"])[0].seed == 5
+
+
+# finding_E
+def test_a_field_named_config_is_refused():
+    @dataclasses.dataclass
+    class Own:
+        config: str = ""
+
+    with pytest.raises(ValueError, match="Own has a field named 'config'"):
+        ScriptParser((Own,))
+
+
+# finding_E
+def test_unknown_words_of_files_and_of_flags_come_apart_if_asked(tmp_path):
+    (tmp_path / "run.yaml").write_text("seed: 3\ncolour: red\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--size", "2"]
+    parse_it = ScriptParser(TrainingArguments).parse_args_and_config
+    args, of_file, of_flags = parse_it(words, return_remaining_strings=True, separate_remaining_strings=True)
+    assert (args.seed, of_file, of_flags) == (3, ["--colour", "red"], ["--size", "2"])
+    assert parse_it(words, return_remaining_strings=True)[1] == ["--colour", "red", "--size", "2"]
 
 
 def test_no_quantization_and_no_adapter_unless_asked_for():

@@ -42,12 +42,18 @@ def of_method(method: Method, configs: Iterable[type]) -> str:
         "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier ones.",
         "--smoke makes two updates on a few rows, with an evaluation and a checkpoint, and keeps nothing.",
     ]
+    return "\n".join([*lines, *of_configs(configs)])
+
+
+def of_configs(configs: Iterable[type]) -> list[str]:
+    """The lines that list every argument of `configs`, by group."""
+    lines = []
     for config_class in configs:
         for title, members in groups(config_class).items():
             lines += ["", f"{title}"]
             for field in members:
                 lines += _lines(config_class, field)
-    return "\n".join(lines)
+    return lines
 
 
 def groups(config_class: type) -> dict[str, list[dataclasses.Field]]:

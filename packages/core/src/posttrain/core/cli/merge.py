@@ -29,7 +29,7 @@ def run(words: list[str]) -> None:
         print(HELP.rstrip())
         return
     problems: list[str] = []
-    folders, flags = parse.read_flags(words, problems)
+    folders, flags = parse.read_flags(words)
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     given = {}
     for name, setting in flags.items():

@@ -96,10 +96,11 @@ def _text(node: yaml.Node) -> Any:
     return loader.construct_document(node)
 
 
-def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], dict[str, Setting]]:
+def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
     """Split `arguments` into words and ``--name value ...`` settings; a flag without a value is true.
 
-    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood.
+    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood. Of a flag that is given twice the
+    last counts, so that what a script passes on wins over what it sets itself.
     """
     words: list[str] = []
     values: dict[str, list[str]] = {}
@@ -110,8 +111,7 @@ def read_flags(arguments: list[str], problems: list[str]) -> tuple[list[str], di
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
-        if name in values:
-            problems.append(f"--{name} is given twice; keep one")
+        values.pop(name.removeprefix("no_") if name.startswith("no_") else f"no_{name}", None)
         values[name] = [value] if equals else []
         open_flag = None if equals else values[name]
     one_or_many = {0: lambda _: "true", 1: lambda texts: texts[0]}
@@ -135,7 +135,7 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
     """What YAML files and flags set, by name, and what is wrong with how they are written."""
     problems: list[str] = []
-    files, flags = read_flags(words, problems)
+    files, flags = read_flags(words)
     if "config" in flags:
         named = flags.pop("config").value
         files += named if isinstance(named, list) else [named]

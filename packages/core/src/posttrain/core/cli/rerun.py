@@ -36,7 +36,7 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
         print(USAGE)
         return
     problems: list[str] = []
-    folders, flags = parse.read_flags(words, problems)
+    folders, flags = parse.read_flags(words)
     if len(folders) != 1:
         raise ConfigError("rerun", [f"name one folder that holds a {record.RECORD}, not {len(folders)}"])
     first = record.read(folders[0])["starts"][0]
