@@ -38,6 +38,21 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
+# finding_B21
+def test_processes_agree_without_a_process_group_of_their_own():
+    from torch.testing._internal.distributed import fake_pg
+
+    torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        watch = interrupts.Watch(world_size=2)
+        assert [watch.due() for _ in range(5)] == [0] * 5
+        watch._notice(signal.SIGTERM, None)
+        assert signal.SIGTERM in [watch.due() for _ in range(200)]
+        assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # ---- durations ----
 
 

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core import objective
 from posttrain.core.objective import Objective, count_items, count_rows, count_tokens
 from tests import tiny
+from tests.contract.trainers import TRAINERS
 
 N = torch.tensor(4.0)
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 6.0])
@@ -90,3 +92,35 @@ def test_label_smoothing_and_loss_functions_keep_the_labels_from_the_model():
 def test_a_model_without_a_loss_says_what_it_gave():
     with pytest.raises(ValueError, match="only logits, from the inputs x"):
         objective.model_loss(lambda x: {"logits": x}, {"x": N}, pass_count=False)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies from the host to a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "copy" in str(function) or "lift" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+# finding_B21
+@pytest.mark.parametrize("value", [7, 7.5, torch.tensor(7), torch.tensor(7.5)])
+def test_a_count_is_written_on_the_device_and_not_copied_to_it(value):
+    with Copies() as copies:
+        found = objective.scalar(value, "meta")
+    assert copies.count == 0 and found.device.type == "meta" and found.shape == ()
+    here = objective.scalar(value, "cpu")
+    assert here == value and here.dtype == torch.as_tensor(value).dtype
+
+
+# finding_B21
+def test_counting_a_window_copies_nothing_to_the_device(tmp_path):
+    trainer = TRAINERS["causal-lm"](tmp_path)
+    trainer.dist.device = torch.device("meta")
+    batch = trainer.data_collator(trainer.train_dataset[:4])
+    with Copies() as copies:
+        items = trainer._count_window([batch, batch])
+    assert copies.count == 0 and items.device.type == "meta"

@@ -42,3 +42,32 @@ def test_resuming_goes_on_from_the_same_weights(tmp_path):
 
 def test_a_fused_optimizer_skips_what_is_not_finite(tmp_path):
     stops_at_the_third_update(tmp_path, use_cpu=False)
+
+
+# finding_B21
+def test_a_ballot_between_gpus_takes_their_own_group(tmp_path):
+    from posttrain.core import interrupts
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        watch = interrupts.Watch(world_size=2, device="cuda")
+        assert [watch.due() for _ in range(5)] == [0] * 5
+        watch._number = 15
+        assert 15 in [watch.due() for _ in range(200)]
+        assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# finding_B21
+def test_counting_a_window_does_not_wait_for_the_device(tmp_path):
+    trainer = TRAINERS["causal-lm"](tmp_path, use_cpu=False)
+    batch = trainer.data_collator(trainer.train_dataset[:4])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        items = trainer._count_window([batch, batch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert items.is_cuda and items == 2 * trainer.count_items(batch)

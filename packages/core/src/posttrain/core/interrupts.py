@@ -115,14 +115,22 @@ class Watch:
         on_signals: whether signals are noticed.
         limit: seconds after `begin`; None: no limit.
         world_size: processes, which answer `due` alike.
+        device: that of this process.
     """
 
-    def __init__(self, on_signals: bool = True, limit: float | None = None, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        on_signals: bool = True,
+        limit: float | None = None,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.on_signals, self.limit, self.world_size = on_signals, limit, world_size
+        self._device = torch.device(device)
         self._number = 0
         self._until: float | None = None
         self._before: dict[int, Any] = {}
-        self._ballot: tuple[torch.Tensor, Any] | None = None
+        self._ballot: _Ballot | None = None
         self._calls, self._every, self._asked = 0, 1, time.monotonic()
         self._process = os.getpid()
 
@@ -171,9 +179,7 @@ class Watch:
             return 0
         reason, now = self._count(), time.monotonic()
         # In whole milliseconds since the last ballot, so that all know how often to ask for about four a second.
-        ballot = torch.tensor([self.own, int(1000 * (now - self._asked))])
-        operation = torch.distributed.ReduceOp.MAX
-        self._ballot = ballot, torch.distributed.all_reduce(ballot, operation, group=_group(), async_op=True)
+        self._ballot = _Ballot([self.own, int(1000 * (now - self._asked))], self._device)
         self._calls, self._asked = 0, now
         return reason
 
@@ -185,21 +191,35 @@ class Watch:
     def _count(self) -> int:
         if self._ballot is None:
             return 0
-        (ballot, work), self._ballot = self._ballot, None
-        work.wait()
-        reason, milliseconds = ballot.tolist()
+        ballot, self._ballot = self._ballot, None
+        reason, milliseconds = ballot.read()
         self._every = min(max(self._every * 250 // max(milliseconds, 1), 1), 64)
         return reason
 
 
-def _group() -> Any:
-    """A process group over the host's network, for numbers that must not make a device wait."""
-    if torch.distributed.get_backend() == "gloo":
-        return torch.distributed.group.WORLD
-    world = torch.distributed.group.WORLD
-    if world not in _groups:
-        _groups[world] = torch.distributed.new_group(backend="gloo")
-    return _groups[world]
+class _Ballot:
+    """The largest of each of `numbers` over the processes, which is on its way while they go on.
 
+    It takes the processes' own group: over the host's network where that carries tensors of the host, else on the device, beside
+    its work.
+    """
 
-_groups: dict[Any, Any] = {}
+    def __init__(self, numbers: list[int], device: torch.device) -> None:
+        self._numbers, self._event = torch.tensor(numbers), None
+        maximum, on_host = torch.distributed.ReduceOp.MAX, "cpu:gloo" in torch.distributed.get_backend_config()
+        if on_host or device.type == "cpu":
+            self._work = torch.distributed.all_reduce(self._numbers, maximum, async_op=True)
+            return
+        self._on_device = self._numbers.pin_memory().to(device, non_blocking=True)
+        work = torch.distributed.all_reduce(self._on_device, maximum, async_op=True)
+        self._numbers = self._numbers.pin_memory()
+        beside = torch.Stream(device=device)
+        with beside:
+            work.wait()  # this stream does, not the host
+            self._numbers.copy_(self._on_device, non_blocking=True)
+            self._event = beside.record_event()
+
+    def read(self) -> list[int]:
+        """The largest, once they are here: as a rule they are, since a ballot is read when the next is held."""
+        self._work.wait() if self._event is None else self._event.synchronize()
+        return self._numbers.tolist()

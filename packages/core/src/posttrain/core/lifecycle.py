@@ -203,7 +203,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._guard, self._ema = self._make_guard(), ema.make(self.model, args, self.optimizer)
         self._cuts, self._loss_terms, self._rows_read, self._epoch_stops = 0, {}, 0, False
         limit = args.max_time and interrupts.seconds(args.max_time)
-        self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size)
+        self._watch = interrupts.Watch(self._saves_on_signal, limit, self.dist.world_size, self.dist.device)
         self._is_moving, self._boundary, self._saved_step = False, None, None
         self._loader, self._rng = loader, None
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "gather": self.dist.gather_patiently}
@@ -405,7 +405,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             on_host = not isinstance(items, torch.Tensor) or items.is_cpu
             if on_host and items:
                 return None
-        items = torch.as_tensor(items, device=self.dist.device)
+        items = objective.scalar(items, self.dist.device)
         if self.args.average_tokens_across_devices:
             return self.dist.sum(items)
         # A process without labels has no mean, and no part in the mean of the others.

@@ -90,7 +90,16 @@ def weighted(
     window has none, the share is NaN.
     """
     weight = items / num_items
-    return torch.where(torch.as_tensor(items, device=loss.device) == 0, weight.to(loss), loss * weight), weight
+    return torch.where(scalar(items, loss.device) == 0, weight.to(loss), loss * weight), weight
+
+
+def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Tensor:
+    """`value` as a tensor of shape () on `device`, written there: a copy of ordinary host memory waits for the device."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value.to(device)
+    if isinstance(value, torch.Tensor):
+        return value if str(device) == "cpu" else torch.full((), value.item(), dtype=value.dtype, device=device)
+    return torch.full((), value, dtype=torch.long if isinstance(value, int) else None, device=device)
 
 
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

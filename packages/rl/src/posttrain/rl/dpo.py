@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core import data, opt
+from posttrain.core import data, objective, opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields import Removed
 from posttrain.rl.preference import Completions, PreferenceTrainer
@@ -378,7 +378,8 @@ class DPOTrainer(PreferenceTrainer):
         if "sft" in self.args.loss_type:
             batches = [inputs for inputs in window if not data.is_filler(inputs)]
             tokens = sum(inputs["completion_mask"].chunk(2)[0].sum() for inputs in batches)
-            counts = torch.tensor([sum(map(self.count_items, window)), int(tokens)], device=self.dist.device)
+            both = (sum(map(self.count_items, window)), tokens)
+            counts = torch.stack([objective.scalar(count, self.dist.device).long() for count in both])
             pairs, tokens = self.dist.sum(counts)
             self._pairs_per_token = pairs / tokens.clamp_min(1)
         super().train_on_window(model, window, num_items)

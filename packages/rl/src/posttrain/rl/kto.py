@@ -182,7 +182,7 @@ class KTOTrainer(PreferenceTrainer):
                 with self.compute_loss_context_manager():
                     ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
                 if not data.is_filler(inputs):
-                    total += torch.stack([ratio.double().sum(), torch.tensor(len(ratio), device=ratio.device)])
+                    total += torch.stack([ratio.double().sum(), objective.scalar(len(ratio), ratio.device)])
         total = self.dist.sum(total) if everywhere else total
         return (total[0] / total[1].clamp_min(1)).clamp_min(0).float()
 

@@ -25,6 +25,7 @@ from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.errors import ConfigError
+from posttrain.core.objective import scalar
 
 logger = logging.getLogger(__name__)
 
@@ -384,7 +385,8 @@ class Distributed:
         """The sum of a number or tensor over all processes; the value itself in a run of one."""
         if self.world_size == 1:
             return value
-        total = torch.as_tensor(value, device=self.device).clone()
+        total = scalar(value, self.device) if isinstance(value, (int, float)) else value.to(self.device)
+        total = total.clone()
         with self._waiting("a sum"):
             torch.distributed.all_reduce(total)
         return total
