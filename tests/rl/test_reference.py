@@ -76,6 +76,31 @@ def test_it_costs_no_second_model_with_an_adapter():
     assert sum(p.numel() for p in policy.parameters()) == count
 
 
+# finding_E
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_new_adapter_needs_no_copy_of_itself(experts):
+    if experts:  # of which peft knows one adapter at a time
+        config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        policy = get_peft_model(tiny.mixture_of_experts(), config)
+    else:
+        policy = adapted()
+    copied = None if experts else AdapterReference.copy_of(adapted(), moves=False).state_dict()
+    before = policy(input_ids=IDS).logits.detach()
+    reference = make_reference(policy, None, fresh_adapter=False)
+    assert list(policy.peft_config) == ["default"]
+    torch.testing.assert_close(logits(reference), before, rtol=0, atol=0)
+    shake(policy)
+    torch.testing.assert_close(logits(reference), before, rtol=0, atol=0)
+    assert not torch.allclose(policy(input_ids=IDS).logits, before)
+    reference.load_state_dict(reference.state_dict(), "here")
+    if copied is not None:  # a checkpoint of a run that had made one
+        reference.load_state_dict(copied, "here")
+        with pytest.raises(CheckpointError, match="another reference"):
+            reference.load_state_dict({"fingerprint": "0"}, "here")
+    trained = make_reference(policy, None, fresh_adapter=False) if not experts else None
+    assert experts or (trained.adapter == "reference" and "reference" in policy.peft_config)
+
+
 def test_dropout_of_the_policy_is_off_in_its_reference():
     policy = get_peft_model(tiny.causal_lm("gpt2", resid_pdrop=0.5), LoraConfig(target_modules=["c_attn"]))
     reference = make_reference(policy.train(), None, fresh_adapter=True)

@@ -116,8 +116,10 @@ class AdapterReference:
 
     is_gone = False
 
-    def __init__(self, policy: nn.Module, adapter: str | None = None, moves: bool = False) -> None:
-        self.policy, self.adapter, self.moves = models.unwrap(policy), adapter, moves
+    def __init__(
+        self, policy: nn.Module, adapter: str | None = None, moves: bool = False, earlier: str | None = None
+    ) -> None:
+        self.policy, self.adapter, self.moves, self._earlier = models.unwrap(policy), adapter, moves, earlier
         for parameter in self.weights().values():
             parameter.requires_grad_(False)
 
@@ -133,6 +135,18 @@ class AdapterReference:
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
+
+    @classmethod
+    def without_adapter(cls, policy: nn.Module) -> AdapterReference:
+        """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
+        peft_model = models.unwrap(policy)
+        active = peft_model.active_adapter  # of which earlier versions made a copy: what their checkpoints tell it by
+        copied = {
+            name.replace(f".{active}", f".{ADAPTER}"): p
+            for name, p in peft_model.named_parameters()
+            if active in name.split(".")
+        }
+        return cls(policy, earlier=fingerprint(copied))
 
     @property
     def model(self) -> AdapterReference:
@@ -178,7 +192,20 @@ class AdapterReference:
 
     def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
         """As `FrozenReference.load_state_dict`."""
-        _restore(self.weights(), state, where)
+        if self._earlier is None or state.get("fingerprint") != self._earlier:
+            _restore(self.weights(), state, where)
+
+
+def changes_nothing(policy: nn.Module) -> bool:
+    """Whether the one adapter of `policy` gives what the model below gives: LoRA whose second factors are still 0."""
+    peft_model = models.unwrap(policy)
+    (config, *others) = peft_model.peft_config.values()
+    plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" and not getattr(
+        config, "use_dora", False
+    )
+    more = [getattr(config, name, None) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")]
+    tuned = [p for name, p in peft_model.named_parameters() if {"lora_B", "lora_embedding_B"} & {*name.split(".")}]
+    return plain and not others and not any(more) and bool(tuned) and not any(bool(p.any()) for p in tuned)
 
 
 class PolicyAsReference:
@@ -226,7 +253,11 @@ def make_reference(
     if given is not None:
         return FrozenReference(given, moves)
     if models.is_peft_model(policy):
-        return AdapterReference(policy) if fresh_adapter and not moves else AdapterReference.copy_of(policy, moves)
+        if fresh_adapter and not moves:
+            return AdapterReference(policy)
+        if not moves and changes_nothing(policy):
+            return AdapterReference.without_adapter(policy)
+        return AdapterReference.copy_of(policy, moves)
     if precomputed:
         return PolicyAsReference(policy)
     return FrozenReference(copy.deepcopy(models.unwrap(policy)), moves, is_copy=True)

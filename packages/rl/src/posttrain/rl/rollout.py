@@ -118,7 +118,7 @@ class RolloutTrainer(Trainer):
         functions += own
         if not functions:
             raise ValueError(
-                "No reward source: pass reward_funcs, or an environment_factory whose class has get_reward()."
+                "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
         self.rewards = Rewards(functions, args, len(own))
         data.set_seed(args.seed)  # adapters begin with random numbers
