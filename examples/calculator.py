@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.core import TrainerCallback
-from posttrain.core.report import metric_curves
+from posttrain.core.report import loss_curve, metric_curves
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 
@@ -30,13 +30,18 @@ HELD_OUT = 800
 GREEDY, SAMPLED = "eval_greedy_pass@1", "eval_sampled_pass@1"
 
 
-def read(seed: int, digits: int = 3) -> tuple[Dataset, Dataset, Dataset]:
+def read(seed: int, digits: int = 3, signs: str = "+-*/") -> tuple[Dataset, Dataset, Dataset]:
     """Distinct steps in three parts: a third to fine-tune on, `HELD_OUT` to measure on, and the rest for GRPO.
 
-    Every number has so many `digits`: with leading zeros the places of all numbers line up, as in 048/002=024.
+    Steps with another of `signs` or a longer number are left out. Every number has so many `digits`: with leading zeros the
+    places of all numbers line up, as in 048/002=024.
     """
     lines = DATA.read_text(encoding="utf-8").splitlines()
-    short = [line for line in lines if max(map(len, re.findall(r"\d+", line))) <= digits]
+    short = [
+        line
+        for line in lines
+        if re.search(f"[{re.escape(signs)}]", line) and not re.search(rf"\d{{{digits + 1}}}", line)
+    ]
     steps = [re.sub(r"\d+", lambda number: number[0].zfill(digits), line).partition("=") for line in short]
     rows = [{"prompt": f"{problem}=", "result": result} for problem, _, result in steps]
     random.Random(seed).shuffle(rows)
@@ -63,7 +68,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **size, **tokens))
 
 
-def fine_tune(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, epochs: float, seed: int, out: Path) -> None:
+def fine_tune(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, epochs: float, seed: int, out: Path) -> SFTTrainer:
     args = SFTConfig(
         output_dir=str(out / "sft"),
         num_train_epochs=epochs,
@@ -73,13 +78,32 @@ def fine_tune(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, epochs: float, 
         warmup_steps=50,
         weight_decay=0.1,
         gradient_checkpointing=False,
-        logging_steps=100,
+        logging_first_step=True,
+        logging_steps=50,
         save_strategy="no",
         seed=seed,
     )
-    SFTTrainer(
-        model, args, train_dataset=rows.rename_column("result", "completion"), processing_class=tokenizer
-    ).train()
+    rows = rows.rename_column("result", "completion")
+    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    return trainer
+
+
+@torch.no_grad()
+def answer(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, **options) -> list[str]:
+    """One answer to each problem: the most probable, or with ``do_sample=True`` one that is drawn."""
+    model.eval()
+    inputs = tokenizer(list(rows["prompt"]), return_tensors="pt").to(model.device)  # all of one length
+    options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id} | options
+    found = model.generate(**inputs, max_new_tokens=len(rows[0]["result"]) + 1, **options)
+    return tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def shares(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, draws: int = 8) -> list[float]:
+    """For each problem, which share of so many drawn answers is right."""
+    torch.manual_seed(0)
+    drawn = [right(answer(model, tokenizer, rows, do_sample=True, top_k=0), rows["result"]) for _ in range(draws)]
+    return [sum(each) / draws for each in zip(*drawn, strict=True)]
 
 
 def right(completions: list[str], result: list[str], **_) -> list[float]:
@@ -112,18 +136,9 @@ class TimeLimit(TrainerCallback):
 
 
 def reinforce(
-    model,
-    tokenizer,
-    new: Dataset,
-    held_out: Dataset,
-    updates: int,
-    minutes: float,
-    seed: int,
-    evaluations: int,
-    out: Path,
+    model, tokenizer, new: Dataset, held_out: Dataset, updates: int, minutes: float, seed: int, out: Path, changes: dict
 ) -> Calculator:
-    args = GRPOConfig(
-        output_dir=str(out),
+    options = dict(
         max_steps=updates,
         per_device_train_batch_size=1024,
         num_generations=8,
@@ -134,32 +149,36 @@ def reinforce(
         gradient_checkpointing=False,
         eval_strategy="steps",
         eval_on_start=True,
-        eval_steps=max(1, updates // evaluations),
+        eval_steps=0.25,  # of all updates
         per_device_eval_batch_size=4 * HELD_OUT,
         logging_first_step=True,
         logging_steps=10,
         save_strategy="no",
         seed=seed,
     )
+    args = GRPOConfig(output_dir=str(out), **(options | changes))
     trainer = Calculator(model, right, args, new, held_out, tokenizer, callbacks=[TimeLimit(minutes)])
     trainer.train()
     trainer.save_model()
     return trainer
 
 
-def standard_error(share: float) -> float:
-    """Of a share of `HELD_OUT` prompts. Four samples of a prompt count as one, since they are alike."""
-    return (share * (1 - share) / HELD_OUT) ** 0.5
-
-
-def verdict(curve: list[tuple[int, float, float]], updates: int) -> str:
-    """What the curve shows of GRPO, and what it does not."""
-    (_, _, before), (done, _, after) = curve[0], curve[-1]
+def verdict(before: list[float], after: list[float], done: int, updates: int) -> str:
+    """What the same held-out problems show of GRPO before and after it, and what they do not."""
+    gains = torch.tensor(after, dtype=torch.double) - torch.tensor(before, dtype=torch.double)
+    gain, error = 100 * gains.mean().item(), 100 * gains.std().item() / len(gains) ** 0.5
+    found = f"{gain:+.1f} points on {len(gains)} problems, standard error {error:.1f}"
     if done < updates:
-        return f"Time ran out after {done} of {updates} updates: too early to say what GRPO gains here."
-    gain, noise = after - before, (standard_error(before) ** 2 + standard_error(after) ** 2) ** 0.5
-    told = "GRPO made the model better" if gain > 2 * noise else "No gain that stands out from chance"
-    return f"{told}: {100 * gain:+.1f} points of sampled answers, standard error {100 * noise:.1f}."
+        return f"Time ran out after {done} of {updates} updates, too early to judge GRPO ({found})."
+    if abs(gain) <= 2 * error:
+        return f"GRPO did not change the model by more than chance may: {found}."
+    return f"GRPO made the model {'better' if gain > 0 else 'worse'}: {found}."
+
+
+def show(rows: Dataset, answers: list[str], count: int = 5) -> None:
+    for problem, result, text in list(zip(rows["prompt"], rows["result"], answers, strict=True))[:count]:
+        note = "right" if text == result else f"wrong, {result}"
+        print(f"  {problem}{text or '(nothing)':<8} {note}")
 
 
 def run(
@@ -169,35 +188,48 @@ def run(
     minutes: float = 60,
     out: Path = Path("out/calculator"),
     digits: int = 3,
-    evaluations: int = 4,
+    signs: str = "+-*/",
+    **changes,
 ) -> list[tuple[int, float, float]]:
-    """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on."""
+    """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on. `changes` are arguments of
+    GRPO."""
     started = time.monotonic()
-    known, new, held_out = read(seed, digits)
+    known, new, held_out = read(seed, digits, signs)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"Model: Qwen3 architecture, new, {size:.2f} million parameters; each digit is a token")
     print(f"Data:  {len(known):,} calculator steps to fine-tune on, {len(new):,} for GRPO, {len(held_out):,} held out")
+    answers = answer(model, tokenizer, held_out)
+    nothing = sum(right(answers, held_out["result"])) / len(held_out)
+    print("\nBefore training, on held-out steps:")
+    show(held_out, answers)
+
     print("\nFine-tuning")
-    fine_tune(model, tokenizer, known, epochs, seed, out)
+    fine_tuning = fine_tune(model, tokenizer, known, epochs, seed, out)
+    losses = loss_curve(fine_tuning.state.log_history, out / "loss.html", title="Fine-tuning on calculator steps")
+    print("\nAfter fine-tuning:")
+    show(held_out, answer(model, tokenizer, held_out))
+    before = shares(model, tokenizer, held_out)
+
     print("\nGRPO on steps that fine-tuning never saw; the reward is 1 for exactly the right number")
-    trainer = reinforce(model, tokenizer, new, held_out, updates, minutes, seed, evaluations, out)
-    history = trainer.state.log_history
+    trainer = reinforce(model, tokenizer, new, held_out, updates, minutes, seed, out, changes)
+    history, done = trainer.state.log_history, trainer.state.global_step
+    after = shares(trainer.model, tokenizer, held_out)
 
     greedy, sampled = ({r["step"]: r[key] for r in history if key in r} for key in (GREEDY, SAMPLED))
     curve = [(step, greedy[step], sampled[step]) for step in sampled]
-    print(
-        f"\nAccuracy on {len(held_out):,} steps that neither saw, with standard errors\n\n  updates         greedy        sampled"
-    )
-    for step, *shares in curve:
-        shown = "   ".join(f"{share:6.1%} ± {100 * standard_error(share):.1f}" for share in shares)
-        print(f"  {step:7d}   {shown}  {'#' * round(50 * shares[-1])}")
-    print(f"\n{verdict(curve, updates)}")
+    print("\nHeld-out accuracy, which neither saw\n\n  updates   greedy   sampled")
+    for step, most, drawn in curve:
+        print(f"  {step:7d}  {most:7.1%}   {drawn:7.1%}  {'#' * round(50 * drawn)}")
     lines = {SAMPLED: "held out, sampled", GREEDY: "held out, greedy", "reward": "GRPO's own prompts, sampled"}
     picture = metric_curves(history, lines, out / "accuracy.html", "GRPO on calculator steps", "share right")
-    print(f"\nTime            {time.monotonic() - started:.0f} s")
+    print(f"\nFine-tuning     {nothing:.1%} -> {curve[0][1]:.1%} of {len(held_out)} held-out steps right (greedy)")
+    print(f"GRPO            {sum(before) / len(before):.1%} -> {sum(after) / len(after):.1%} right (sampled)")
+    print(f"                {verdict(before, after, done, updates)}")
+    print(f"Time            {time.monotonic() - started:.0f} s")
     print(f"Model           {out.resolve()}")
+    print(f"Loss curve      {losses.resolve()}")
     print(f"Accuracy curve  {picture.resolve()}")
     return curve
 
@@ -208,6 +240,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, help="of fine-tuning")
     parser.add_argument("--updates", type=int, help="of GRPO, of 128 prompts each")
     parser.add_argument("--digits", type=int, help="of the largest numbers: 3, or 2 for the easier half of the steps")
+    parser.add_argument("--signs", help="which steps: + - * / or some of them")
     parser.add_argument("--minutes", type=float, help="that GRPO may take; it ends there")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the model and the curve go")
     run(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
