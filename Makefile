@@ -19,7 +19,7 @@ help: ## Show these commands.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Threads that wait asleep: where other programs run too, spinning ones make a step ten times slower.
-quickstart: $(STAMP) ## Train a small language model on maths problems: minutes on a laptop. MODEL=name fine-tunes that one.
+quickstart: $(STAMP) ## Teach a small model arithmetic in minutes on a laptop. MODEL=name fine-tunes that one.
 	@OMP_WAIT_POLICY=passive $(PY) examples/quickstart.py
 
 test: $(STAMP) ## Run the tests that take minutes together.

@@ -71,8 +71,8 @@ def show(title: str, rows: Dataset, solutions: list[str]) -> None:
 
 def from_nothing() -> None:
     """Two acts, each judged on problems that it never saw."""
-    options = {"per_device_train_batch_size": 256, "learning_rate": 2e-4, "eval_steps": 50}
-    calculator.run(epochs=45, updates=150, minutes=2.5, out=OUT, digits=2, signs="+-", **options)
+    options = {"per_device_train_batch_size": 256, "learning_rate": 2e-4, "eval_steps": 40}
+    calculator.run(epochs=45, updates=120, minutes=2.5, out=OUT, digits=2, signs="+-", **options)
     print("\nNext: make quickstart MODEL=Qwen/Qwen3-0.6B      fine-tunes a pretrained model on whole maths problems")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -43,20 +44,32 @@ class Handler(logging.StreamHandler):
 def line(record: dict[str, Any], max_length: int = 100) -> str:
     """What a reader wants of a log record in one line; ``log.jsonl`` and ``log_history`` hold all of it.
 
-    How fast the machine was is left out. Of more than `SHOWN` numbers the nearest to the result stay: losses first, then
-    names without a group, then rewards.
+    How fast the machine was is left out. Of more than `SHOWN` numbers, or more than fit on a line of the terminal, those stay
+    that are nearest to the result: losses and the epoch first, then names without a group, then rewards.
     """
     names = [name for name in record if not name.startswith(_MACHINE) and not name.endswith(_MACHINE_ENDS)]
     names = names or list(record)
-    chosen = set(sorted(names, key=_distance)[:SHOWN])
-    texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names if name in chosen}
-    parts = [f"{name} {text if len(text) <= max_length else text[:max_length] + '...'}" for name, text in texts.items()]
-    if len(names) > len(parts):
-        parts.append(f"({len(names) - len(parts)} more in log.jsonl)")
-    return "  ".join(parts)
+    texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names}
+    texts = {name: f"{name} {v if len(v) <= max_length else v[:max_length] + '...'}" for name, v in texts.items()}
+    chosen, room = [], _width() - len("(99 more in log.jsonl)")
+    for name in sorted(names, key=_distance)[:SHOWN]:
+        room -= len(texts[name]) + 2
+        if room < 0 and chosen:
+            break
+        chosen.append(name)
+    parts = [texts[name] for name in names if name in chosen]
+    return "  ".join(parts + [f"({len(names) - len(parts)} more in log.jsonl)"] * (len(names) > len(parts)))
+
+
+def _width() -> int:
+    """Columns of the terminal; a file has room for everything."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def _distance(name: str) -> int:
     """How far a number is from what the run is for."""
-    tests = name.endswith("loss"), "/" not in name, "rewards/" in name
-    return next((place for place, holds in enumerate(tests) if holds), len(tests))
+    if name.endswith(("loss", "epoch")):
+        return 0
+    if any(part in name for part in ("entropy", "std", "num_")):
+        return 3
+    return 1 if "/" not in name else 2 if "rewards/" in name else 4
