@@ -101,6 +101,14 @@ def test_an_encoder_decoder_is_trained_on_the_probabilities_of_its_decoder(train
 
 
 # finding_E
+@pytest.mark.parametrize("trainer", [ORPOTrainer, CPOTrainer])
+def test_rows_have_the_columns_that_earlier_collators_read(trainer, tmp_path):
+    row = preference(trainer)(tmp_path).train_dataset[0]
+    for side in ("chosen", "rejected"):
+        assert row[f"{side}_input_ids"] == row["prompt_ids"] + row[f"{side}_ids"]
+
+
+# finding_E
 def test_alphapo_is_simpo_without_the_likelihood():
     args = CPOConfig(output_dir="out", loss_type="alphapo", alpha=0.5)
     assert (args.loss_type, args.cpo_alpha, args.alpha) == ("simpo", 0.0, 0.5)

@@ -48,3 +48,17 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             **{name: value for name, value in rare.items() if value is not None},
             **others,
         )
+
+    def arrange(self, dataset: Any) -> Any:
+        """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and collators of
+        earlier versions read."""
+        return dataset.map(whole_texts, batched=True)
+
+
+def whole_texts(columns: dict[str, list[Any]], ending: str = "_input_ids") -> dict[str, list[Any]]:
+    """The prompts with their chosen and with their rejected completions, as columns with this `ending`."""
+    prompts = columns["prompt_ids"]
+    return {
+        side + ending: [[*prompt, *ids] for prompt, ids in zip(prompts, columns[f"{side}_ids"], strict=True)]
+        for side in ("chosen", "rejected")
+    }

@@ -25,7 +25,7 @@ from posttrain.core import data, models, opt
 from posttrain.core.collators import pad_rows
 from posttrain.core.fields import Removed
 from posttrain.rl.preference_config import PreferenceConfig
-from posttrain.rl.reference_free import ReferenceFreeTrainer
+from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
 
 TASK = "AutoModelForSequenceClassification"
 
@@ -156,7 +156,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def arrange(self, dataset: Any) -> Any:
         """Rows with each text whole as `chosen_ids` and `rejected_ids`: the model reads nothing else."""
-        return dataset.map(_joined, batched=True, remove_columns=["prompt_ids"])
+        return dataset.map(whole_texts, batched=True, remove_columns=["prompt_ids"], fn_kwargs={"ending": "_ids"})
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
@@ -199,14 +199,6 @@ class RewardTrainer(ReferenceFreeTrainer):
         self.metrics.add_sum("margin", differences.sum(), pairs)
         self.metrics.add_sum("min_reward", rewards.min() * pairs, pairs)
         self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)
-
-
-def _joined(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    prompts = columns["prompt_ids"]
-    return {
-        side: [[*prompt, *ids] for prompt, ids in zip(prompts, columns[side], strict=True)]
-        for side in ("chosen_ids", "rejected_ids")
-    }
 
 
 def _with_prompt_ids(dataset: Any) -> Any:
