@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 import types
 from collections import Counter
 from dataclasses import dataclass, field
@@ -650,6 +651,35 @@ def test_S057_S058_options_of_workers_need_workers(option, worker_run):
     assert getattr(worker_run[0].args, name) == option[name]
     with pytest.raises(ConfigError, match=f"(?s){name}.*dataloader_num_workers"):
         TrainingArguments(**option)
+
+
+class SlowFirst(Mapped):
+    def __getitem__(self, row):
+        if row == 0:
+            time.sleep(2.5)
+        return super().__getitem__(row)
+
+
+# finding_G
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_that_is_late_is_waited_for_unless_order_does_not_matter(in_order, tmp_path):
+    options = dict(rows=SlowFirst(), train_sampling_strategy="sequential", per_device_train_batch_size=4)
+    trainer = fit(tmp_path, dataloader_num_workers=2, dataloader_in_order=in_order, **options)
+    firsts = [batch["x"][0].item() for batch in trainer.get_train_dataloader()]
+    expected = [row["x"].item() for row in line()[::4]]
+    assert sorted(firsts) == expected and (firsts == expected) == in_order
+
+
+# finding_G
+@pytest.mark.parametrize("whole", [True, False])
+def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
+    def compute(prediction):
+        shapes.append(prediction.predictions.shape if whole else [part.shape for part in prediction.predictions])
+        return {}
+
+    shapes = []
+    classify(tmp_path, compute_metrics=compute, per_device_eval_batch_size=4, eval_do_concat_batches=whole).evaluate()
+    assert shapes == ([(10, 3)] if whole else [[(4, 3), (4, 3), (2, 3)]])
 
 
 def test_S059_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):

@@ -50,6 +50,23 @@ def test_a_run_leaves_a_model_that_can_be_loaded_and_scores_in_its_log(run_file,
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
+# finding_G
+def test_sources_get_their_prefix_and_are_cut(run_file, monkeypatch):
+    from posttrain.seq2seq import Seq2SeqTrainer
+
+    read = []
+    train = Seq2SeqTrainer.train
+    monkeypatch.setattr(Seq2SeqTrainer, "train", lambda self, *a, **k: read.append(self) or train(self, *a, **k))
+    assert (
+        main(["seq2seq", "run.yaml", "--source_prefix", "say: ", "--max_source_length", "9", "--max_steps", "1"]) == 0
+    )
+    tokenizer = tiny.tokenizer()
+    for rows in (read[0].train_dataset, read[0].eval_dataset):
+        ids = [row["input_ids"] for row in rows]
+        assert {len(row) for row in ids} == {9}
+        assert all(tokenizer.decode(row).startswith("say: ") for row in ids)
+
+
 def test_a_model_without_an_encoder(run_file, tmp_path):
     tiny.causal_lm().save_pretrained(tmp_path / "model")
     words = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj", "--max_steps", "2"]

@@ -164,6 +164,29 @@ def test_a_script_of_trl_parses_its_arguments_and_trains(run_file, tmp_path):
         assert trainer.state.global_step == 1
 
 
+# finding_G
+def test_every_field_of_the_model_reaches_the_adapter_and_the_loader():
+    import torch
+    from peft import get_peft_model
+
+    from posttrain.core import ModelConfig
+
+    asked = ModelConfig(
+        "model", model_revision="v2", dtype="bfloat16", attn_implementation="eager", use_peft=True, lora_alpha=7, lora_r=3,
+        lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"], lora_target_parameters=["mlp.up_proj.weight"],
+        lora_dropout=0.0, lora_task_type="SEQ_CLS", load_in_4bit=True, bnb_4bit_quant_storage="bfloat16",
+    )  # fmt: skip
+    assert asked.model_init_kwargs() == {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "eager"}
+    config = asked.peft_config()
+    assert (config.r, config.lora_alpha, config.task_type) == (3, 7, "SEQ_CLS")
+    assert asked.quantization_config().bnb_4bit_quant_storage == torch.bfloat16
+    config.task_type = "CAUSAL_LM"
+    names = {name for name, p in get_peft_model(tiny.causal_lm(), config).named_parameters() if p.requires_grad}
+    for part in ("q_proj.lora_A", "up_proj.lora_A", "lm_head.modules_to_save"):
+        assert any(part in name for name in names), part
+    assert not any("v_proj" in name for name in names)
+
+
 @pytest.fixture
 def mixture_file(run_file, tmp_path):
     """The same run on two files of which the second has three times the weight."""

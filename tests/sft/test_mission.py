@@ -62,6 +62,18 @@ def test_S141_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another
             torch.testing.assert_close(together[start:end], alone, rtol=0, atol=1e-5)
 
 
+# finding_G
+@pytest.mark.parametrize(("packing", "eval_packing"), [(False, True), (True, False), (True, None)])
+def test_S141_evaluation_rows_are_packed_as_asked_for_and_their_loss_stays(packing, eval_packing, tmp_path):
+    args = SFTConfig(str(tmp_path), **(USUAL | {"max_length": 128, "packing": packing, "eval_packing": eval_packing}))
+    options = dict(train_dataset=TEXTS, eval_dataset=TEXTS[:6], processing_class=tiny.tokenizer())
+    trainer = SFTTrainer(tiny.causal_lm(), args, **options)
+    packed = packing if eval_packing is None else eval_packing
+    assert (len(trainer.train_dataset) < len(TEXTS), len(trainer.eval_dataset) < 6) == (packing, packed)
+    plain = SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), **(USUAL | {"max_length": 128})), **options)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
 def test_S142_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
     trainer = tune(tmp_path, peft_config=LORA)
     trainer.train()
