@@ -240,6 +240,9 @@ def test_a_model_with_a_loss_of_its_own_keeps_it(tmp_path):
     it = trainer(tmp_path, model)
     batch = it.data_collator(ROWS)
     own = model(**batch).loss
+    # finding_A14: a batch without labels decides nothing
+    it._in_head(model, {**batch, "labels": torch.full_like(batch["labels"], -100)})
+    assert it._has_loss_in_head is None
     assert not it._in_head(model, batch)
     assert float(it.compute_loss(model, dict(batch))) == pytest.approx(float(own), rel=1e-5)
 
