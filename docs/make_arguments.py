@@ -1,4 +1,4 @@
-"""Writes arguments.md from the fields of the configs: ``python docs/make_arguments.py``."""
+"""Writes the pages in ``docs/arguments`` from the fields of the configs: ``python docs/make_arguments.py``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from posttrain.core.cli.help import bounds_of, default_of, groups
 from posttrain.core.fields import field_types
 from posttrain.core.registry import methods
 
-PAGE = Path(__file__).parent / "arguments.md"
+FOLDER = Path(__file__).parent / "arguments"
 
-HEADER = """# Arguments
+INDEX = """# Arguments
 
-Generated from the fields of the configs by `python docs/make_arguments.py`; a test keeps it up to date. On the command line
-each is a flag (`--learning_rate 1e-5`), in a YAML file a line (`learning_rate: 1e-5`). Earlier names are in
-[migrating.md](migrating.md).
+Generated from the fields of the configs by `python docs/make_arguments.py`; a test keeps these pages up to date. On the command
+line each argument is a flag (`--learning_rate 1e-5`), in a YAML file a line (`learning_rate: 1e-5`).
+[migrating.md](../migrating.md) lists the names of earlier versions.
+
+| config | arguments |
+|---|---|
+"""
+SHARED = """
+These arguments come on top of those of [TrainingArguments](TrainingArguments.md). An argument that stands on both pages has
+another default here.
 """
 
 
@@ -24,33 +31,37 @@ def _cell(text: object) -> str:
     return " ".join(str(text).replace("|", "\\|").split())
 
 
-def _table(config_class: type, known: set[str]) -> list[str]:
-    """The fields of `config_class` that are not in `known` with the same default, a table for each group."""
-    lines = [f"\n## {config_class.__name__}\n"]
+def _page(config_class: type, known: set[str]) -> tuple[str, int]:
+    """(the page of `config_class`, how many fields it lists): those not in `known` with the same default, by group."""
+    lines, count = [f"# {config_class.__name__}"], 0
     if known:
-        lines += ["Beside those of `TrainingArguments`; fields named again have another default here."]
+        lines.append(SHARED.rstrip())
     for title, fields in groups(config_class).items():
         fields = [f for f in fields if (f.name, repr(default_of(f))) not in known]
         if fields:
-            lines += [f"\n### {title}\n", "| name | type | default | |", "|---|---|---|---|"]
+            lines += [f"\n## {title}\n", "| name | type | default | meaning |", "|---|---|---|---|"]
         for field in fields:
+            count += 1
             kinds = [k.__name__ for k in field_types(config_class).get(field.name, ()) if k is not type(None)]
             help, bounds = _cell(field.metadata.get("help", "")), _cell(bounds_of(field))
             default = _cell(f"`{default_of(field)!r}`")
             lines.append(
                 f"| `{field.name}` | {' or '.join(kinds)} | {default} | {help}{f' ({bounds})' * bool(bounds)} |"
             )
-    return lines
+    return "\n".join(lines) + "\n", count
 
 
-def page() -> str:
-    """The whole page: `TrainingArguments`, then what the config of each method adds."""
-    lines = [HEADER, *_table(TrainingArguments, set())]
+def pages() -> dict[str, str]:
+    """``{file name: text}``: `TrainingArguments`, what the config of each method adds, and an index of them."""
     known = {(field.name, repr(default_of(field))) for field in dataclasses.fields(TrainingArguments)}
-    for config_class in dict.fromkeys(method.config_class for method in methods().values()):
-        lines += _table(config_class, known)
-    return "\n".join(lines) + "\n"
+    made, index = {}, INDEX
+    for config_class in dict.fromkeys([TrainingArguments, *(method.config_class for method in methods().values())]):
+        name = config_class.__name__
+        made[f"{name}.md"], count = _page(config_class, known if made else set())
+        index += f"| [{name}]({name}.md) | {count} |\n"
+    return {"index.md": index} | made
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
