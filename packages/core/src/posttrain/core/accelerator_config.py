@@ -39,7 +39,7 @@ class AcceleratorArguments:
 
     accelerator_config: dict | str | None = opt(
         None,
-        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/health.md for what they do.",
+        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md for what they do.",
     )
 
     def _normalize(self) -> None:
