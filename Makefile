@@ -12,7 +12,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help setup quickstart test test-all lint clean
+.PHONY: help setup quickstart test test-all lint types check docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -32,10 +32,19 @@ lint: $(STAMP) ## Check style and formatting; change nothing.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+types: $(STAMP) ## Compare the type errors with those on record; they may only become fewer.
+	$(PY) .ci/type_errors.py
+
+check: lint types ## Check style and types: a minute.
+
+# The warnings advertise other programs; a broken link is an error (`strict` in mkdocs.yml).
+docs: $(STAMP) ## Build the documentation site into site/, and check its links.
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --quiet --clean
+
 setup: $(STAMP) ## Install everything into .venv, and nothing more.
 
 clean: ## Remove .venv and what the examples wrote.
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
