@@ -45,7 +45,7 @@ def loss_of(method: str, hidden, weight, labels):
     import torch
     import torch.nn.functional as F
 
-    from posttrain.core import losses
+    from posttrain.core.losses import language_modeling
 
     if method.startswith("transformers"):
         from transformers.loss.loss_utils import ForCausalLMLoss
@@ -78,10 +78,10 @@ def loss_of(method: str, hidden, weight, labels):
         options = {"options": torch.nn.LinearCrossEntropyOptions()} if method.endswith("chunked") else {}
         return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", **options)
     if method == "posttrain token_logps":
-        return -losses.token_logps(hidden, weight, labels).sum()
+        return -language_modeling.token_logps(hidden, weight, labels).sum()
     if method.endswith("stats"):
-        return losses.linear_cross_entropy(hidden, weight, labels, return_stats=True)[0]
-    return losses.linear_cross_entropy(hidden, weight, labels)
+        return language_modeling.linear_cross_entropy(hidden, weight, labels, return_stats=True)[0]
+    return language_modeling.linear_cross_entropy(hidden, weight, labels)
 
 
 def resident_mib(field: str) -> float:

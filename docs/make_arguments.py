@@ -7,8 +7,8 @@ from pathlib import Path
 
 from posttrain.core import TrainingArguments
 from posttrain.core.cli.help import bounds_of, default_of, groups
-from posttrain.core.fields import field_types
-from posttrain.core.registry import methods
+from posttrain.core.cli.registry import methods
+from posttrain.core.config import field_types
 
 FOLDER = Path(__file__).parent / "arguments"
 

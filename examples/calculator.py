@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.core import TrainerCallback
-from posttrain.core.report import loss_curve, metric_curves
+from posttrain.core.logging.plots import loss_curve, metric_curves
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 

@@ -19,7 +19,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.core.report import loss_curve
+from posttrain.core.logging.plots import loss_curve
 from posttrain.sft import SFTConfig, SFTTrainer
 
 DATA = Path(__file__).parent / "data" / "gsm8k"

@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 from posttrain.core import TrainingArguments
+from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError
-from posttrain.core.fields import field_types
 from posttrain.rl import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from posttrain.sft import SFTConfig
 from tests.contract.test_every_field import CONFIGS

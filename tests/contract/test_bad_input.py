@@ -11,8 +11,10 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3ForCausalLM
 
-from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments, data, models
+from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from posttrain.core.data import pipeline
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
+from posttrain.core.models import preparation
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import pad
@@ -150,7 +152,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
     refused(ImportError, "'peft' is not installed", "peft_config", "pip install 'posttrain-core[peft]'",
             run=lambda: sft(tmp_path, [{"text": "a b"}], peft_config=object()))  # fmt: skip
     refused(ImportError, "'bitsandbytes' is not installed", "pip install 'posttrain-core[quantization]'",
-            run=lambda: models.ModelConfig(load_in_4bit=True, use_peft=True).quantization_config())  # fmt: skip
+            run=lambda: preparation.ModelConfig(load_in_4bit=True, use_peft=True).quantization_config())  # fmt: skip
 
 
 def test_an_unknown_tracker_is_answered_with_those_known(tmp_path):
@@ -437,7 +439,7 @@ def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
     ids=["qwen3", "gpt2", "classifier", "regression", "t5", "linear"],
 )
 def test_the_limits_of_a_model_are_read_off_it(model, expected):
-    assert models.id_limits(model()) == expected
+    assert preparation.id_limits(model()) == expected
 
 
 @pytest.mark.parametrize(
@@ -459,9 +461,9 @@ def test_the_limits_of_a_model_are_read_off_it(model, expected):
 def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(model, row, parts):
     model = model()
     good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
-    loader = data.build_train_loader(
-        Rows([good, good | row]), batch_size=2, collate_fn=data.default_collator(tiny.tokenizer()), sampler=None, seed=0,
-        args=TrainingArguments("unused"), limits=models.id_limits(model),
+    loader = pipeline.build_train_loader(
+        Rows([good, good | row]), batch_size=2, collate_fn=pipeline.default_collator(tiny.tokenizer()), sampler=None, seed=0,
+        args=TrainingArguments("unused"), limits=preparation.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
 
@@ -483,13 +485,15 @@ def test_labels_that_padding_would_put_at_other_tokens_are_refused(tmp_path, cap
 
 def test_labels_of_minus_100_and_multi_label_rows_are_within_the_limits():
     limits = {"input_ids": 10, "labels": 3, "positions": 4}
-    data.check_limits({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 2]])}, limits)
-    data.check_limits({"labels": torch.tensor([[0.0, 7.0]]), "input_ids": torch.zeros(0, 4, dtype=torch.long)}, limits)
-    data.check_limits(
+    pipeline.check_limits({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 2]])}, limits)
+    pipeline.check_limits(
+        {"labels": torch.tensor([[0.0, 7.0]]), "input_ids": torch.zeros(0, 4, dtype=torch.long)}, limits
+    )
+    pipeline.check_limits(
         {"input_ids": torch.zeros(1, 9, dtype=torch.long), "position_ids": torch.zeros(1, 9)}, limits
     )  # packed
-    data.check_limits([torch.tensor([99])], limits)
-    refused(DataError, "empty rows", run=lambda: data.check_limits({"input_ids": torch.tensor([[], []])}, limits))
+    pipeline.check_limits([torch.tensor([99])], limits)
+    refused(DataError, "empty rows", run=lambda: pipeline.check_limits({"input_ids": torch.tensor([[], []])}, limits))
 
 
 def test_the_report_of_the_rows_is_plain_data(tmp_path):

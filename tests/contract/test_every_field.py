@@ -10,8 +10,8 @@ import pytest
 
 from posttrain.core import ModelConfig, TrainingArguments
 from posttrain.core.cli.launch import LaunchArguments
+from posttrain.core.cli.scripts import ScriptArguments
 from posttrain.core.cli.source import DataSource
-from posttrain.core.scripts import ScriptArguments
 from posttrain.rl import (
     CPOConfig,
     DPOConfig,

@@ -11,7 +11,7 @@ import transformers
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainingArguments
 from posttrain.core.cli import main
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
-from posttrain.core.preflight import PreflightError
+from posttrain.core.training.preflight import PreflightError
 from posttrain.rl import (
     CPOTrainer,
     DPOTrainer,

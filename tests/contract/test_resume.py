@@ -15,7 +15,7 @@ import torch
 
 from posttrain.core import EarlyStoppingCallback, TrainerCallback
 from posttrain.core.checkpoint import Store, blocks, codec
-from posttrain.core.metrics import is_timing
+from posttrain.core.logging.metrics import is_timing
 from tests import tiny
 from tests.contract.trainers import ROWS, TRAINERS, pad, weights
 

@@ -17,12 +17,11 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from posttrain.core import registry
 from posttrain.core.arguments import OLD_NAMES, TrainingArguments
-from posttrain.core.cli import parse
+from posttrain.core.cli import parse, registry
+from posttrain.core.config import check, field_types, opt
 from posttrain.core.errors import ConfigError
-from posttrain.core.fields import check, field_types, opt
-from posttrain.core.models import ModelConfig
+from posttrain.core.models.preparation import ModelConfig
 
 # Defaults that differ from transformers' on purpose, each with its reason.
 MEANT = {

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from posttrain.core import chat
+from posttrain.core.data import chat_template
+from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
-from posttrain.core.tool_calls import require_calls
 from tests.tiny import CHATML, tokenizer
 
 GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -88,7 +88,7 @@ def template(source):
     tok.bos_token = "<|im_start|>"
     marks = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")  # of whole tokens, as those of real tokenizers are
     tok.add_special_tokens({"additional_special_tokens": list(marks)})
-    return chat.Template(tok)
+    return chat_template.Template(tok)
 
 
 def spans_of(source, messages, chosen):
@@ -193,15 +193,15 @@ ROLES = ["user", "assistant", "user", "assistant"]
 )
 def test_a_messages_flag_goes_before_its_role(train_on, flags, expected):
     messages = [{"role": role, "content": "x"} | flag for role, flag in zip(ROLES, flags, strict=True)]
-    chosen = chat.message_choice(messages, train_on)
+    chosen = chat_template.message_choice(messages, train_on)
     assert chosen == (expected if expected is None else [bool(flag) for flag in expected])
-    assert all(set(message) == {"role", "content"} for message in chat.to_messages(messages))
+    assert all(set(message) == {"role", "content"} for message in chat_template.to_messages(messages))
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0.5}, {"train": "yes"}])
 def test_a_flag_that_is_neither_true_nor_false_is_refused(flag):
     with pytest.raises(DataError, match="neither true nor false"):
-        chat.message_choice([{"role": "user", "content": "x"} | flag])
+        chat_template.message_choice([{"role": "user", "content": "x"} | flag])
 
 
 # finding_A9

@@ -3,8 +3,8 @@
 import pytest
 
 from posttrain.core.checkpoint import CheckpointArguments
+from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
-from posttrain.core.fields import validate
 
 
 def problems(**kwargs):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from posttrain.core.checkpoint import load_tree, save_tree
+from posttrain.core.config import Choice
 from posttrain.core.errors import CheckpointError
-from posttrain.core.fields import Choice
 
 ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
 

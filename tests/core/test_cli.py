@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core import registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.cli import help, main, parse
+from posttrain.core.cli import help, main, parse, registry
 from posttrain.core.cli.source import DataSource
+from posttrain.core.config import opt
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.fields import opt
 
 ROWS = [{"text": f"row {index}"} for index in range(10)]
 

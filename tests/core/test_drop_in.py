@@ -13,8 +13,8 @@ from torch import nn
 
 import posttrain.core
 from posttrain.core.callbacks import EVENTS
-from posttrain.core.metrics import is_timing
-from posttrain.core.objective import flops_parameters
+from posttrain.core.logging.metrics import is_timing
+from posttrain.core.losses.normalization import flops_parameters
 from tests import tiny
 from tests.contract.trainers import pad
 

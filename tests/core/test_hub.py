@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from posttrain.core import Trainer, TrainingArguments, fields
+from posttrain.core import Trainer, TrainingArguments, config
 from posttrain.core.checkpoint import Store
 from posttrain.core.errors import ConfigError
 from posttrain.core.hub import (
@@ -443,7 +443,7 @@ def test_a_program_ends_while_an_upload_hangs(hub, tmp_path):
 @dataclass
 class Arguments(HubArguments):
     def __post_init__(self):
-        fields.validate(self)
+        config.validate(self)
 
 
 def test_the_token_stays_out_of_the_repr():

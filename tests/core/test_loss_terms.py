@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.core import Trainer
-from posttrain.core.objective import split_terms
+from posttrain.core.losses.normalization import split_terms
 from tests.contract.trainers import causal_lm
 
 

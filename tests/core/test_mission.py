@@ -694,10 +694,10 @@ def test_S059_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
 
 # finding_G
 def test_S060_predictions_leave_the_device_as_often_as_asked_for_and_are_the_same(tmp_path, monkeypatch):
-    from posttrain.core import evaluation
+    from posttrain.core.evaluation import eval_loop
 
     kept, waiting = [], []
-    move = evaluation.to_numpy
+    move = eval_loop.to_numpy
     for every in (None, 1, 3, 16):
         together, batches = [], []
 
@@ -712,7 +712,7 @@ def test_S060_predictions_leave_the_device_as_often_as_asked_for_and_are_the_sam
             together.append(len(batches))  # how many batches were predicted when this one was moved
             return move(entry)
 
-        monkeypatch.setattr(evaluation, "to_numpy", moved)
+        monkeypatch.setattr(eval_loop, "to_numpy", moved)
         trainer = classify(tmp_path, Counting, eval_accumulation_steps=every, per_device_eval_batch_size=2)
         kept.append(trainer.predict(UNSEEN).predictions)
         waiting.append(together)

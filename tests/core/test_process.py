@@ -57,8 +57,8 @@ class Fail(TrainerCallback):
 @pytest.mark.parametrize("name", ["causal-lm", "sft-packed", "dpo", "grpo", "seq2seq"])
 def test_a_process_is_after_training_what_it_was_before(name, fails, tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr("posttrain.core.allocator._can_be_set", lambda: True)
-    monkeypatch.setattr("posttrain.core.allocator._set", taken.append)
+    monkeypatch.setattr("posttrain.core.training.allocator._can_be_set", lambda: True)
+    monkeypatch.setattr("posttrain.core.training.allocator._set", taken.append)
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_async": True}
     changes |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     TRAINERS[name](tmp_path / "first", **changes).train()  # what libraries set when they are first used

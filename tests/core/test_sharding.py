@@ -10,7 +10,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec, elastic, sharded
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.core.plan import make_plan, resumed
+from posttrain.core.training.plan import make_plan, resumed
 from tests import tiny
 
 
@@ -227,7 +227,7 @@ def test_shards_of_a_stream_fit_no_other_number():
 
 def test_fresh_random_numbers_are_those_of_seed_step_and_rank():
     from posttrain.core.checkpoint import rng_state, set_rng_state
-    from posttrain.core.data import set_seed
+    from posttrain.core.data.pipeline import set_seed
 
     def drawn(state):
         set_rng_state(state)

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core import TrainerCallback
 from posttrain.core.checkpoint import blocks
-from posttrain.core.metrics import is_timing
+from posttrain.core.logging.metrics import is_timing
 from tests.contract.trainers import TRAINERS
 
 

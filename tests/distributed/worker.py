@@ -17,7 +17,7 @@ import torch
 
 from posttrain.core import TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import get_last_checkpoint
-from posttrain.core.metrics import is_timing
+from posttrain.core.logging.metrics import is_timing
 from tests.contract.trainers import TRAINERS, arguments, causal_lm
 
 #: As one process does it with 8 x 1: for 2 processes, and for 4.

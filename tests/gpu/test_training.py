@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests.core.test_health import stops_at_the_third_update
 
 from tests.contract.trainers import TRAINERS, weights
-from tests.core.test_health import stops_at_the_third_update
 
 pytestmark = pytest.mark.gpu
 
@@ -46,12 +46,12 @@ def test_a_fused_optimizer_skips_what_is_not_finite(tmp_path):
 
 # finding_B21
 def test_a_ballot_between_gpus_takes_their_own_group(tmp_path):
-    from posttrain.core import interrupts
+    from posttrain.core.training import preemption
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
-        watch = interrupts.Watch(world_size=2, device="cuda")
+        watch = preemption.Watch(world_size=2, device="cuda")
         assert [watch.due() for _ in range(5)] == [0] * 5
         watch._number = 15
         assert 15 in [watch.due() for _ in range(200)]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core import chat
+from posttrain.core.data import chat_template
+from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
-from posttrain.core.tool_calls import require_calls
 from tests import tiny
 
 trl = pytest.importorskip("trl")
@@ -38,7 +38,7 @@ def template(name):
     tok = copy.deepcopy(tiny.tokenizer(chat_template=source))
     tok.bos_token = "<s>"
     tok.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|\w+\|>", source)))})
-    return chat.Template(tok)
+    return chat_template.Template(tok)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

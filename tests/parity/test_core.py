@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from posttrain.core import Trainer, TrainingArguments, emulation
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.models import bf16_emulation
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 
@@ -16,7 +17,7 @@ ARGS = dict(
 @pytest.fixture(autouse=True)
 def products_of_torch(monkeypatch):
     """The peer computes in bfloat16 as torch does, which emulates it on processors without instructions for it."""
-    monkeypatch.setattr(emulation, "emulates_bfloat16", lambda device_type: False)
+    monkeypatch.setattr(bf16_emulation, "emulates_bfloat16", lambda device_type: False)
 
 
 def pair(tmp_path, model, rows, collator, **changes):

@@ -7,9 +7,9 @@ import torch
 import transformers
 from torch import nn
 
-from posttrain.core import data
-from posttrain.core.data import DataArguments, Loader, build_train_loader, make_train_sampler
-from posttrain.core.samplers import LengthGroupedSampler
+from posttrain.core.data import pipeline
+from posttrain.core.data.pipeline import DataArguments, Loader, build_train_loader, make_train_sampler
+from posttrain.core.data.samplers import LengthGroupedSampler
 
 
 class Recorder(nn.Module):
@@ -43,7 +43,7 @@ def test_every_epoch_has_the_order_of_transformers(tmp_path, settings):
     seed = settings.get("data_seed", settings["seed"])
     sampler = make_train_sampler(rows, strategy=settings.get("train_sampling_strategy", "random"), seed=seed)
     ours = DataArguments(dataloader_drop_last=settings.get("dataloader_drop_last", False))
-    options = {"batch_size": 4, "collate_fn": data.default_collator(), "args": ours, "seed": seed}
+    options = {"batch_size": 4, "collate_fn": pipeline.default_collator(), "args": ours, "seed": seed}
     loader = build_train_loader(rows, sampler=sampler, **options)
     seen = []
     for epoch in range(3):

@@ -89,7 +89,7 @@ def test_activations_in_host_memory_change_nothing(shared, monkeypatch, tmp_path
     plain = make(tmp_path / "plain", max_steps=3, shared_prefix=shared)
     expected = logs(plain)
     monkeypatch.setattr(
-        "posttrain.core.offload.offloading_problem", lambda device: None
+        "posttrain.core.models.activation_offloading.offloading_problem", lambda device: None
     )  # they are copied all the same
     moved = make(tmp_path / "moved", max_steps=3, shared_prefix=shared, activation_offloading=True)
     assert logs(moved) == expected and moved._offload.moved > 0
@@ -432,10 +432,10 @@ def test_no_number_is_asked_of_the_device_within_a_step(tmp_path, monkeypatch):
 
 
 def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, monkeypatch, caplog):
-    from posttrain.core import attention
+    from posttrain.core.models import varlen_attention
 
     expected = logs(make(tmp_path / "shared"))
-    monkeypatch.setattr(attention, "segments_problem", lambda model: "It reads from both ends.")
+    monkeypatch.setattr(varlen_attention, "segments_problem", lambda model: "It reads from both ends.")
     caplog.set_level("INFO", logger="posttrain")
     trainer = make(tmp_path / "plain")
     told = [record.getMessage() for record in caplog.records if "It reads from both ends." in record.getMessage()]
@@ -447,10 +447,10 @@ def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, mon
 
 
 def test_a_head_that_cannot_take_the_loss_gives_its_logits(tmp_path, monkeypatch):
-    from posttrain.core import models
+    from posttrain.core.models import preparation
 
     expected = logs(make(tmp_path / "in the head", use_weighting=True))
-    monkeypatch.setattr(models, "supports_loss_in_head", lambda model: "It is carved in stone.")
+    monkeypatch.setattr(preparation, "supports_loss_in_head", lambda model: "It is carved in stone.")
     found = logs(make(tmp_path / "whole", use_weighting=True))
     for record, other in zip(expected, found, strict=True):
         for name, value in record.items():

@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from posttrain.core import heads, losses
+from posttrain.core.losses import language_modeling
+from posttrain.core.models import lm_head
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator, problem
 from posttrain.rl.generation.transformers import TransformersGenerator
@@ -52,7 +53,7 @@ def teacher_forced(model, prompt, ids, temperature):
 @pytest.fixture
 def packed(monkeypatch):
     """The head's weight is packed, as that of a large vocabulary is; counts how often."""
-    monkeypatch.setattr(heads, "PACKED_FROM", 0)
+    monkeypatch.setattr(lm_head, "PACKED_FROM", 0)
     calls, pack = [], torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: calls.append(1) or pack(weight))
     return calls
@@ -77,7 +78,7 @@ def test_a_head_is_packed_anew_after_its_weight_changed(packed):
 
 @pytest.mark.parametrize("emulates", [False, True])
 def test_a_head_in_bfloat16_is_packed_only_where_its_products_are_in_float32(emulates, packed, monkeypatch):
-    monkeypatch.setattr(losses, "emulates_bfloat16", lambda device_type: emulates)
+    monkeypatch.setattr(language_modeling, "emulates_bfloat16", lambda device_type: emulates)
     made, model = make()
     model.bfloat16()
     made.generate(PROMPTS, 2, Sampling(6), seeds=range(10))

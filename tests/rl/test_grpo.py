@@ -631,8 +631,7 @@ def test_the_wrong_config_is_named(tmp_path):
 
 
 def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
-    from posttrain.core import registry
-    from posttrain.core.cli import main
+    from posttrain.core.cli import main, registry
     from posttrain.rl import cli
 
     monkeypatch.chdir(tmp_path)

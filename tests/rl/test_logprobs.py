@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posttrain.core.attention import enable_segments
+from posttrain.core.models.varlen_attention import enable_segments
 from posttrain.rl.logprobs import completion_logps
 from posttrain.rl.samples import Rollout, Sample
 from tests import tiny

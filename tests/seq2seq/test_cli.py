@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from posttrain.core import registry
-from posttrain.core.cli import main
+from posttrain.core.cli import main, registry
 from posttrain.seq2seq.cli import METHOD
 from tests import tiny
 

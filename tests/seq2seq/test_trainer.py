@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from posttrain.core import TrainerCallback
-from posttrain.core.collators import DataCollatorForSeq2Seq, pad_rows
+from posttrain.core.data.collators import DataCollatorForSeq2Seq, pad_rows
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.seq2seq import PromptTargetCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from tests import tiny

@@ -5,9 +5,9 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from posttrain.core.collators import DataCollatorForSeq2Seq
+from posttrain.core.data.collators import DataCollatorForSeq2Seq
+from posttrain.core.data.stateful_dataloader import as_filler
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.loader import as_filler
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.mixture import mix_rows
 from tests import tiny

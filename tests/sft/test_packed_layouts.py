@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.core import attention, flash
+from posttrain.core.models import flash_attention, varlen_attention
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak
@@ -88,9 +88,9 @@ def cases():
 def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows, monkeypatch):
     if implementation == "flash_attention_2":
         calls = stand_in_for_flash_attention(monkeypatch, any_dtype=True)
-        monkeypatch.setattr(flash, "precision_problem", lambda *args: None)  # compared in float32
+        monkeypatch.setattr(flash_attention, "precision_problem", lambda *args: None)  # compared in float32
     elif implementation != "segments":
-        monkeypatch.setattr(attention, "segments_problem", lambda model: "masks are tried here")
+        monkeypatch.setattr(varlen_attention, "segments_problem", lambda model: "masks are tried here")
     masks = "eager" if arch == "gemma2" else "sdpa"
     plain = masks if implementation == "segments" else implementation
     trainer = trainer_of(tmp_path, model_of(arch, plain), rows)
@@ -108,7 +108,7 @@ def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows
 @pytest.mark.parametrize("options", [{"padding_free": True, "packing": False}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_flash_attention_is_told_of_documents_in_every_layout(tmp_path, options, monkeypatch):
     stand_in_for_flash_attention(monkeypatch, any_dtype=True)
-    monkeypatch.setattr(flash, "precision_problem", lambda *args: None)
+    monkeypatch.setattr(flash_attention, "precision_problem", lambda *args: None)
     trainer = trainer_of(tmp_path, model_of("qwen3", "flash_attention_2"), 2, **options)
     rows = next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0]
     assert rows == (2 if "neftune_noise_alpha" in options else 1)  # whose noise is scaled by the length of a row
@@ -152,7 +152,7 @@ def test_flash_attention_in_float32_is_refused_at_construction(tmp_path, monkeyp
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "gemma2"])
 def test_packed_documents_are_read_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):
-    monkeypatch.setattr(attention, "segments_problem", lambda model: "masks are tried here")
+    monkeypatch.setattr(varlen_attention, "segments_problem", lambda model: "masks are tried here")
     trainer = trainer_of(tmp_path, model_of(arch, "flex_attention"), rows)
     reference = model_of(arch, "eager" if arch == "gemma2" else "sdpa").eval()  # sdpa knows no softcap
     batch = next(iter(trainer.get_train_dataloader()))

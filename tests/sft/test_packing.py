@@ -6,9 +6,9 @@ import pytest
 import torch
 from datasets import Dataset, Features, List, Value
 
-from posttrain.core.attention import enable_segments
+from posttrain.core.data.segments import Segments, with_segments, without_padding
 from posttrain.core.errors import DataError
-from posttrain.core.segments import Segments, with_segments, without_padding
+from posttrain.core.models.varlen_attention import enable_segments
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak, pack, pack_dataset, pack_stream
 from tests.tiny import causal_lm

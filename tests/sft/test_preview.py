@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from posttrain.core import preview
 from posttrain.core.cli import main
 from posttrain.core.cli.show import wants_color
+from posttrain.core.tools import preview
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.preview import show_row
 from tests import tiny

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
     from posttrain.core.arguments import TrainingArguments
-    from posttrain.core.bema import BEMACallback
     from posttrain.core.callbacks import (
         CallbackHandler,
         DefaultFlowCallback,
@@ -22,21 +21,7 @@ if TYPE_CHECKING:
         TrainerCallback,
     )
     from posttrain.core.checkpoint import get_last_checkpoint
-    from posttrain.core.collators import (
-        DataCollatorForLanguageModeling,
-        DataCollatorForSeq2Seq,
-        DataCollatorForTokenClassification,
-        DataCollatorWithFlattening,
-        DataCollatorWithPadding,
-        default_data_collator,
-    )
-    from posttrain.core.completion_callbacks import LogCompletionsCallback, WeaveCallback
-    from posttrain.core.data import enable_full_determinism, set_seed
-    from posttrain.core.evaluation import StreamingMetric
-    from posttrain.core.fields import opt
-    from posttrain.core.models import ModelConfig
-    from posttrain.core.rich_progress import RichProgressCallback
-    from posttrain.core.scripts import (
+    from posttrain.core.cli.scripts import (
         ScriptArguments,
         ScriptParser,
         TrlParser,
@@ -44,6 +29,21 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from posttrain.core.config import opt
+    from posttrain.core.data.collators import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        DataCollatorWithFlattening,
+        DataCollatorWithPadding,
+        default_data_collator,
+    )
+    from posttrain.core.data.pipeline import enable_full_determinism, set_seed
+    from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
+    from posttrain.core.evaluation.eval_loop import StreamingMetric
+    from posttrain.core.logging.rich_progress import RichProgressCallback
+    from posttrain.core.models.bema import BEMACallback
+    from posttrain.core.models.preparation import ModelConfig
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arguments": ("TrainingArguments",),
-    "bema": ("BEMACallback",),
+    "models.bema": ("BEMACallback",),
     "callbacks": (
         "CallbackHandler",
         "DefaultFlowCallback",
@@ -67,7 +67,7 @@ _HOMES = {
         "TrainerCallback",
     ),
     "checkpoint": ("get_last_checkpoint",),
-    "collators": (
+    "data.collators": (
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
         "DataCollatorForTokenClassification",
@@ -75,13 +75,13 @@ _HOMES = {
         "DataCollatorWithPadding",
         "default_data_collator",
     ),
-    "completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
-    "data": ("enable_full_determinism", "set_seed"),
-    "evaluation": ("StreamingMetric",),
-    "fields": ("opt",),
-    "models": ("ModelConfig",),
-    "rich_progress": ("RichProgressCallback",),
-    "scripts": (
+    "evaluation.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
+    "data.pipeline": ("enable_full_determinism", "set_seed"),
+    "evaluation.eval_loop": ("StreamingMetric",),
+    "config": ("opt",),
+    "models.preparation": ("ModelConfig",),
+    "logging.rich_progress": ("RichProgressCallback",),
+    "cli.scripts": (
         "ScriptArguments",
         "ScriptParser",
         "TrlParser",
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.core' has no attribute {name!r}")
-        from posttrain.core.absent import missing_name
+        from posttrain.core.tools.absent_names import missing_name
 
         raise missing_name("posttrain.core", name, __all__)
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -17,16 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from posttrain.core import distributed, registry, schedules
-from posttrain.core.accelerator_config import AcceleratorArguments
-from posttrain.core.allocator import AllocatorArguments
+from posttrain.core import distributed
 from posttrain.core.checkpoint import CheckpointArguments, disk
-from posttrain.core.data import DataArguments
-from posttrain.core.distributed import DistributedArguments
-from posttrain.core.ema import EMAArguments
-from posttrain.core.errors import ConfigError
-from posttrain.core.evaluation import EvaluationArguments
-from posttrain.core.fields import (
+from posttrain.core.cli import registry
+from posttrain.core.config import (
     Choice,
     ConfigMeta,
     Removed,
@@ -37,14 +31,22 @@ from posttrain.core.fields import (
     translate_old_names,
     validate,
 )
-from posttrain.core.health import HealthArguments
+from posttrain.core.data.pipeline import DataArguments
+from posttrain.core.distributed import DistributedArguments
+from posttrain.core.distributed.accelerator_config import AcceleratorArguments
+from posttrain.core.errors import ConfigError
+from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.hub import HubArguments
-from posttrain.core.interrupts import InterruptArguments
-from posttrain.core.models import ModelSideArguments
-from posttrain.core.optim import OptimizerArguments
-from posttrain.core.redaction import masked, shown
-from posttrain.core.schedules import FOLLOW_A_METRIC, ScheduleArguments
-from posttrain.core.trackers import LoggingArguments
+from posttrain.core.logging.redaction import masked, shown
+from posttrain.core.logging.trackers import LoggingArguments
+from posttrain.core.models.ema import EMAArguments
+from posttrain.core.models.preparation import ModelSideArguments
+from posttrain.core.optim import lr_scheduler
+from posttrain.core.optim.builder import OptimizerArguments
+from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
+from posttrain.core.training.allocator import AllocatorArguments
+from posttrain.core.training.nonfinite import HealthArguments
+from posttrain.core.training.preemption import InterruptArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -165,7 +167,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     """Everything that a run can be told, under flat names.
 
     Each group is written in the module that reads it. Subclass it as a dataclass to add fields; a subclass may define
-    ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.fields.validate`) and a table ``OLD_NAMES``.
+    ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.config.validate`) and a table ``OLD_NAMES``.
     Making one touches nothing outside: no folder, no device, no process group.
 
     Raises:
@@ -323,7 +325,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Updates of warm-up in a run of `num_training_steps`."""
-        return schedules.warmup_steps(self, num_training_steps)
+        return lr_scheduler.warmup_steps(self, num_training_steps)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from posttrain.core import terminal
+from posttrain.core.data.samplers import is_sized
 from posttrain.core.errors import did_you_mean
-from posttrain.core.samplers import is_sized
+from posttrain.core.logging import terminal
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
 
 logger = logging.getLogger(__name__)

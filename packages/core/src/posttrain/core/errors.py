@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 
-from posttrain.core.redaction import redact
+from posttrain.core.logging.redaction import redact
 
 
 class ConfigError(ValueError, TypeError):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from posttrain.core.errors import CheckpointError
-from posttrain.core.plan import as_steps
+from posttrain.core.training.plan import as_steps
 
 TRACKER_RUNS = "tracker_runs.json"
 

@@ -19,35 +19,30 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.core import (
-    data,
-    evaluation,
-    hub,
-    interrupts,
-    models,
-    objective,
-    optim,
-    preflight,
-    record,
-    schedules,
-    trackers,
-)
+from posttrain.core import hub
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, weights
+from posttrain.core.data import pipeline
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import did_you_mean
-from posttrain.core.lifecycle import Lifecycle
-from posttrain.core.memory import MemoryTracker
-from posttrain.core.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
-from posttrain.core.plan import Plan, Progress, make_plan, windows
-from posttrain.core.preflight import Parts, Problem
-from posttrain.core.questions import Questions
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.logging import run_record, trackers
+from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
+from posttrain.core.losses import normalization
+from posttrain.core.models import preparation
+from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
+from posttrain.core.training import preemption, preflight
+from posttrain.core.training.hf_compat import Questions
+from posttrain.core.training.lifecycle import Lifecycle
+from posttrain.core.training.memory import MemoryTracker
+from posttrain.core.training.plan import Plan, Progress, make_plan, windows
+from posttrain.core.training.preflight import Parts, Problem
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, record.RunRecordCallback]
+DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback]
 
 
 class Trainer(Lifecycle, Questions):
@@ -79,7 +74,7 @@ class Trainer(Lifecycle, Questions):
     #: Names or patterns of the metrics that an evaluation gives without `compute_metrics`; None: not known beforehand.
     evaluation_metrics: tuple[str, ...] | None = ()
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by computing it
-    #: twice for one micro-batch, with one count and with twice that (`posttrain.core.trial`).
+    #: twice for one micro-batch, with one count and with twice that (`posttrain.core.losses.scale_check`).
     loss_is_scaled_for_ga: bool | None = None
     #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
     prediction_fill: int = -100
@@ -94,7 +89,7 @@ class Trainer(Lifecycle, Questions):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | evaluation.StreamingMetric | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | eval_loop.StreamingMetric | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
@@ -126,7 +121,7 @@ class Trainer(Lifecycle, Questions):
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         self._preflight(args, parts)
-        data.enable_full_determinism(args.seed) if args.full_determinism else data.set_seed(args.seed)
+        pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
         self.dist = Distributed(args)
         self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
         setup = contextlib.ExitStack()
@@ -134,7 +129,7 @@ class Trainer(Lifecycle, Questions):
         self.accelerator = self.dist.accelerator
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.data_collator = data_collator or data.default_collator(processing_class)
+        self.data_collator = data_collator or pipeline.default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
@@ -166,7 +161,7 @@ class Trainer(Lifecycle, Questions):
         Extend it with ``yield from super().preflight(args, parts)``. All problems are raised in one message.
 
         Args:
-            parts: what the trainer was handed beside `args`; see `posttrain.core.preflight`.
+            parts: what the trainer was handed beside `args`; see `posttrain.core.training.preflight`.
         """
         yield from preflight.of_arguments(args)
         yield from preflight.of_parts(args, parts)
@@ -216,8 +211,8 @@ class Trainer(Lifecycle, Questions):
         return self._finish()
 
     def make_plan(self, loader: Any) -> Plan:
-        """How many updates the run has; see `posttrain.core.plan`."""
-        args, length = self.args, len(loader) if data.has_length(loader) else None
+        """How many updates the run has; see `posttrain.core.training.plan`."""
+        args, length = self.args, len(loader) if pipeline.has_length(loader) else None
         return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
@@ -257,7 +252,7 @@ class Trainer(Lifecycle, Questions):
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
-        if applied and not schedules.follows_a_metric(self.lr_scheduler):
+        if applied and not lr_scheduler.follows_a_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -274,7 +269,7 @@ class Trainer(Lifecycle, Questions):
         for number, inputs in enumerate(window, start=1):
             with self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch):
                 losses.append(self._step_of(model, inputs, num_items))
-            if not data.is_filler(inputs):
+            if not pipeline.is_filler(inputs):
                 self._count_input(inputs)
             if number < len(window):
                 self._fire("on_substep_end")
@@ -298,13 +293,13 @@ class Trainer(Lifecycle, Questions):
             loss, is_mean = self._objective(self.compute_loss, model, inputs, num_items_in_batch)
         weight = None
         if is_mean and items is not None:
-            loss, weight = objective.weighted(loss, items, num_items_in_batch)
-        if data.is_filler(inputs):  # it only keeps the processes in step
+            loss, weight = normalization.weighted(loss, items, num_items_in_batch)
+        if pipeline.is_filler(inputs):  # it only keeps the processes in step
             loss = loss * 0
         if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
             loss = loss * self._loss_scale
         if self._objective.terms is not None:
-            self._keep_terms(weight, data.is_filler(inputs))
+            self._keep_terms(weight, pipeline.is_filler(inputs))
         if self._may_go_backward(loss, items):
             self.dist.backward(loss)
         return loss.detach()
@@ -331,12 +326,12 @@ class Trainer(Lifecycle, Questions):
         options = {"pass_count": self.model_accepts_loss_kwargs, "loss_func": self.compute_loss_func}
         smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
         options |= {"label_smoothing": smoothing, "shifted": self._loss_shifts_labels}
-        loss, outputs = objective.model_loss(model, inputs, num_items_in_batch, **options)
+        loss, outputs = normalization.model_loss(model, inputs, num_items_in_batch, **options)
         return (loss, outputs) if return_outputs else loss
 
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
         """How many items the loss of this micro-batch is a mean over: predicted tokens, or rows without labels."""
-        return 0 if data.is_filler(inputs) else objective.count_items(inputs, self._loss_shifts_labels)
+        return 0 if pipeline.is_filler(inputs) else normalization.count_items(inputs, self._loss_shifts_labels)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
@@ -379,8 +374,8 @@ class Trainer(Lifecycle, Questions):
         read, kept = dataset, self._kept_loaders.get(dataloader_key)
         if kept is not None and kept[0] is dataset:
             return kept[1]
-        collator, build = self.data_collator, data.build_train_loader if is_training else data.build_eval_loader
-        sampler = sampler_fn(dataset) if sampler_fn is not None and data.has_length(dataset) else None
+        collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
+        sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         dataset, collator = self._without_unused_columns(dataset, collator, description)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
         options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
@@ -399,7 +394,7 @@ class Trainer(Lifecycle, Questions):
         size = self._train_batch_size * self.args.gradient_accumulation_steps
         options = {"strategy": self.args.train_sampling_strategy, "seed": self._data_seed, "batch_size": size}
         names = {"length_column_name": self.args.length_column_name, "main_input": self._main_input}
-        return data.make_train_sampler(dataset, **options, **names)
+        return pipeline.make_train_sampler(dataset, **options, **names)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
         return None
@@ -412,7 +407,7 @@ class Trainer(Lifecycle, Questions):
         return window, self._count_window(window) if window else None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return data.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
+        return pipeline.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return self._without_unused_columns(dataset, None, description)[0]
@@ -424,14 +419,14 @@ class Trainer(Lifecycle, Questions):
         if not self.args.remove_unused_columns:
             return dataset, collator
         self._set_signature_columns_if_needed()
-        return data.keep_columns(dataset, collator, self._signature_columns, description or "dataset")
+        return pipeline.keep_columns(dataset, collator, self._signature_columns, description or "dataset")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None and self.signature_columns is not None:
             self._signature_columns = list(self.signature_columns)
         if self._signature_columns is None:
-            forward = models.base_model(self.model).forward
-            self._signature_columns = [*data.signature_columns(forward), *self.label_names]
+            forward = preparation.base_model(self.model).forward
+            self._signature_columns = [*pipeline.signature_columns(forward), *self.label_names]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from ``model_init``, called with the trial where it takes one."""
@@ -456,28 +451,28 @@ class Trainer(Lifecycle, Questions):
         if self.optimizer is None:
             model = self.model if model is None else model
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optim.build(model, self.args, self.get_decay_parameter_names(model), chosen)
+            self.optimizer = builder.build(model, self.args, self.get_decay_parameter_names(model), chosen)
             self._made_optimizer = self.optimizer
         return self.optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[type, dict]:
         """(class, arguments) of the optimizer named by ``args.optim``."""
-        return optim.optimizer_class_and_kwargs(args, model)
+        return builder.optimizer_class_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Parameters under weight decay: all but biases and norms."""
-        return optim.decay_parameter_names(model)
+        return builder.decay_parameter_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make ``self.lr_scheduler`` unless one was given."""
         if self.lr_scheduler is None:
             args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
-            warmup = schedules.warmup_steps(args, num_training_steps)
+            warmup = lr_scheduler.warmup_steps(args, num_training_steps)
             options = dict(args.lr_scheduler_kwargs or {})
-            if args.lr_scheduler_type in schedules.FOLLOW_A_METRIC and args.greater_is_better:
+            if args.lr_scheduler_type in lr_scheduler.FOLLOW_A_METRIC and args.greater_is_better:
                 options.setdefault("mode", "max")
-            self.lr_scheduler = self._made_scheduler = schedules.build(
+            self.lr_scheduler = self._made_scheduler = lr_scheduler.build(
                 args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options
             )
         return self.lr_scheduler
@@ -522,27 +517,27 @@ class Trainer(Lifecycle, Questions):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
-        batch_metrics = evaluation.by_batch(compute_metrics, args.batch_eval_metrics)
+        batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
-        with self._metrics_apart() as metrics, evaluation.eval_mode(model, self.optimizer):
-            kept, named, num_samples = evaluation.run(
+        with self._metrics_apart() as metrics, eval_loop.eval_mode(model, self.optimizer):
+            kept, named, num_samples = eval_loop.run(
                 dataloader,
                 lambda inputs: self.prediction_step(model, inputs, loss_only, ignore_keys),
                 count_items=self.count_items,
                 metrics=metrics,
                 keep=not loss_only,
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
-                is_filler=data.is_filler,
+                is_filler=pipeline.is_filler,
                 preprocess_logits=self.preprocess_logits_for_metrics,
                 batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
                 main_input=self._main_input,
                 on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
-                num_batches=len(dataloader) if data.has_length(dataloader) else None,
+                num_batches=len(dataloader) if pipeline.has_length(dataloader) else None,
                 accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
-                order=evaluation.reading_order(dataloader),
+                order=eval_loop.reading_order(dataloader),
                 fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
@@ -550,7 +545,7 @@ class Trainer(Lifecycle, Questions):
             named |= compute_metrics(kept)
         prefixed = {
             n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v
-            for n, v in evaluation.plain(named).items()
+            for n, v in eval_loop.plain(named).items()
         }
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
 
@@ -560,9 +555,9 @@ class Trainer(Lifecycle, Questions):
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
         inputs = self._prepare_inputs(inputs)
         options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
-        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
+        compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         with self.compute_loss_context_manager():
-            return evaluation.predict_batch(model, inputs, compute_loss, loss_only=prediction_loss_only, **options)
+            return eval_loop.predict_batch(model, inputs, compute_loss, loss_only=prediction_loss_only, **options)
 
     # ------------------------------------------------------------------------------------------------ log and save
 
@@ -583,8 +578,8 @@ class Trainer(Lifecycle, Questions):
         """Operations of forward and backward for a micro-batch: 6 x tokens x parameters outside the embeddings (Kaplan et
         al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum."""
         if self._flops_parameters is None:
-            self._flops_parameters = objective.flops_parameters(self.model)
-        return 6 * objective.count_slots(inputs, self._main_input) * self._flops_parameters
+            self._flops_parameters = normalization.flops_parameters(self.model)
+        return 6 * normalization.count_slots(inputs, self._main_input) * self._flops_parameters
 
     def store_flos(self) -> None:
         """Bring `num_input_tokens_seen` and `total_flos` of the state up to now, over all processes."""
@@ -616,7 +611,7 @@ class Trainer(Lifecycle, Questions):
             "health": self._guard.state_dict(),
             "cuts": self._cuts,
             "epoch_stops": self.control.should_epoch_stop and not self.progress.epoch_ended,
-            "left": [flag for flag in interrupts.LEFT_TO_DO if getattr(self.control, flag)],
+            "left": [flag for flag in preemption.LEFT_TO_DO if getattr(self.control, flag)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -640,7 +635,7 @@ class Trainer(Lifecycle, Questions):
             self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        model = models.unwrap(self.model if model is None else model)
+        model = preparation.unwrap(self.model if model is None else model)
         with self.dist.writable(model):
             weights.load_weights(model, resume_from_checkpoint)
 
@@ -656,8 +651,8 @@ class Trainer(Lifecycle, Questions):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Train again and again with other arguments, to find the best; see `posttrain.core.search.search`."""
-        from posttrain.core.search import search
+        """Train again and again with other arguments, to find the best; see `posttrain.core.training.hyperparameter_search.search`."""
+        from posttrain.core.training.hyperparameter_search import search
 
         self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
         return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
@@ -694,8 +689,9 @@ class Trainer(Lifecycle, Questions):
         base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
         about = {"log_history": self.state.log_history, "base_model": base or None}
         about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
-        about |= {"library_name": "peft" if models.is_peft_model(self.model) else "transformers"}
-        tags = [*hub.names(card.pop("tags", None)), *(getattr(models.base_model(self.model), "model_tags", None) or ())]
+        about |= {"library_name": "peft" if preparation.is_peft_model(self.model) else "transformers"}
+        own = getattr(preparation.base_model(self.model), "model_tags", None)
+        tags = [*hub.names(card.pop("tags", None)), *(own or ())]
         if self.dist.is_main:
             hub.write_model_card(
                 self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)

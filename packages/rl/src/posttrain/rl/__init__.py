@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.rl' has no attribute {name!r}")
-        from posttrain.core.absent import missing_name
+        from posttrain.core.tools.absent_names import missing_name
 
         raise missing_name("posttrain.rl", name, __all__)
     return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import DataError
-from posttrain.core.registry import Method, Run
 
 
 def train_with(trainer: str) -> Callable[[Run], None]:
@@ -46,7 +46,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
     """A method's `workload`: `sides` completions of each row, each behind a prompt of its own as if none were shared."""
 
     def workload(run: Run, length: int | None) -> Any:
-        from posttrain.core.footprint import Workload, longest_row
+        from posttrain.core.tools.memory_plan import Workload, longest_row
 
         config, task = run.config, {"score": "AutoModelForSequenceClassification"}
         return Workload(
@@ -62,7 +62,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
     """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they are."""
-    from posttrain.core.footprint import Workload, longest_row
+    from posttrain.core.tools.memory_plan import Workload, longest_row
 
     config = run.config
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.trackers import show_table
+from posttrain.core.logging.trackers import show_table
 from posttrain.rl.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.rewards import Scores
 from posttrain.rl.samples import Sample

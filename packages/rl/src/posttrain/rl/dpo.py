@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core import data, objective, opt
+from posttrain.core import opt
+from posttrain.core.config import Removed
+from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
-from posttrain.core.fields import Removed
+from posttrain.core.losses import normalization
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
@@ -376,10 +378,10 @@ class DPOTrainer(PreferenceTrainer):
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """As the core's. The sft loss is a mean over the chosen tokens of the window, which are counted first."""
         if "sft" in self.args.loss_type:
-            batches = [inputs for inputs in window if not data.is_filler(inputs)]
+            batches = [inputs for inputs in window if not pipeline.is_filler(inputs)]
             tokens = sum(inputs["completion_mask"].chunk(2)[0].sum() for inputs in batches)
             both = (sum(map(self.count_items, window)), tokens)
-            counts = torch.stack([objective.scalar(count, self.dist.device).long() for count in both])
+            counts = torch.stack([normalization.scalar(count, self.dist.device).long() for count in both])
             pairs, tokens = self.dist.sum(counts)
             self._pairs_per_token = pairs / tokens.clamp_min(1)
         super().train_on_window(model, window, num_items)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.fields import opt
-from posttrain.core.plan import Plan
+from posttrain.core.config import opt
+from posttrain.core.training.plan import Plan
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.generation.protocol import shares_weights

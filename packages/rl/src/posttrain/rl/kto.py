@@ -19,8 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import data, evaluation, models, objective, opt
-from posttrain.core.fields import Removed
+from posttrain.core import opt
+from posttrain.core.config import Removed
+from posttrain.core.data import pipeline
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses import normalization
+from posttrain.core.models import preparation
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
@@ -162,7 +166,7 @@ class KTOTrainer(PreferenceTrainer):
             losses = losses + self.router_aux_loss_coef * scores.aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = self.rewards(side).detach()
-        if not data.is_filler(inputs):
+        if not pipeline.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
             if self.router_aux_loss_coef:
                 self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
@@ -181,8 +185,8 @@ class KTOTrainer(PreferenceTrainer):
                 inputs = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
                     ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
-                if not data.is_filler(inputs):
-                    total += torch.stack([ratio.double().sum(), objective.scalar(len(ratio), ratio.device)])
+                if not pipeline.is_filler(inputs):
+                    total += torch.stack([ratio.double().sum(), normalization.scalar(len(ratio), ratio.device)])
         total = self.dist.sum(total) if everywhere else total
         return (total[0] / total[1].clamp_min(1)).clamp_min(0).float()
 
@@ -207,7 +211,7 @@ class KTOTrainer(PreferenceTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of the completions and of the others' completions where `inputs` has them, (B,) each, as `PreferenceTrainer`'s."""
         with self.reference.use() as reference:
-            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
             own = self.completion_logp(score_completions(asked, _own(inputs)))
             return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
 
@@ -240,7 +244,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def _divergence_over(self, dataloader: Any) -> torch.Tensor:
         model = self._evaluation_model()
-        with evaluation.eval_mode(model, self.optimizer):
+        with eval_loop.eval_mode(model, self.optimizer):
             return self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
 
     @contextlib.contextmanager
@@ -266,17 +270,17 @@ class KTOTrainer(PreferenceTrainer):
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The rows of a micro-batch."""
-        return 0 if data.is_filler(inputs) else len(inputs["label"])
+        return 0 if pipeline.is_filler(inputs) else len(inputs["label"])
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards (B,), verdicts (B,))."""
         inputs = self._prepare_inputs(inputs)
-        compute_loss = objective.with_items(self.compute_loss, self.count_items(inputs))
+        compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs))
         options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
-            loss, logits, _ = evaluation.predict_batch(
+            loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options
             )
         return loss, logits, None if prediction_loss_only else inputs["label"].long()

@@ -17,11 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, chat, data, evaluation, models, objective
+from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint import codec
-from posttrain.core.offload import offloading, with_offloading
-from posttrain.core.preflight import Parts, Problem, model_type_problems, no_dataset_problems, tokenizer_problems
+from posttrain.core.data import chat_template, pipeline
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses import normalization
+from posttrain.core.models import preparation, varlen_attention
+from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.state import TrainOutput
+from posttrain.core.training.preflight import (
+    Parts,
+    Problem,
+    model_type_problems,
+    no_dataset_problems,
+    tokenizer_problems,
+)
 from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS
@@ -85,12 +95,12 @@ class PreferenceTrainer(Trainer):
             quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
         self._preflight(args, parts)
-        data.set_seed(args.seed)  # an adapter's first weights are random
+        pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
         if isinstance(ref_model, (str, os.PathLike)):
-            ref_model = models.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
+            ref_model = preparation.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
         for one in (model, ref_model) if args.disable_dropout else ():
-            models.disable_dropout(one) if one is not None else None
+            preparation.disable_dropout(one) if one is not None else None
         self._encoder = Encoder.of(model, tokenizer)
         self._choose_layout(model, ref_model, args)
         self.data_reports: dict[str, PreferenceReport] = {}
@@ -145,22 +155,24 @@ class PreferenceTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            model = models.load_causal_lm(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
-        if not isinstance(model, nn.Module) or getattr(models.base_model(model), "config", None) is None:
+            model = preparation.load_causal_lm(
+                model, args.model_init_kwargs, quantization_config, args.trust_remote_code
+            )
+        if not isinstance(model, nn.Module) or getattr(preparation.base_model(model), "config", None) is None:
             raise TypeError(
                 f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."
             )
         if tokenizer is None:
-            tokenizer = models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+            tokenizer = preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
         if peft_config is not None:
-            model = models.add_adapter(model, peft_config)
-        models.check_trainable(model)
+            model = preparation.add_adapter(model, peft_config)
+        preparation.check_trainable(model)
         return model, tokenizer
 
     def set_tokens(self, tokenizer: Any, args: Any) -> Any:
         """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
-        chat.set_up_tokenizer(tokenizer, args)
+        chat_template.set_up_tokenizer(tokenizer, args)
         return tokenizer
 
     def arrange(self, dataset: Any) -> Any:
@@ -197,7 +209,7 @@ class PreferenceTrainer(Trainer):
             losses = losses + self.router_aux_loss_coef * aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
-        if not data.is_filler(inputs):
+        if not pipeline.is_filler(inputs):
             self._log_pairs(chosen, rejected, rewards)
             if aux_loss is not None:
                 self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
@@ -227,7 +239,7 @@ class PreferenceTrainer(Trainer):
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the policy."""
         with self.reference.use() as reference:
-            asked = reference if models.unwrap(model) is models.unwrap(self.model) else model
+            asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
 
     def rewards(self, side: Completions) -> torch.Tensor:
@@ -236,7 +248,7 @@ class PreferenceTrainer(Trainer):
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
-        return 0 if data.is_filler(inputs) else len(inputs["completion_mask"]) // 2
+        return 0 if pipeline.is_filler(inputs) else len(inputs["completion_mask"]) // 2
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -244,10 +256,10 @@ class PreferenceTrainer(Trainer):
         """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
         inputs = self._prepare_inputs(inputs)
         pairs = self.count_items(inputs)
-        compute_loss = objective.with_items(self.compute_loss, pairs)
+        compute_loss = normalization.with_items(self.compute_loss, pairs)
         options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
-            loss, logits, _ = evaluation.predict_batch(
+            loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options
             )
         return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
@@ -288,9 +300,9 @@ class PreferenceTrainer(Trainer):
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
         own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, who expects a row for each completion
-        problem = attention.segments_problem(model)
+        problem = varlen_attention.segments_problem(model)
         if problem is None and ref_model is not None:
-            problem = attention.segments_problem(ref_model)
+            problem = varlen_attention.segments_problem(ref_model)
         if self.router_aux_loss_coef:
             problem = "the router's auxiliary loss is that of padded rows."
         if args.torch_compile:
@@ -308,8 +320,8 @@ class PreferenceTrainer(Trainer):
         if self._shared or args.padding_free:
             for one in (model, ref_model):
                 if one is not None:
-                    attention.enable_segments(one)
-        if why_not := models.supports_loss_in_head(model):
+                    varlen_attention.enable_segments(one)
+        if why_not := preparation.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
@@ -389,7 +401,7 @@ class PreferenceTrainer(Trainer):
                 long_rows=args.long_rows,
                 faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
-                limits=models.id_limits(self.model),
+                limits=preparation.id_limits(self.model),
                 name=name,
             )
         self.data_reports[name] = report
@@ -440,7 +452,7 @@ class PreferenceTrainer(Trainer):
             with self.compute_loss_context_manager():
                 return self.reference_logp(inputs)
 
-        with evaluation.eval_mode(self.model):
+        with eval_loop.eval_mode(self.model):
             return precomputed.compute(len(dataset), batch_size, self.reference_columns, ask, self.dist)
 
     def _place_of_logps(self, dataset: Any) -> Path | None:

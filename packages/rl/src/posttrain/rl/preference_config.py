@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
+from posttrain.core.config import Removed
 from posttrain.core.errors import ConfigError, did_you_mean
-from posttrain.core.fields import Removed
 from posttrain.rl.preference_rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)

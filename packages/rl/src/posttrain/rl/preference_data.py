@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core import chat
-from posttrain.core.data import check_dataset
+from posttrain.core.data import chat_template
+from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
-from posttrain.core.loader import out_of_range
 from posttrain.rl.preference_rows import TOKEN_COLUMNS, PreferencePreparation, Tokens, to_pairs, to_unpaired
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def prepare_preferences(
         long_rows: what becomes of a row that is too long: "truncate", "drop" or "error". A row whose prompt alone is too
             long is dropped where completions are to be cut.
         faulty_rows: what becomes of a pair of equal completions, and of an empty completion: "drop", "keep" or "error".
-        limits: what the model can read, as `posttrain.core.models.id_limits` says.
+        limits: what the model can read, as `posttrain.core.models.preparation.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:
@@ -205,7 +205,7 @@ def _detect(columns: list[str], name: str) -> str:
         if set(wanted) <= set(columns):
             return kind
     try:
-        return chat.detect_format(columns, among=("preference", "unpaired_preference"))
+        return chat_template.detect_format(columns, among=("preference", "unpaired_preference"))
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core import chat
+from posttrain.core.data import chat_template
+from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
-from posttrain.core.tool_calls import require_calls
 
 PAIR = ("chosen", "rejected")
 #: The columns of tokens that the rows of a format become.
@@ -42,7 +42,7 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
             length = chosen.rfind(" ", 0, length) + 1 if " " in chosen[:length] else 0
         length = len(chosen[:length].rstrip(" "))  # tokenizers of most models put the space before a word
     else:
-        chosen, rejected = (chat.to_messages(row[name], name) for name in PAIR)
+        chosen, rejected = (chat_template.to_messages(row[name], name) for name in PAIR)
         shorter = min(len(chosen), len(rejected))
         length = next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
         if length == len(chosen) == len(rejected):  # equal to the end: the last message is what was compared
@@ -114,7 +114,7 @@ class PreferencePreparation:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # a processor holds its tokenizer
-        self.before, self.after = chat.special_tokens_around(self.tokenizer)
+        self.before, self.after = chat_template.special_tokens_around(self.tokenizer)
         end = self.tokenizer.eos_token_id
         if end is not None and self.after[-1:] != [end]:
             self.after = [*self.after, end]
@@ -131,7 +131,7 @@ class PreferencePreparation:
             (draft, text, start) for draft in drafts for text, start in zip(draft.texts, draft.starts, strict=True)
         ]
         spans = [[(start, len(text))] if start < len(text) else [] for _, text, start in texts]
-        encodings = chat.encode_texts(self.tokenizer, [text for _, text, _ in texts], spans)
+        encodings = chat_template.encode_texts(self.tokenizer, [text for _, text, _ in texts], spans)
         for (draft, _, _), encoding in zip(texts, encodings, strict=True):
             self._add(draft, encoding)
         for draft in drafts:
@@ -204,13 +204,15 @@ class PreferencePreparation:
         return Tokens(index, prompt=list(ids[0]), completions=[list(value) for value in ids[1:]], label=label)
 
     def _read_chat(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
-        def messages(name: str, role: str) -> list[chat.Message]:
+        def messages(name: str, role: str) -> list[chat_template.Message]:
             value = row[name]
-            return [{"role": role, "content": value}] if isinstance(value, str) else chat.to_messages(value, name)
+            return (
+                [{"role": role, "content": value}] if isinstance(value, str) else chat_template.to_messages(value, name)
+            )
 
         own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-        template = chat.Template(
-            self.tokenizer, chat.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own
+        template = chat_template.Template(
+            self.tokenizer, chat_template.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own
         )
         prompt = messages("prompt", "user")
         draft = Tokens(index, is_chat=True, label=label)
@@ -227,11 +229,11 @@ class PreferencePreparation:
                 draft.oddity = f"{name} is empty"
         return draft
 
-    def _add(self, draft: Tokens, encoding: chat.Encoding) -> None:
+    def _add(self, draft: Tokens, encoding: chat_template.Encoding) -> None:
         """One text's tokens, with those around it that the tokenizer or the template puts there."""
         ids, before, after, doubled = encoding.ids, [], [], 0
         if draft.is_chat:  # a template writes its own bos and ends of turns
-            doubled = int(chat.has_doubled_bos(self.tokenizer, ids))
+            doubled = int(chat_template.has_doubled_bos(self.tokenizer, ids))
         else:
             before = [] if self.before and ids[: len(self.before)] == self.before else self.before
             after = [] if self.after and ids[-len(self.after) :] == self.after else self.after

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from posttrain.core import chat
-from posttrain.core.data import check_dataset, has_length, is_stream
+from posttrain.core.data import chat_template
+from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
+from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
-from posttrain.core.preflight import Parts, Problem, caught
-from posttrain.core.samplers import EpochSampler
+from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser, parse_response
 
 
@@ -119,7 +119,7 @@ def _check_each(dataset: Any, name: str) -> None:
         if isinstance(prompt, str):
             continue
         try:
-            chat.to_messages(prompt, "prompt")
+            chat_template.to_messages(prompt, "prompt")
         except DataError as error:
             faults.setdefault(str(error), []).append(number)
     if faults:
@@ -160,7 +160,7 @@ class PromptCodec:
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
-        self._before, _ = chat.special_tokens_around(tokenizer)
+        self._before, _ = chat_template.special_tokens_around(tokenizer)
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
     def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
@@ -176,17 +176,17 @@ class PromptCodec:
         if isinstance(prompt, str):
             ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         else:
-            messages = chat.to_messages(prompt, "prompt")
+            messages = chat_template.to_messages(prompt, "prompt")
             unfinished = messages[-1]["role"] == "assistant"
             text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
-            ids = chat.encode_texts(self.tokenizer, [text])[0].ids
+            ids = chat_template.encode_texts(self.tokenizer, [text])[0].ids
         if not ids:
             raise DataError("the prompt is empty, and a model needs at least one token to go on from")
         return ids
 
-    def template(self, tools: list[Any] | None = None) -> chat.Template:
+    def template(self, tools: list[Any] | None = None) -> chat_template.Template:
         """The chat template, with these tools."""
-        return chat.Template(self.tokenizer, tools or None, self.kwargs)
+        return chat_template.Template(self.tokenizer, tools or None, self.kwargs)
 
     def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
         """How tools with these schemas are called and answered under the chat template.

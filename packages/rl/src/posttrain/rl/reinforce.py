@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.core.fields import opt
+from posttrain.core.config import opt
 from posttrain.rl.advantages import reinforce_plus_plus_advantages, total_rewards
 from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.policy_losses import LOSSES

@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core import data, models, opt
-from posttrain.core.collators import pad_rows
-from posttrain.core.fields import Removed
+from posttrain.core import opt
+from posttrain.core.config import Removed
+from posttrain.core.data import pipeline
+from posttrain.core.data.collators import pad_rows
+from posttrain.core.models import preparation
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
 
@@ -109,7 +111,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         losses = bradley_terry(chosen, rejected, inputs.get("margin", 0.0), centering)
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([chosen, rejected], 1).detach()
-        if not data.is_filler(inputs):
+        if not pipeline.is_filler(inputs):
             self._log_rewards(rewards)
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
@@ -149,7 +151,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
-        return 0 if data.is_filler(inputs) else len(inputs["input_ids"]) // 2
+        return 0 if pipeline.is_filler(inputs) else len(inputs["input_ids"]) // 2
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         return super()._prepare(_with_prompt_ids(dataset), name)
@@ -169,24 +171,24 @@ class RewardTrainer(ReferenceFreeTrainer):
         if isinstance(model, (str, os.PathLike)):
             options = {"num_labels": 1} | (args.model_init_kwargs or {})
             loading = (options, quantization_config, args.trust_remote_code)
-            model = models.load_causal_lm(model, *loading, auto_class=TASK)
-        config = getattr(models.base_model(model), "config", None)
+            model = preparation.load_causal_lm(model, *loading, auto_class=TASK)
+        config = getattr(preparation.base_model(model), "config", None)
         if (
             getattr(config, "num_labels", 1) != 1
-            or "SequenceClassification" not in type(models.base_model(model)).__name__
+            or "SequenceClassification" not in type(preparation.base_model(model)).__name__
         ):
             raise ValueError(
-                f"The model is a {type(models.base_model(model)).__name__} with {getattr(config, 'num_labels', 'unknown')} "
+                f"The model is a {type(preparation.base_model(model)).__name__} with {getattr(config, 'num_labels', 'unknown')} "
                 f"labels, and reward models require `num_labels=1`: one number for a text. Load it by "
                 f"{TASK}.from_pretrained(..., num_labels=1)."
             )
-        tokenizer = tokenizer or models.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        tokenizer = tokenizer or preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id  # the reward is read off the last token before padding
         if peft_config is not None:
-            model = models.add_adapter(model, peft_config)
-        models.check_trainable(model)
+            model = preparation.add_adapter(model, peft_config)
+        preparation.check_trainable(model)
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.config import opt
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.fields import opt
-from posttrain.core.models import load_causal_lm, load_tokenizer, missing_folder
-from posttrain.core.preflight import caught
+from posttrain.core.models.preparation import load_causal_lm, load_tokenizer, missing_folder
+from posttrain.core.training.preflight import caught
 from posttrain.rl import background
 from posttrain.rl.reward_functions import (
     accuracy_reward,

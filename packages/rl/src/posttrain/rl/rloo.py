@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.fields import opt
+from posttrain.core.config import opt
 from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.policy_losses import clipped

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, attention, data, models, terminal
-from posttrain.core.evaluation import eval_mode
-from posttrain.core.plan import Plan, make_plan
-from posttrain.core.preflight import Parts, Problem, model_type_problems, tokenizer_problems
-from posttrain.core.samplers import mix
+from posttrain.core import Trainer
+from posttrain.core.data import pipeline
+from posttrain.core.data.samplers import mix
+from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.logging import terminal
+from posttrain.core.models import preparation, varlen_attention
 from posttrain.core.state import EvalLoopOutput
+from posttrain.core.training.plan import Plan, make_plan
+from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
@@ -121,7 +124,7 @@ class RolloutTrainer(Trainer):
                 "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
         self.rewards = Rewards(functions, args, len(own))
-        data.set_seed(args.seed)  # adapters begin with random numbers
+        pipeline.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config)
         super().__init__(
             model=model,
@@ -143,7 +146,7 @@ class RolloutTrainer(Trainer):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-        row = None if data.is_stream(train_dataset) else train_dataset[0]
+        row = None if pipeline.is_stream(train_dataset) else train_dataset[0]
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
@@ -252,7 +255,7 @@ class RolloutTrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}: training requires a train_dataset.")
         dataset = self.train_dataset
-        if data.is_stream(dataset):
+        if pipeline.is_stream(dataset):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self._data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
@@ -261,7 +264,7 @@ class RolloutTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if data.is_stream(dataset):
+        if pipeline.is_stream(dataset):
             return None
         return GroupSampler(len(dataset), self.layout, self._data_seed, bool(self.args.shuffle_dataset))
 
@@ -275,7 +278,7 @@ class RolloutTrainer(Trainer):
     def make_plan(self, loader: Any) -> Plan:
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
         args, parts = self.args, self.args.steps_per_generation * self.num_iterations
-        length = len(loader) * parts if data.has_length(loader) else None
+        length = len(loader) * parts if pipeline.has_length(loader) else None
         return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
@@ -355,7 +358,7 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
-        samples = [] if data.is_filler(inputs) else self._eval_samples(inputs)
+        samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
         with self._weights_to_generate():
             temperature = self.args.eval_temperature
             self._sample(samples, self.temperature if temperature is None else temperature)
@@ -458,7 +461,7 @@ class RolloutTrainer(Trainer):
         """How tokens are drawn."""
         args = self.args
         stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
-        own = getattr(getattr(models.base_model(self.model), "generation_config", None), "eos_token_id", None)
+        own = getattr(getattr(preparation.base_model(self.model), "generation_config", None), "eos_token_id", None)
         ends = {self.processing_class.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
         ends.update(self._ends_of_calls)
         return Sampling(
@@ -679,7 +682,7 @@ class RolloutTrainer(Trainer):
         wanted = self.args.share_prompts
         if wanted is False or self.num_generations == 1 or (wanted is None and self._train_batch_size == 1):
             return False
-        problem = attention.segments_problem(self.model)
+        problem = varlen_attention.segments_problem(self.model)
         if self.router_aux_loss_coef:
             problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
         if self.args.torch_compile:
@@ -687,7 +690,7 @@ class RolloutTrainer(Trainer):
         if problem is None:
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    attention.enable_segments(model)
+                    varlen_attention.enable_segments(model)
             return True
         if wanted:
             raise ValueError(f"share_prompts=True cannot be had: {problem}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from posttrain.core.arguments import TrainingArguments
+from posttrain.core.config import Removed, Renamed, opt
 from posttrain.core.errors import missing
-from posttrain.core.fields import Removed, Renamed, opt
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.rewards import RewardArguments
 

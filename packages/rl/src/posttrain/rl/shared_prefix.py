@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import chat, models
-from posttrain.core.collators import IGNORE_INDEX, pad_rows
-from posttrain.core.losses import shift_labels
-from posttrain.core.segments import Segments
+from posttrain.core.data import chat_template
+from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.data.segments import Segments
+from posttrain.core.losses.language_modeling import shift_labels
+from posttrain.core.models import preparation
 
 Ids = Sequence[int]
 #: Entries of a batch that say what is to be scored; everything else is for the model.
@@ -100,16 +101,16 @@ class Encoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
         """That of `model`; None where it has no encoder."""
-        config = getattr(models.base_model(model), "config", None)
+        config = getattr(preparation.base_model(model), "config", None)
         if not getattr(config, "is_encoder_decoder", False):
             return None
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(
-                f"{type(models.base_model(model)).__name__} has an encoder and a decoder, and its config does not say what the "
+                f"{type(preparation.base_model(model)).__name__} has an encoder and a decoder, and its config does not say what the "
                 "decoder begins with. Set model.config.decoder_start_token_id."
             )
-        return cls(start, tuple(chat.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
+        return cls(start, tuple(chat_template.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
 
 
 def encoded_rows(
@@ -172,7 +173,7 @@ class CompletionScores:
     """What a model says of each token of K completions; all (K, T).
 
     logps: log-probabilities, 0 outside the mask. mask: bool, which tokens are scored.
-    stats: what `posttrain.core.losses.TOKEN_STATS` names and was asked for, detached.
+    stats: what `posttrain.core.losses.language_modeling.TOKEN_STATS` names and was asked for, detached.
     aux_loss: the router's load-balancing loss, (), of a mixture of experts that was asked for it.
     """
 
@@ -199,10 +200,10 @@ def score_completions(
 
     Args:
         temperature: divides the logits.
-        stats: names in `posttrain.core.losses.TOKEN_STATS`.
+        stats: names in `posttrain.core.losses.language_modeling.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
-    Where the model's head cannot do this itself (`posttrain.core.models.supports_loss_in_head`), its logits are held whole.
+    Where the model's head cannot do this itself (`posttrain.core.models.preparation.supports_loss_in_head`), its logits are held whole.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
     if "shift_labels" in batch:
@@ -210,8 +211,8 @@ def score_completions(
     else:
         labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
         mask = labels != IGNORE_INDEX
-    if models.supports_loss_in_head(model) is None:
-        with models.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+    if preparation.supports_loss_in_head(model) is None:
+        with preparation.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
             outputs = model(**inputs)
         scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
     else:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from posttrain.core import chat
+from posttrain.core.data import chat_template
 from posttrain.core.errors import DataError
 from posttrain.rl.tool_formats import FORMS, Block, Call, marked_calls
 
 QUESTION = {"role": "user", "content": "?"}
 # Words that no template says by itself, in places where a template might leave something out.
-NAME, VALUE, ANSWER = "posttrain_look_up", chat.PLACEHOLDER, "posttrain5e2b7d"
+NAME, VALUE, ANSWER = "posttrain_look_up", chat_template.PLACEHOLDER, "posttrain5e2b7d"
 TOOL = {
     "type": "function",
     "function": {
@@ -210,12 +210,12 @@ class ToolProtocol:
         before = self._closing[-1:]
         if before and getattr(self.tokenizer, "is_fast", False):
             text = before + tail
-            encoding = chat.encode_fast(self.tokenizer, [text])[0]
-            first, crosses = chat.token_at(encoding, len(before), len(text))
+            encoding = chat_template.encode_fast(self.tokenizer, [text])[0]
+            first, crosses = chat_template.token_at(encoding, len(before), len(text))
             if not crosses:
-                stop = chat.token_at(encoding, len(before) + ending, len(text))[0]
+                stop = chat_template.token_at(encoding, len(before) + ending, len(text))[0]
                 return encoding.ids[first:], max(stop - first, 1)
-        ids, ends = (encoding.ids for encoding in chat.encode_texts(self.tokenizer, [tail, tail[:ending]]))
+        ids, ends = (encoding.ids for encoding in chat_template.encode_texts(self.tokenizer, [tail, tail[:ending]]))
         return ids, max(len(ends), 1)
 
     def _asking(self, names: Sequence[str], ids: Sequence[str]) -> dict[str, Any]:
@@ -230,8 +230,8 @@ class ToolProtocol:
         arguments = json.dumps(arguments) if self._as_text else arguments
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _template(self, schemas: Sequence[dict[str, Any]]) -> chat.Template:
-        return chat.Template(self.tokenizer, list(schemas) or None, self.kwargs)
+    def _template(self, schemas: Sequence[dict[str, Any]]) -> chat_template.Template:
+        return chat_template.Template(self.tokenizer, list(schemas) or None, self.kwargs)
 
     # ------------------------------------------------------------------------------------------------ finding out
 
@@ -251,7 +251,7 @@ class ToolProtocol:
             raise DataError("it shows no tools: neither which there are, nor the calls of the assistant")
         self._find_ending(template)
 
-    def _conversation(self, template: chat.Template) -> str | None:
+    def _conversation(self, template: chat_template.Template) -> str | None:
         """A conversation with a call, in the first way in which the template shows it; None where it shows none."""
         for self._content in ("", None):  # some templates show a call only where the turn has no content
             for self._as_text in (False, True):
@@ -295,7 +295,7 @@ class ToolProtocol:
             )
         self._closing = text[stop:end]
 
-    def _find_ending(self, template: chat.Template) -> None:
+    def _find_ending(self, template: chat_template.Template) -> None:
         """What ends a turn with a call, which is in the history as it is in front of an answer."""
         answer = self._answer(ANSWER)
         tail = self._tail([answer], [TOOL])

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.fields import opt
-from posttrain.core.generation import GenerationArguments
+from posttrain.core.config import opt
+from posttrain.core.evaluation.generate import GenerationArguments
 
 METRICS = ("bleu", "chrf", "ter", "rouge", "exact_match")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import DataError
-from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
@@ -15,7 +15,7 @@ def run(run: Run) -> None:
     Raises:
         DataError: before the model is loaded, where evaluations are asked for and there is nothing to evaluate on.
     """
-    from posttrain.core import models
+    from posttrain.core.models import preparation
     from posttrain.seq2seq.dataset import tokenize
     from posttrain.seq2seq.metrics import text_metrics
     from posttrain.seq2seq.trainer import Seq2SeqTrainer
@@ -28,12 +28,12 @@ def run(run: Run) -> None:
             "eval_dataset_name or eval_share, or eval_strategy=no."
         )
     model = load_model(options)
-    tokenizer = models.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
-    models.ensure_pad_token(tokenizer)
+    tokenizer = preparation.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
+    preparation.ensure_pad_token(tokenizer)
     if (adapter := options.peft_config()) is not None:
         encodes = getattr(model.config, "is_encoder_decoder", False)
         adapter.task_type = "SEQ_2_SEQ_LM" if encodes else "CAUSAL_LM"
-        model = models.add_adapter(model, adapter)
+        model = preparation.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length}
     columns = (config.source_column, config.target_column)
@@ -53,20 +53,20 @@ def run(run: Run) -> None:
 
 
 def load_model(options: Any) -> Any:
-    """The model of a `posttrain.core.models.ModelConfig`: with an encoder where it has one, else a causal one."""
+    """The model of a `posttrain.core.models.preparation.ModelConfig`: with an encoder where it has one, else a causal one."""
     from transformers import AutoConfig
 
-    from posttrain.core import models
+    from posttrain.core.models import preparation
 
     name, kwargs = options.model_name_or_path, options.model_init_kwargs()
     encodes = AutoConfig.from_pretrained(name, revision=options.model_revision).is_encoder_decoder
     auto = "AutoModelForSeq2SeqLM" if encodes else "AutoModelForCausalLM"
-    return models.load_causal_lm(name, kwargs, options.quantization_config(), auto_class=auto)
+    return preparation.load_causal_lm(name, kwargs, options.quantization_config(), auto_class=auto)
 
 
 def workload(run: Run, length: int | None) -> Any:
     """What a micro-batch of `run` is to the model: sources and targets as long as they may be."""
-    from posttrain.core.footprint import Workload, load_config
+    from posttrain.core.tools.memory_plan import Workload, load_config
 
     config, encodes = run.config, load_config(run).is_encoder_decoder
     size = length or config.max_source_length

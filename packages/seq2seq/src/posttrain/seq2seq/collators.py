@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, evaluation, generation, models, objective
-from posttrain.core.collators import DataCollatorForSeq2Seq
-from posttrain.core.generating import GeneratesText
+from posttrain.core import Trainer
+from posttrain.core.data.collators import DataCollatorForSeq2Seq
+from posttrain.core.evaluation import eval_loop, generate
+from posttrain.core.evaluation.predict_with_generate import GeneratesText
+from posttrain.core.losses import normalization
+from posttrain.core.models import preparation
 from posttrain.seq2seq.arguments import Seq2SeqTrainingArguments
 from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator, unclear_rows
 from posttrain.seq2seq.decoding import LeanGenerator
@@ -111,7 +114,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with what the model itself makes of its labels for the decoder, where it does so."""
-        shift = getattr(models.base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
+        shift = getattr(preparation.base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
         if shift is not None and inputs.get("decoder_input_ids") is None and inputs.get("labels") is not None:
             inputs["decoder_input_ids"] = shift(labels=inputs["labels"])
         return inputs
@@ -121,18 +124,18 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         inputs = self._with_decoder_inputs(dict(inputs))
         labels = inputs.pop("labels")
         options = {"shifted": not self._loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
-        with models.loss_in_head(model, labels, **options):
+        with preparation.loss_in_head(model, labels, **options):
             return model(**inputs).logits.sum()
 
     @torch.no_grad()
     def _in_head(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any process."""
-        if self._has_loss_in_head is None and models.supports_loss_in_head(model) is not None:
+        if self._has_loss_in_head is None and preparation.supports_loss_in_head(model) is not None:
             self._has_loss_in_head = False
         if self._has_loss_in_head is None:
-            items, whole = self.count_items(inputs), models.unwrap(model)
-            with evaluation.eval_mode(whole):
-                own = objective.model_loss(whole, inputs, pass_count=False)[0]
+            items, whole = self.count_items(inputs), preparation.unwrap(model)
+            with eval_loop.eval_mode(whole):
+                own = normalization.model_loss(whole, inputs, pass_count=False)[0]
                 ours = self._loss_sum(whole, inputs) / max(items, 1)
             close = 1e-3 if ours.dtype == own.dtype == torch.float32 and self.dist.precision == "no" else 3e-2
             is_same = torch.allclose(own.float(), ours.float(), rtol=close) if items else None
@@ -151,12 +154,12 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     def _limits(self) -> dict[str, int]:
         stock = getattr(self.compute_loss, "__qualname__", "") == "Seq2SeqTrainer.compute_loss"
-        known = models.id_limits(self.model)
+        known = preparation.id_limits(self.model)
         return known if stock and self.compute_loss_func is None else super()._limits()
 
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
-        if generation.is_encoder_decoder(self.model):
-            return DataCollatorForSeq2Seq(self._tokenizer, model=models.base_model(self.model))
+        if generate.is_encoder_decoder(self.model):
+            return DataCollatorForSeq2Seq(self._tokenizer, model=preparation.base_model(self.model))
         parts = self.eval_dataset if self.train_dataset is None else self.train_dataset
         unclear = unclear_rows(next(iter(parts.values())) if isinstance(parts, dict) else parts)
-        return PromptTargetCollator(generation.padding_id(self.processing_class, self.model), unclear=unclear)
+        return PromptTargetCollator(generate.padding_id(self.processing_class, self.model), unclear=unclear)

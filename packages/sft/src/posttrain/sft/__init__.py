@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.core.models import ModelConfig
-    from posttrain.core.scripts import (
+    from posttrain.core.cli.scripts import (
         ScriptArguments,
         ScriptParser,
         TrlParser,
@@ -15,16 +14,17 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from posttrain.core.models.preparation import ModelConfig
     from posttrain.sft.config import SFTConfig
     from posttrain.sft.trainer import SFTTrainer
 
 _HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.trainer"}
 # Scripts import these beside their trainer.
-_HOME_OF |= {"ModelConfig": "posttrain.core.models"} | dict.fromkeys(
+_HOME_OF |= {"ModelConfig": "posttrain.core.models.preparation"} | dict.fromkeys(
     (
         "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
     ),
-    "posttrain.core.scripts",
+    "posttrain.core.cli.scripts",
 )  # fmt: skip
 __all__ = sorted(_HOME_OF)
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.sft' has no attribute {name!r}")
-        from posttrain.core.absent import missing_name
+        from posttrain.core.tools.absent_names import missing_name
 
         raise missing_name("posttrain.sft", name, __all__)
     return getattr(importlib.import_module(_HOME_OF[name]), name)

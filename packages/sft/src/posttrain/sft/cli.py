@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
@@ -69,7 +69,7 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
 
 def workload(run: Run, length: int | None) -> Any:
     """What a micro-batch of `run` is to the model: rows as long as they may be, each position with a target."""
-    from posttrain.core.footprint import Workload, longest_row
+    from posttrain.core.tools.memory_plan import Workload, longest_row
 
     config = run.config
     return Workload(config.per_device_train_batch_size, longest_row(length, config.max_length), "tokens")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.collators import IGNORE_INDEX, flash_kwargs, pad_rows, round_up
+from posttrain.core.data.collators import IGNORE_INDEX, flash_kwargs, pad_rows, round_up
 
 
 @dataclass
@@ -23,7 +23,7 @@ class SFTCollator:
     end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
 
     With `flash_kwargs` such batches are one row too, (1, T), and also hold what flash attention takes (see
-    `posttrain.core.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes several rows for
+    `posttrain.core.data.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes several rows for
     one document each.
 
     Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B, T), the
@@ -37,7 +37,7 @@ class SFTCollator:
         pad_to_multiple_of: round T up to a multiple of this.
         padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
         seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
-            `posttrain.core.segments`.
+            `posttrain.core.data.segments`.
         flash_kwargs: packed rows are laid out for flash attention.
         keep_rows: then too they stay (B, T), with documents told by ``cu_seq_lens_q`` alone.
     """

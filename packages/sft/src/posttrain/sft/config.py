@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.arguments import TrainingArguments
+from posttrain.core.config import opt
 from posttrain.core.errors import did_you_mean
-from posttrain.core.fields import opt
-from posttrain.core.generation import GenerationArguments
+from posttrain.core.evaluation.generate import GenerationArguments
 
 #: What earlier versions of trl read from dataset_kwargs, and why it changes nothing here.
 NO_EFFECT = {

@@ -1,6 +1,6 @@
 """From a dataset to tokens and labels, in one pass, with a report of what became of every row.
 
-What a row may be is in `posttrain.core.chat.FORMATS`, what is done with it in `posttrain.sft.rows`; here are the kinds
+What a row may be is in `posttrain.core.data.chat_template.FORMATS`, what is done with it in `posttrain.sft.rows`; here are the kinds
 of datasets, and the cache.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core import chat
-from posttrain.core.data import check_dataset
+from posttrain.core.data import chat_template
+from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
-from posttrain.core.loader import out_of_range
 from posttrain.sft.packing import cache_location
 from posttrain.sft.report import FACTS, DataReport
 from posttrain.sft.rows import Draft, Preparation
@@ -62,12 +62,12 @@ def prepare_dataset(
             before, which it is not trained on), or "error".
         completion_only_loss: train on completions only; None does so where there are completions.
         assistant_only_loss: train on what the assistant wrote only; the same as ``train_on="assistant"``.
-        train_on: the messages of a conversation to train on, see `posttrain.core.chat.message_choice`.
+        train_on: the messages of a conversation to train on, see `posttrain.core.data.chat_template.message_choice`.
         formatting_func: makes a text, a list of texts or a conversation of a row.
         eos_token: ends texts and completions; the tokenizer's by default. Conversations end as their template says.
         chat_template_kwargs: variables for the chat template; a row's own column of that name goes before them.
         num_proc: processes for a `datasets.Dataset`; one already uses all the threads of a fast tokenizer.
-        limits: what the model can read, as `posttrain.core.models.id_limits` says.
+        limits: what the model can read, as `posttrain.core.models.preparation.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:
@@ -154,7 +154,7 @@ def _check_columns(columns: list[str], prepare: Preparation, name: str) -> list[
         return columns
     known = {"text" if c == prepare.text_field else c for c in columns if c != "text" or c == prepare.text_field}
     try:
-        kind = chat.detect_format(known, among=SFT_FORMATS)
+        kind = chat_template.detect_format(known, among=SFT_FORMATS)
     except DataError as error:
         raise DataError(f"{name}: {error} The column of texts is named by dataset_text_field.") from None
     if kind == "tokenized" and {"seq_lengths", "position_ids"} & set(columns):

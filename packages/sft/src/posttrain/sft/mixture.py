@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.samplers import is_stream
 
 SPLITS = {"train", "test", "validation"}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from posttrain.core import chat, models, preview
-from posttrain.core.registry import Run
+from posttrain.core.cli.registry import Run
+from posttrain.core.data import chat_template
+from posttrain.core.models import preparation
+from posttrain.core.tools import preview
 from posttrain.sft.preparing import prepare_rows
 
 
@@ -17,10 +19,10 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """
     config = run.config
     source = run.model.model_name_or_path
-    tokenizer = models.load_tokenizer(
+    tokenizer = preparation.load_tokenizer(
         source, trust_remote_code=config.trust_remote_code, revision=run.model.model_revision
     )
-    chat.set_up_tokenizer(tokenizer, config)
+    chat_template.set_up_tokenizer(tokenizer, config)
     train_rows, _ = run.data.load()
     done = prepare_rows(train_rows, tokenizer, config, packing=config.packing)
     rows = [

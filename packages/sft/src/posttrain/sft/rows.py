@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core import chat
+from posttrain.core.data import chat_template
+from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
-from posttrain.core.tool_calls import require_calls
 
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")
@@ -31,7 +31,7 @@ class Draft:
 
     row: int
     text: str = ""
-    spans: list[chat.Span] | None = None
+    spans: list[chat_template.Span] | None = None
     is_chat: bool = False
     ids: np.ndarray | None = None
     labels: np.ndarray | None = None
@@ -77,10 +77,10 @@ class Preparation:
             self.eos_token_id = self.tokenizer.convert_tokens_to_ids(self.eos_token)
             if self.eos_token_id in (None, self.tokenizer.unk_token_id):
                 raise ValueError(f"eos_token={self.eos_token!r} is not a token of the tokenizer")
-        self.before, after = chat.special_tokens_around(self.tokenizer)
+        self.before, after = chat_template.special_tokens_around(self.tokenizer)
         has_end = self.eos_token_id is None or after[-1:] == [self.eos_token_id]
         self.after = after if has_end else [*after, self.eos_token_id]
-        self.end_tokens = chat.end_tokens(self.tokenizer, self.eos_token_id)
+        self.end_tokens = chat_template.end_tokens(self.tokenizer, self.eos_token_id)
         self.is_space: dict[int, bool] = {}
         self.takes_batches: bool | None = None
 
@@ -88,7 +88,7 @@ class Preparation:
         """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their `fault`."""
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
         texts = [draft for draft in drafts if draft.ids is None and not draft.fault]
-        encodings = chat.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
+        encodings = chat_template.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
         for draft, encoding in zip(texts, encodings, strict=True):
             self._label(draft, encoding)
         fitted = []
@@ -161,8 +161,8 @@ class Preparation:
         return Draft(index, text=_text(text, self.text_field))
 
     def _read_chat(self, value: Any, name: str, row: Mapping[str, Any], index: int) -> Draft:
-        messages, template = chat.to_messages(value, name), self._template(row)
-        chosen = chat.message_choice(value, self.train_on)
+        messages, template = chat_template.to_messages(value, name), self._template(row)
+        chosen = chat_template.message_choice(value, self.train_on)
         require_calls(template, messages, chosen)
         if chosen is None:
             return Draft(index, template.render(messages), is_chat=True)
@@ -180,8 +180,8 @@ class Preparation:
             self._needs_no_messages()
             text = _text(prompt, "prompt", may_be_empty=True) + _text(completion, "completion")
             return Draft(index, text, [(len(prompt), len(text))] if completion_only else None)
-        messages = chat.to_messages(prompt, "prompt") + chat.to_messages(completion, "completion")
-        shown, chosen = len(prompt), chat.message_choice([*prompt, *completion], self.train_on)
+        messages = chat_template.to_messages(prompt, "prompt") + chat_template.to_messages(completion, "completion")
+        shown, chosen = len(prompt), chat_template.message_choice([*prompt, *completion], self.train_on)
         asked, last, first = messages[:shown], messages[shown - 1], messages[shown]
         if last["role"] == first["role"] == "assistant":  # the completion goes on where the prompt stops
             turn = first | {"content": last["content"] + first["content"]}
@@ -218,20 +218,22 @@ class Preparation:
             raise DataError("labels and input_ids differ in length")
         return Draft(index, ids=ids, labels=labels)
 
-    def _template(self, row: Mapping[str, Any]) -> chat.Template:
+    def _template(self, row: Mapping[str, Any]) -> chat_template.Template:
         if not row.get("tools") and not row.get("chat_template_kwargs"):
             return self._plain_template
         own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-        return chat.Template(self.tokenizer, chat.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own)
+        return chat_template.Template(
+            self.tokenizer, chat_template.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own
+        )
 
     @cached_property
-    def _plain_template(self) -> chat.Template:
-        return chat.Template(self.tokenizer, None, self.chat_template_kwargs)
+    def _plain_template(self) -> chat_template.Template:
+        return chat_template.Template(self.tokenizer, None, self.chat_template_kwargs)
 
-    def _label(self, draft: Draft, encoding: chat.Encoding) -> None:
+    def _label(self, draft: Draft, encoding: chat_template.Encoding) -> None:
         ids, before, after, dropped = encoding.ids, [], [], 0
         if draft.is_chat:  # a template writes its own bos and ends of turns
-            draft.doubled_bos = chat.has_doubled_bos(self.tokenizer, ids)
+            draft.doubled_bos = chat_template.has_doubled_bos(self.tokenizer, ids)
             dropped = int(draft.doubled_bos)
         else:
             draft.doubled_bos = bool(self.before) and ids[: len(self.before)] == self.before

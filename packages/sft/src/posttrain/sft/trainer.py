@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments, attention, chat, flash, models, objective
-from posttrain.core.data import is_filler
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.data import chat_template
+from posttrain.core.data.pipeline import is_filler
+from posttrain.core.data.samplers import is_stream
+from posttrain.core.data.segments import with_segments, without_padding
 from posttrain.core.errors import ConfigError, DataError, did_you_mean
-from posttrain.core.generating import GeneratesText
-from posttrain.core.losses import cross_entropy, dynamic_weights, group_sums
-from posttrain.core.offload import offloading, with_offloading
-from posttrain.core.preflight import (
+from posttrain.core.evaluation.predict_with_generate import GeneratesText
+from posttrain.core.losses import normalization
+from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
+from posttrain.core.models import flash_attention, preparation, varlen_attention
+from posttrain.core.models.activation_offloading import offloading, with_offloading
+from posttrain.core.training.preflight import (
     Parts,
     Problem,
     caught,
@@ -28,8 +33,6 @@ from posttrain.core.preflight import (
     no_dataset_problems,
     tokenizer_problems,
 )
-from posttrain.core.samplers import is_stream
-from posttrain.core.segments import with_segments, without_padding
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import check_ready
@@ -152,7 +155,7 @@ class SFTTrainer(GeneratesText, Trainer):
             **old_names,
         )
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
-        if problem := flash.precision_problem(self.model, self.dist.precision):
+        if problem := flash_attention.precision_problem(self.model, self.dist.precision):
             raise ValueError(problem)
         self._reads_segments = self._enable_segments()
         if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
@@ -229,7 +232,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """(summed loss, outputs without logits, statistics) from one pass over the vocabulary, tile by tile."""
         labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
         options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
-        with models.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
+        with preparation.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
             outputs = model(**inputs)
         loss, correct, entropy, *by_source = outputs.logits
         of_each = len(self._sources)
@@ -240,7 +243,7 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> tuple[torch.Tensor, Any]:
         """(loss without the router's, outputs) where logits are held whole."""
         if self._dft and self.compute_loss_func is None:
-            return objective.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
+            return normalization.model_loss(model, inputs, count, pass_count=False, loss_func=_dft_loss)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         models_own = self.compute_loss_func is None and not self.args.label_smoothing_factor
         if self._aux_loss_coef and models_own:
@@ -269,22 +272,22 @@ class SFTTrainer(GeneratesText, Trainer):
         if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
             auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
-            model = models.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
+            model = preparation.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
         _refuse_other_models(model)
         if tokenizer is None:
             auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
-            tokenizer = models.load_tokenizer(model, args.trust_remote_code, auto_class)
+            tokenizer = preparation.load_tokenizer(model, args.trust_remote_code, auto_class)
         if self._sees:
             check_config(args, tokenizer)
-        chat.set_up_tokenizer(tokenizer, args)
+        chat_template.set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
-            model = models.add_adapter(model, peft_config)
-        models.check_trainable(model)
-        if args.activation_checkpointing and (problem := models.checkpointing_problem(model)):
+            model = preparation.add_adapter(model, peft_config)
+        preparation.check_trainable(model)
+        if args.activation_checkpointing and (problem := preparation.checkpointing_problem(model)):
             raise ValueError(problem)
         self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self._aux_loss_coef != 0
-        if why_not := models.supports_loss_in_head(model):
+        if why_not := preparation.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
@@ -292,7 +295,7 @@ class SFTTrainer(GeneratesText, Trainer):
     def _enable_segments(self) -> bool:
         """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
         documents by their positions."""
-        if flash.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
+        if flash_attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
@@ -301,10 +304,10 @@ class SFTTrainer(GeneratesText, Trainer):
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
-        if problem := attention.segments_problem(self.model):
+        if problem := varlen_attention.segments_problem(self.model):
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
-        attention.enable_segments(self.model)
+        varlen_attention.enable_segments(self.model)
         if isinstance(self.data_collator, SFTCollator):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
@@ -313,7 +316,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """Try packed rows as training will read them: two in a batch, on its device, in its precision."""
         collate = self.data_collator
         if not isinstance(collate, SFTCollator):
-            collate = SFTCollator(0, flash_kwargs=flash.reads_boundaries(self.model))
+            collate = SFTCollator(0, flash_kwargs=flash_attention.reads_boundaries(self.model))
         with self.dist.autocast():
             refuse_leaks(self.model, self.dist.device, collate)
 
@@ -380,7 +383,7 @@ class SFTTrainer(GeneratesText, Trainer):
                 name=name,
                 packing=bool(packing),
                 formatting_func=self._formatting_func,
-                limits=models.id_limits(self.model),
+                limits=preparation.id_limits(self.model),
             )
         self.data_reports |= done.reports
         self._prepared.append(done.dataset)
@@ -422,7 +425,7 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     """The weight of the router's loss; 0 for a model without routers."""
-    base = models.base_model(model)
+    base = preparation.base_model(model)
     config = base.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         if wanted:
@@ -444,7 +447,7 @@ def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> 
     if multiple == "auto":
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
-        placeholders = placeholder_ids(tokenizer, models.base_model(model))
+        placeholders = placeholder_ids(tokenizer, preparation.base_model(model))
         return VisionCollator(tokenizer, placeholders, args.max_length, args.completion_only_loss, multiple)
     pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
@@ -480,7 +483,7 @@ def _refuse_other_models(model: Any) -> None:
         raise TypeError(
             f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or folder of one."
         )
-    base = models.base_model(model)
+    base = preparation.base_model(model)
     config, name = getattr(base, "config", None), type(base).__name__
     other_head = any(head in name for head in ("Classification", "QuestionAnswering", "MaskedLM"))
     if config is None or getattr(config, "is_encoder_decoder", False) or other_head:

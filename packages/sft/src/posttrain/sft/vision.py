@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.collators import IGNORE_INDEX, round_up
+from posttrain.core.data.collators import IGNORE_INDEX, round_up
 from posttrain.core.errors import ConfigError, DataError
 
 COLUMNS = ("images", "image", "messages", "prompt", "completion", "text")

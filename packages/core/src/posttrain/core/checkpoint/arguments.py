@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
 from posttrain.core.checkpoint.store import Store
+from posttrain.core.config import opt
 from posttrain.core.errors import CheckpointError
-from posttrain.core.fields import opt
 
 
 @dataclass

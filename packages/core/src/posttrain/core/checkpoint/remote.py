@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.manifest import MANIFEST, is_inside, read_manifest
 from posttrain.core.errors import CheckpointError, require
-from posttrain.core.redaction import redact
+from posttrain.core.logging.redaction import redact
 
 _NAME = re.compile(r"checkpoint-\d+")
 

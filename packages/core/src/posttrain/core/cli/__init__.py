@@ -80,8 +80,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_method(name: str, words: list[str]) -> int:
-    from posttrain.core import registry
-    from posttrain.core.cli import help, parse
+    from posttrain.core.cli import help, parse, registry
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
@@ -96,12 +95,13 @@ def _run_method(name: str, words: list[str]) -> int:
 def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> None:
     """Run `method` with `settings`, `problems` having been found in them before."""
     run = _configs(method, settings, problems)
-    from posttrain.core import preflight, record  # after what was asked for is known to be right: this imports torch
+    from posttrain.core.logging import run_record
+    from posttrain.core.training import preflight  # after what was asked for is known to be right: this imports torch
 
     if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
         raise ConfigError(f"posttrain {method.name}", found)
 
-    with record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
+    with run_record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
         if smoke:
             _smoke(method, run)
         else:
@@ -111,7 +111,9 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
 def _classes(method: Any) -> tuple[type, type, type]:
     """The configs that the words of a method are read into."""
     from posttrain.core.cli.source import DataSource
-    from posttrain.core.models import ModelConfig  # after the method is known to be there: this imports torch
+    from posttrain.core.models.preparation import (
+        ModelConfig,  # after the method is known to be there: this imports torch
+    )
 
     return method.config_class, ModelConfig, DataSource
 
@@ -125,8 +127,7 @@ def _read(method: Any, words: list[str]) -> Any:
 
 def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
     """The `Run` that `settings` make; `ConfigError` with their problems and those found before."""
-    from posttrain.core import registry
-    from posttrain.core.cli import parse
+    from posttrain.core.cli import parse, registry
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", FutureWarning)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from posttrain.core import record
+from posttrain.core.logging import run_record
 
 
 def run(words: list[str]) -> None:
     """Print versions and hardware, a line each."""
-    facts = record.packages() | {"executable": sys.executable} | record.hardware()
+    facts = run_record.packages() | {"executable": sys.executable} | run_record.hardware()
     print("\n".join(f"{name:<18} {value}" for name, value in facts.items()))

@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core import registry
-from posttrain.core.cli import parse
+from posttrain.core.cli import parse, registry
+from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method, Run
 
 USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--length N] [--name value ...]
 
@@ -46,16 +45,16 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
     asked = read(found, words[1:])
 
-    from posttrain.core import footprint  # after the words are known to be right: this imports torch
+    from posttrain.core.tools import memory_plan  # after the words are known to be right: this imports torch
 
-    device = footprint.device_type(asked.config)
+    device = memory_plan.device_type(asked.config)
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
 
     def workload(run: Run) -> Any:
         return found.workload(run, length)
 
     work = workload(asked)
-    plan = footprint.measure(asked, work)
+    plan = memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
     print(f"A micro-batch of {tokens} tokens, in one process on the {device}:\n")
     width = max(map(len, plan.parts))
@@ -64,7 +63,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n")
     print(f"{_verdict(plan.peak, memory)}: {in_words(memory)} {whose}.", flush=True)
     if plan.peak > memory:
-        _propose(footprint.proposals(asked, workload, memory), memory)
+        _propose(memory_plan.proposals(asked, workload, memory), memory)
 
 
 def _verdict(peak: int, memory: int) -> str:
@@ -105,7 +104,7 @@ def _free(device: str) -> int:
     """Bytes that can be had on the device; all that there are, where the system does not say what is free on the host."""
     import torch
 
-    from posttrain.core.memory import free_memory
+    from posttrain.core.training.memory import free_memory
 
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from posttrain.core.fields import field_types
-from posttrain.core.registry import Method, methods
+from posttrain.core.cli.registry import Method, methods
+from posttrain.core.config import field_types
 
 
 def overview(commands: dict[str, str]) -> str:

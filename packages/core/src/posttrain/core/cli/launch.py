@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from posttrain.core import registry
-from posttrain.core.cli import parse
+from posttrain.core.cli import parse, registry
+from posttrain.core.config import ConfigMeta, opt, validate
 from posttrain.core.errors import ConfigError
-from posttrain.core.fields import ConfigMeta, opt, validate
 
 USAGE = """usage: posttrain launch [--config_file FILE] [--name value ...] PROGRAM [its arguments]
 

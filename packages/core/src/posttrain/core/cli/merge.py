@@ -48,7 +48,7 @@ def run(words: list[str]) -> None:
         problems.append(f"--tolerance={given['tolerance']} must be >= 0")
     if problems:
         raise ConfigError("merge", problems)
-    from posttrain.core.merging import merge
+    from posttrain.core.models.merging import merge
 
     try:
         print(merge(folders[0], folders[1], **given))

@@ -63,14 +63,14 @@ def scripts(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _migrate(files: Iterable[Path], write: bool) -> int:
-    from posttrain.core import migrating
+    from posttrain.core.tools import migration
 
     changed = "rewritten" if write else "to be rewritten"
     counts = {changed: 0, "as it should be": 0, "without transformers and trl": 0, "not readable": 0}
     for file in files:
         try:
             source, encoding = read(file)
-            done = migrating.migrate(source)
+            done = migration.migrate(source)
         except (SyntaxError, ValueError, OSError) as error:
             counts["not readable"] += 1
             line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -89,7 +89,7 @@ def _migrate(files: Iterable[Path], write: bool) -> int:
                 print("\n".join(difflib.unified_diff(*lines, str(file), str(file), lineterm="")))
         for note in done.notes:
             print(f"{file}:{note.line}: {note.text}")
-    missing = [f"posttrain-{name}" for name in migrating.PACKAGES if name not in migrating.faces()]
+    missing = [f"posttrain-{name}" for name in migration.PACKAGES if name not in migration.faces()]
     if missing:
         print(f"Not installed, so that what they have stays as it is: {', '.join(missing)}.")
     said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)

@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from posttrain.core import fields
+from posttrain.core import config
+from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError, did_you_mean
-from posttrain.core.fields import field_types
-from posttrain.core.redaction import shown
+from posttrain.core.logging.redaction import shown
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -224,7 +224,7 @@ def configs(
     for config_class in classes:
         try:
             made.append(config_class(**kwargs[config_class]))
-            fields.validate(made[-1])
+            config.validate(made[-1])
         except ConfigError as error:
             problems += (_located(problem, settings) for problem in error.problems)
     for need in needs:
@@ -248,7 +248,7 @@ def _located(problem: str, settings: dict[str, Setting]) -> str:
 
 def _names(config_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class) if field.init} | set(
-        fields.old_names(config_class)
+        config.old_names(config_class)
     )
 
 
@@ -256,8 +256,8 @@ def _types(config_class: type, name: str) -> tuple[tuple[type, ...], type]:
     """The types of the field that `name`, perhaps an old name, stands for, and that of its elements if it is a list."""
     types = field_types(config_class)
     if name not in types:
-        old = fields.old_names(config_class)[name]
-        if not isinstance(old, fields.Renamed) or old != fields.Renamed(old.new):
+        old = config.old_names(config_class)[name]
+        if not isinstance(old, config.Renamed) or old != config.Renamed(old.new):
             return (bool, int, float, str), str  # the old name's own type is not known
         name = old.new
-    return types.get(name, ()), fields.element_type(config_class, name)
+    return types.get(name, ()), config.element_type(config_class, name)

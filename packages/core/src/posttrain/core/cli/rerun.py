@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.core import record, registry
-from posttrain.core.cli import parse
+from posttrain.core.cli import parse, registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
+from posttrain.core.logging import run_record
 
 USAGE = """usage: posttrain rerun FOLDER [--name value ...]
 
@@ -38,12 +38,12 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     problems: list[str] = []
     folders, flags = parse.read_flags(words)
     if len(folders) != 1:
-        raise ConfigError("rerun", [f"name one folder that holds a {record.RECORD}, not {len(folders)}"])
-    first = record.read(folders[0])["starts"][0]
+        raise ConfigError("rerun", [f"name one folder that holds a {run_record.RECORD}, not {len(folders)}"])
+    first = run_record.read(folders[0])["starts"][0]
     say = print if environment.rank() == 0 else lambda text: None
-    now = {"packages": record.packages(), "hardware": record.hardware(), "processes": environment.world_size()}
+    now = {"packages": run_record.packages(), "hardware": run_record.hardware(), "processes": environment.world_size()}
     told = {name: first[name] for name in now}
-    for line in record.differences(told, now) or ["versions, hardware and processes are as they were"]:
+    for line in run_record.differences(told, now) or ["versions, hardware and processes are as they were"]:
         say(f"  {line}")
     if first["asked"] is None:
         raise ConfigError(
@@ -56,7 +56,7 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     folder = Path(folders[0]).resolve()
     folder = folder if folder.is_dir() else folder.parent
     settings = {
-        name: parse.Setting(f"{record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
+        name: parse.Setting(f"{run_record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
     }
     settings["output_dir"] = parse.Setting("rerun", f"{folder}-rerun")
     settings.pop("resume_from_checkpoint", None)
@@ -72,9 +72,9 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
 
 def compare(before: Path, after: Path) -> list[str]:
     """A line for each difference between two runs that have ended, in what they were given and in the losses of their logs."""
-    then, now = (record.read(folder)["starts"][0] for folder in (before, after))
+    then, now = (run_record.read(folder)["starts"][0] for folder in (before, after))
     given = {name: {} for name in ("packages", "hardware")} | {"processes": 1}
-    found = record.differences(then | given, now | given)
+    found = run_record.differences(then | given, now | given)
     losses = [_losses(folder / "log.jsonl") for folder in (before, after)]
     common = sorted(losses[0].keys() & losses[1].keys())
     apart = next((step for step in common if losses[0][step] != losses[1][step]), None)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from posttrain.core import preview, registry
-from posttrain.core.cli import parse
+from posttrain.core.cli import parse, registry
+from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method, Run
+from posttrain.core.tools import preview
 
 ROWS = 3
 USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config import ConfigMeta, opt, validate
 from posttrain.core.errors import DataError, did_you_mean, missing, require
-from posttrain.core.fields import ConfigMeta, opt, validate
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
 

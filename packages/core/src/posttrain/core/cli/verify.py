@@ -21,7 +21,7 @@ import torch
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.core.metrics import is_timing
+from posttrain.core.logging.metrics import is_timing
 
 STEPS = 3  # updates up to the checkpoint that is gone on from, and from there to the end
 

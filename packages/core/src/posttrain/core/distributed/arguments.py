@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from posttrain.core.config import opt
 from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.environment import accelerator_present
 from posttrain.core.errors import missing
-from posttrain.core.fields import opt
 
 
 @dataclass

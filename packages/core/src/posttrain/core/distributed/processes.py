@@ -23,9 +23,9 @@ from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import accelerator_present, lost_processes, precision
 from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
-from posttrain.core.emulation import float32_products, makes_emulated_products
 from posttrain.core.errors import ConfigError
-from posttrain.core.objective import scalar
+from posttrain.core.losses.normalization import scalar
+from posttrain.core.models.bf16_emulation import float32_products, makes_emulated_products
 
 logger = logging.getLogger(__name__)
 

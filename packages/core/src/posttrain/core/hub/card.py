@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.hub.uploads import is_repo_id
-from posttrain.core.redaction import is_secret, masked
+from posttrain.core.logging.redaction import is_secret, masked
 
 logger = logging.getLogger(__name__)
 

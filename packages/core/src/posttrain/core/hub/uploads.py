@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.fields import Help, opt
-from posttrain.core.redaction import redact
+from posttrain.core.config import Help, opt
+from posttrain.core.logging.redaction import redact
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.attention import layer_window, segment_attention
-from posttrain.core.models import base_model
-from posttrain.core.segments import Segments
+from posttrain.core.data.segments import Segments
+from posttrain.core.models.preparation import base_model
+from posttrain.core.models.varlen_attention import layer_window, segment_attention
 
 IMPLEMENTATION = "posttrain_decoding"
 

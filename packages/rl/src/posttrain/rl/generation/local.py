@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.attention import LAYER_TYPES
-from posttrain.core.emulation import float32_products, makes_emulated_products
-from posttrain.core.models import base_model, packed_head, unwrap
+from posttrain.core.models.bf16_emulation import float32_products, makes_emulated_products
+from posttrain.core.models.preparation import base_model, packed_head, unwrap
+from posttrain.core.models.varlen_attention import LAYER_TYPES
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms

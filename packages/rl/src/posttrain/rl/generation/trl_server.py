@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data.samplers import mix
 from posttrain.core.errors import require
-from posttrain.core.samplers import mix
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.transformers import ends_with_stop

@@ -1,0 +1,101 @@
+"""Training methods that installed packages offer to the command line, found by entry points.
+
+A package adds a method with two lines in its ``pyproject.toml`` and nothing in this one::
+
+    [project.entry-points."posttrain.methods"]
+    sft = "posttrain.sft.cli:METHOD"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from posttrain.core.errors import ConfigError, did_you_mean
+
+GROUP = "posttrain.methods"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What the command line asked for, parsed and checked: everything that a method needs to train.
+
+    Args:
+        config: the method's own config, such as an `SFTConfig`.
+        model: a `posttrain.core.models.preparation.ModelConfig`: which model, how it is loaded, its adapter.
+        data: a `posttrain.core.cli.source.DataSource`: which dataset.
+    """
+
+    config: Any
+    model: Any
+    data: Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """One training method.
+
+    Args:
+        name: the word on the command line.
+        help: one sentence for ``posttrain --help``.
+        config: where its config class is, ``"module:Class"``; imported only when it is needed.
+        run: trains.
+        needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
+        preview: ``(run, count)`` -> the first `count` rows as they would be trained on (`posttrain.core.tools.preview.Row`), and the
+            lines of a data report; None where there is no such view.
+        workload: ``(run, length)`` -> what one micro-batch is to the model (`posttrain.core.tools.memory_plan.Workload`), with rows of `length`
+            tokens, None: the longest that the config allows. None where the method does not say.
+    """
+
+    name: str
+    help: str
+    config: str
+    run: Callable[[Run], None]
+    needs: tuple[str, ...] = ("model_name_or_path", "dataset_name")
+    preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
+    workload: Callable[[Run, int | None], Any] | None = None
+
+    @property
+    def config_class(self) -> type:
+        module, _, name = self.config.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """``{name: method}`` of every installed package, sorted; one that cannot be imported is left out with a warning."""
+    found = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            logger.warning("The method %r (%s) cannot be loaded: %s", entry.name, entry.value, error)
+    return found
+
+
+def method(name: str) -> Method:
+    """The method called `name`; `ConfigError` with the nearest one where there is none."""
+    if name not in methods():
+        known = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one"
+        raise ConfigError("posttrain", [f"unknown method {name!r}{did_you_mean(name, methods())} (known: {known})"])
+    return methods()[name]
+
+
+def configs_with(field: str) -> list[str]:
+    """Names of the config classes of all methods that have a field called `field`."""
+    owners = []
+    for found in methods().values():
+        try:
+            if field in {known.name for known in dataclasses.fields(found.config_class)}:
+                owners.append(found.config_class.__name__)
+        except (ImportError, AttributeError):  # a method whose optional packages are missing says nothing here
+            continue
+    return owners

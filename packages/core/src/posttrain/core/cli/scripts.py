@@ -1,0 +1,134 @@
+"""What training scripts parse: which dataset, which model, and a run's arguments, from a command line and YAML files.
+
+The names are those that scripts for trl import; the work is that of the command line's own parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.cli import help, parse
+from posttrain.core.cli.source import DataSource
+from posttrain.core.config import opt
+from posttrain.core.errors import ConfigError
+from posttrain.core.models.preparation import ModelConfig
+
+
+@dataclass
+class ScriptArguments(DataSource):
+    """Arguments of a training script: which dataset is trained on and evaluated on."""
+
+    ignore_bias_buffers: bool = opt(
+        False, "For the script to read: whether buffers of booleans are left out of distributed synchronisation."
+    )
+
+
+def get_peft_config(model_args: ModelConfig) -> Any | None:
+    """The `peft.LoraConfig` that `model_args` describe, None without ``use_peft``."""
+    return model_args.peft_config()
+
+
+def get_quantization_config(model_args: ModelConfig) -> Any | None:
+    """The `transformers.BitsAndBytesConfig` that `model_args` describe, None without ``load_in_4bit`` or ``load_in_8bit``."""
+    return model_args.quantization_config()
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Where this process loads a quantised model: whole, onto its own GPU; None where there is no GPU."""
+    import torch
+
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.cuda.is_available() else None
+
+
+class ScriptParser:
+    """Makes configs of a command line: ``train.py run.yaml --learning_rate 1e-5``, also ``--config run.yaml``.
+
+    A YAML file holds ``name: value`` lines; flags go before it. Under ``env`` it may hold environment variables to set.
+
+    Args:
+        dataclass_types: one dataclass or several. A value goes to each that has a field of its name.
+        prog: the name of the program, in errors and in ``--help``; None: that of the script.
+        description: what it does, for ``--help``.
+        options: others of `argparse.ArgumentParser`, which only change how its help looks.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: type | Iterable[type] | None = None,
+        prog: str | None = None,
+        description: str | None = None,
+        **options: Any,
+    ) -> None:
+        if unknown := set(options) - set(inspect.signature(argparse.ArgumentParser).parameters):
+            raise TypeError(f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}.")
+        types = (dataclass_types,) if isinstance(dataclass_types, type) else tuple(dataclass_types or ())
+        for config in types:
+            if "config" in getattr(config, "__dataclass_fields__", {}):
+                raise ValueError(
+                    f"{config.__name__} has a field named 'config', which is the flag that names a YAML file; rename it."
+                )
+        self.dataclass_types, self.description = types, description
+        self.prog = os.path.basename(sys.argv[0]) or "script" if prog is None else prog
+
+    def format_help(self) -> str:
+        """What ``--help`` prints: every argument, with its default."""
+        head = f"usage: {self.prog} [--config run.yaml] [--name value ...]"
+        parts = [head, *([self.description] if self.description else [])]
+        return "\n\n".join(parts) + "\n" + "\n".join(help.of_configs(self.dataclass_types)) + "\n"
+
+    def parse_args_into_dataclasses(
+        self, args: Sequence[str] | None = None, return_remaining_strings: bool = False, **file: Any
+    ) -> tuple[Any, ...]:
+        """As transformers' parser calls it; see `parse_args_and_config`."""
+        return self.parse_args_and_config(args, return_remaining_strings)
+
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """One config of each class, in their order. Of a flag that is given twice, the last counts.
+
+        Args:
+            args: the words; None: those of this process.
+            return_remaining_strings: return the words that no config knows as a last element, ``["--name", "value"]``.
+            fail_with_unknown_args: False leaves such words out.
+            separate_remaining_strings: return those of the files and those of the flags as two elements.
+
+        Raises:
+            ConfigError: listing everything that is wrong.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if {"-h", "--help"} & set(words):
+            print(self.format_help(), end="")
+            raise SystemExit(0)
+        settings, problems = parse.read_words(words)
+        env = settings.pop("env", None)
+        if env is not None and not isinstance(env.value, dict):
+            problems.append(f"{env.where}: env must hold `NAME: value` lines")
+        elif env is not None:
+            os.environ.update({name: str(value) for name, value in env.value.items()})
+        remaining: tuple[list[str], list[str]] = [], []  # of files, of flags
+        if return_remaining_strings or not fail_with_unknown_args:
+            for name in parse.unknown(self.dataclass_types, settings):
+                setting = settings.pop(name)
+                values = setting.value if isinstance(setting.value, list) else [setting.value]
+                remaining[setting.where.startswith("--")].extend([f"--{name}", *map(str, values)])
+        try:
+            made = parse.configs(self.dataclass_types, settings, problems)
+        except ConfigError as error:
+            raise ConfigError(self.prog, error.problems) from None
+        if not return_remaining_strings:
+            return tuple(made)
+        return (*made, *remaining) if separate_remaining_strings else (*made, remaining[0] + remaining[1])
+
+
+TrlParser = ScriptParser

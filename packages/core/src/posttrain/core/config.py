@@ -1,0 +1,429 @@
+"""A config field is written once: its default, its help and its bounds. Flags, checks and docs come from it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import numbers
+import os
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.logging.redaction import shown
+
+
+class Help(str):
+    """The help text of a field, which also carries its bounds.
+
+    Argument parsers hand a field's whole metadata to `argparse`, which refuses keys it does not know: the bounds ride
+    on the one key that every parser takes.
+    """
+
+    bounds: dict[str, Any]
+
+    def __new__(cls, text: str, **bounds: Any) -> Help:
+        self = super().__new__(cls, text)
+        self.bounds = {key: value for key, value in bounds.items() if value is not None}
+        return self
+
+
+def opt(
+    default: Any,
+    help: str,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: Iterable[str] | None = None,
+    aliases: Iterable[str] = (),
+    flag: str | bool | None = None,
+    old_flags: Iterable[str] = (),
+) -> Any:
+    """One field of a config dataclass.
+
+    Args:
+        default: the default value; a list or dict is copied for each instance.
+        help: what happens when the value grows or is switched on. Ends in a full stop.
+        min, max: the value may equal these. above, below: it may not. Infinity is refused unless `max` is infinite.
+        choices: the only strings allowed.
+        aliases: other names under which the field is accepted, on the command line too.
+        flag: what ``--name`` alone means on the command line, where a value may follow and need not.
+        old_flags: names in the ``OLD_NAMES`` of a config that are read on the command line as this field; an argument parser
+            knows fields alone.
+    """
+    bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
+    metadata: dict[str, Any] = {"help": Help(help, **bounds)}
+    if aliases:
+        metadata["aliases"] = [f"--{name}" for name in aliases]
+    if flag is not None:
+        metadata |= {"nargs": "?", "const": flag}
+    if old_flags:
+        dashed = (name.replace("_", "-") for name in old_flags)
+        metadata["aliases"] = [
+            *metadata.get("aliases", ()),
+            *(f"--{name}" for name in dict.fromkeys((*old_flags, *dashed))),
+        ]
+        metadata["action"] = OldFlags
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def aliases(config_class: type) -> dict[str, str]:
+    """``{old name: field name}`` of every alias declared on the fields of `config_class`."""
+    found = {
+        alias.lstrip("-").replace("-", "_"): field.name
+        for field in dataclasses.fields(config_class)
+        for alias in field.metadata.get("aliases", ())
+    }
+    return {
+        alias: name for alias, name in found.items() if alias.removeprefix("no_") == alias or alias[3:] not in found
+    }
+
+
+class OldFlags(argparse.Action):
+    """Stores a value given under the field's own flag, or under an old name what it means today."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options | {"nargs": "?"})  # old switches stand alone
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name = (option_string or self.dest).lstrip("-").replace("-", "_")
+        if name.startswith("no_") and name[3:] in _old_flags:
+            name, values = name[3:], "false"
+        old = _old_flags.get(name) if name != self.dest else None
+        if old is None:
+            if values is None:
+                parser.error(f"argument {option_string}: expected one argument")
+            setattr(namespace, self.dest, values)
+            return
+        value = {"true": True, "false": False}.get(str(values).lower(), True if values is None else values)
+        if isinstance(old, Renamed):
+            warnings.warn(f"--{name} is now --{self.dest}", FutureWarning, stacklevel=2)
+            if value not in old.ignore:
+                setattr(namespace, self.dest, old.convert(value))
+        elif old.harmless is not None and value not in old.harmless:
+            parser.error(f"argument --{name}={value} has no effect: {old.why}")
+        elif not old.quiet:
+            warnings.warn(f"--{name} has no effect: {old.why}", FutureWarning, stacklevel=2)
+
+
+_old_flags: dict[str, Renamed | Removed] = {}
+
+
+@cache
+def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
+    """``{field name: the plain classes its annotation allows}``; empty where the annotation says too little to check."""
+    return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
+
+
+def element_type(config_class: type, name: str, unsaid: type = str) -> type:
+    """The class of the elements where the field may hold a list: int for ``list[int] | None``; `unsaid` without one."""
+    hint = _hints(config_class).get(name)
+    for option in (hint, *typing.get_args(hint)):
+        inner = typing.get_args(option)[0] if typing.get_origin(option) is list else Any
+        if inner is not Any and isinstance(inner, type):
+            return inner
+    return unsaid
+
+
+@cache
+def _hints(config_class: type) -> dict[str, Any]:
+    """The annotations of `config_class`, evaluated; those that name something out of reach are left out."""
+    try:
+        return typing.get_type_hints(config_class)
+    except Exception:  # a class written inside a function, whose annotations name what only that function sees
+        hints: dict[str, Any] = {}
+        for owner in reversed(config_class.__mro__):
+            scope = vars(sys.modules.get(owner.__module__, types))
+            for name, annotation in vars(owner).get("__annotations__", {}).items():
+                alone = types.SimpleNamespace(__annotations__={name: annotation})
+                try:
+                    hints |= typing.get_type_hints(alone, scope)
+                except Exception:
+                    hints.pop(name, None)
+        return hints
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    if hint is Any:
+        yield object
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for option in typing.get_args(hint):
+            yield from _classes(option)
+    elif typing.get_origin(hint) is typing.Literal:
+        yield from {type(option) for option in typing.get_args(hint)}
+    elif isinstance(hint, type) or typing.get_origin(hint) is not None:
+        yield typing.get_origin(hint) or hint
+
+
+def _has_type(value: Any, allowed: tuple[type, ...]) -> bool:
+    if not allowed or object in allowed or isinstance(value, allowed):
+        return not (isinstance(value, bool) and allowed and bool not in allowed and object not in allowed)
+    if isinstance(value, numbers.Number) and not isinstance(value, bool):  # numpy's numbers, an int for a float
+        return float in allowed or (int in allowed and isinstance(value, numbers.Integral))
+    return False
+
+
+@cache
+def _is_ours(config_class: type, name: str) -> bool:
+    """Whether a class that `config_class` inherits has declared the field `name` with `opt`.
+
+    A plain field of a user's dataclass is not: there, annotations are often no more than hints to the reader.
+    """
+    declared = (vars(owner).get("__dataclass_fields__", {}).get(name) for owner in config_class.__mro__)
+    return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
+
+
+#: Whole numbers beyond are none that torch can hold.
+LARGEST = 2**63
+
+
+def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
+    """What is wrong with one field's value, as sentences."""
+    value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
+    if value is None and (field.default is None or type(None) in field_types(type(config)).get(field.name, ())):
+        return
+    allowed = field_types(type(config)).get(field.name, ())
+    if not _has_type(value, allowed) and _is_ours(type(config), field.name):
+        names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
+        yield f"{field.name}={shown(field.name, value)} must be of type {names}"
+        return
+    if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
+        near = did_you_mean(value, bounds["choices"])
+        yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
+    if isinstance(value, list) and _is_ours(type(config), field.name):
+        element = element_type(type(config), field.name, unsaid=object)
+        wrong = [one for one in value if not _has_type(one, (element,))]
+        if wrong:
+            yield f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if math.isnan(value):
+            yield f"{field.name} is NaN; give a number"
+        elif math.isinf(value) and bounds.get("max") != math.inf:
+            yield f"{field.name}={value!r} must be finite"
+        elif abs(value) >= LARGEST and isinstance(value, numbers.Integral):
+            yield f"{field.name}={value!r} must be below 2**63"
+        for key, word, holds in (
+            ("min", ">=", lambda v, b: v >= b),
+            ("max", "<=", lambda v, b: v <= b),
+            ("above", ">", lambda v, b: v > b),
+            ("below", "<", lambda v, b: v < b),
+        ):
+            if key in bounds and not math.isnan(value) and not holds(value, bounds[key]):
+                yield f"{field.name}={value!r} must be {word} {bounds[key]}"
+
+
+def check(config: Any) -> list[str]:
+    """Everything wrong with the fields of `config`: types, bounds and choices, as sentences."""
+    return [problem for field in dataclasses.fields(config) for problem in check_field(config, field)]
+
+
+class Choice(str):
+    """A plain string that also answers ``.value`` and ``.name``, for code written for enums of strings."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+    @property
+    def name(self) -> str:
+        return self.upper()
+
+
+def tidy(config: Any) -> Iterator[str]:
+    """Bring each value of `config` into its plain form, in place; yields what could not be read.
+
+    Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
+    become Python's, and a JSON object given as a string becomes a dict where a dict is allowed.
+    """
+    for field in dataclasses.fields(config):
+        value, allowed = getattr(config, field.name), field_types(type(config)).get(field.name, ())
+        if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
+            value = str(value.value)
+        elif isinstance(value, os.PathLike) and str in allowed and not isinstance(value, allowed):
+            value = os.fspath(value)
+        elif isinstance(value, tuple) and list in allowed and not isinstance(value, allowed):
+            value = list(value)
+        elif isinstance(value, numbers.Number) and type(value).__module__ == "numpy":
+            value = value.item()
+        elif isinstance(value, str) and dict in allowed and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
+        elif type(value) is str and str in allowed:
+            value = _number(value, allowed)
+        if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
+            value = Choice(value)
+        if value is not getattr(config, field.name):
+            setattr(config, field.name, value)
+
+
+def _number(text: str, allowed: tuple[type, ...]) -> str | int | float:
+    """`text`, as a command line gives it, or the number that it is where one is allowed."""
+    for kind in (int, float):
+        if kind in allowed:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    return text
+
+
+def validate(config: Any) -> None:
+    """Tidy `config`, fill in what follows from other fields, and report everything that is wrong at once.
+
+    Each class in the method resolution order may define ``_normalize(self)``, which fills derived values, and
+    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = list(tidy(config))
+    owners = [vars(owner) for owner in reversed(type(config).__mro__)]
+    failures: list[Exception] = []
+    for owner in owners:
+        if "_normalize" in owner:
+            try:
+                owner["_normalize"](config)
+            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+                failures.append(error)  # most likely the value that `check` is about to name
+    problems += check(config)
+    for owner in owners:
+        if "_problems" in owner:
+            try:
+                problems += owner["_problems"](config)
+            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+                failures.append(error)
+    if problems:
+        raise ConfigError(type(config).__name__, dict.fromkeys(problems))
+    if failures:
+        raise failures[0]
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An old name whose value lives on under another one.
+
+    Args:
+        new: the field's name today.
+        convert: from the old value to the new one.
+        ignore: values of the old name that said nothing; then the new name keeps what it has.
+    """
+
+    new: str
+    convert: Callable[[Any], Any] = lambda value: value
+    ignore: tuple[Any, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An old name that has no successor.
+
+    Args:
+        why: why it is gone and what to do instead; a clause that follows "has no effect: ".
+        harmless: values that ask for what happens anyway; None: every value is.
+        quiet: accept those values without a warning, for a name that is to come rather than gone.
+        says_nothing: values that are accepted without a warning.
+    """
+
+    why: str
+    harmless: tuple[Any, ...] | None = (None,)
+    quiet: bool = False
+    says_nothing: tuple[Any, ...] = ()
+
+
+def old_names(config_class: type) -> dict[str, Renamed | Removed]:
+    """Old names that `config_class` answers to: the aliases of its fields and each base's ``OLD_NAMES``."""
+    table: dict[str, Renamed | Removed] = {old: Renamed(new) for old, new in aliases(config_class).items()}
+    for owner in reversed(config_class.__mro__):
+        table |= vars(owner).get("OLD_NAMES", {})
+    return table
+
+
+def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace old names among `kwargs` by today's, with a `FutureWarning` each.
+
+    Returns:
+        the arguments under today's names, and sentences on those that cannot be translated.
+    """
+    known, table = {field.name for field in dataclasses.fields(config_class)}, old_names(config_class)
+    today = {name: value for name, value in kwargs.items() if name in known or name not in table}
+    problems: list[str] = []
+    for name, value in kwargs.items():
+        if name in today:
+            continue
+        old = table[name]
+        if isinstance(old, Removed):
+            if old.harmless is not None and value not in old.harmless:
+                problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
+            elif not old.quiet and value not in old.says_nothing:
+                warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
+        elif value in old.ignore:
+            warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
+        else:
+            new_value = old.convert(value)
+            if old.new in today and today[old.new] != new_value:
+                problems.append(
+                    f"{name}={shown(name, value)} and {old.new}={shown(old.new, today[old.new])} are both given, and {name} "
+                    f"is the old name of {old.new}; keep {old.new}"
+                )
+            elif old.new not in known:
+                problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
+            else:
+                now = f"{old.new}={shown(old.new, new_value)}"
+                warning = f"{config_class.__name__}: {name}={shown(name, value)} is now {now}"
+                warnings.warn(warning, FutureWarning, stacklevel=3)
+                today[old.new] = new_value
+    return today, problems
+
+
+class ConfigMeta(type):
+    """Makes calling a config class accept old names, and report an unknown one together with every bad value.
+
+    A metaclass, because a dataclass that inherits a config gets an ``__init__`` of its own.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> None:
+        super().__init__(name, bases, namespace, **options)
+        _old_flags.update(namespace.get("OLD_NAMES", {}))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Not the one that `dataclass` gives to each subclass, which would show secrets.
+        written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
+        cls.__repr__ = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
+        kwargs, problems = translate_old_names(cls, cls.accept_old_names(kwargs))
+        known = {field.name for field in dataclasses.fields(cls) if field.init}
+        problems += [
+            f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"
+            for name in kwargs
+            if name not in known
+        ]
+        try:
+            config = super().__call__(*args, **{name: value for name, value in kwargs.items() if name in known})
+        except ConfigError as error:
+            if not problems:
+                raise
+            problems += error.problems
+        if problems:
+            raise ConfigError(cls.__name__, problems)
+        return config
+
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Translate what the table of `old_names` cannot. A config class overrides it as a classmethod."""
+        return kwargs
+
+    def unknown_argument_hint(cls, name: str) -> str:
+        """What to add to "unknown argument"; a config class overrides it as a classmethod."""
+        return ""

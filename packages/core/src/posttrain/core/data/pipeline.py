@@ -1,0 +1,387 @@
+"""Datasets become loaders, columns become batches: what a trainer asks of its data, as functions that know no trainer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from posttrain.core.config import opt
+from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
+from posttrain.core.data.samplers import STRATEGIES, is_sized, is_stream, make_train_sampler
+from posttrain.core.data.stateful_dataloader import Filler, Loader, check_limits, is_filler
+from posttrain.core.errors import DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "DataArguments", "Filler", "Loader", "RemoveColumns", "adopt", "batch_size_of", "build_eval_loader", "build_train_loader",
+    "check_dataset", "check_limits", "default_collator", "enable_full_determinism", "has_length", "is_filler", "is_stream", "keep_columns",
+    "make_train_sampler", "num_examples", "remove_unused_columns", "set_seed", "signature_columns", "to_device",
+]  # fmt: skip
+
+has_length = is_sized
+
+
+@dataclass
+class DataArguments:
+    """How rows are ordered, read and turned into batches."""
+
+    dataloader_drop_last: bool = opt(False, "Leave out the last batch of an epoch where it is short of rows.")
+    dataloader_num_workers: int = opt(
+        0, "Processes that read and collate ahead of training; 0 reads in between steps.", min=0
+    )
+    dataloader_pin_memory: bool = opt(True, "Put batches into pinned host memory, from where they reach a GPU sooner.")
+    dataloader_persistent_workers: bool = opt(
+        False, "Keep the workers from one epoch to the next; they end with train(). Needs workers."
+    )
+    dataloader_prefetch_factor: int | None = opt(
+        None, "Batches each worker reads ahead; None: 2. Needs workers.", min=1
+    )
+    dataloader_multiprocessing_context: str | None = opt(
+        None,
+        "How workers are started; None: as the platform does. Needs workers.",
+        choices=("fork", "spawn", "forkserver"),
+    )
+    dataloader_in_order: bool = opt(
+        True,
+        "Take batches in order; off takes them as workers finish, and then a run cannot be repeated or resumed exactly.",
+    )
+    remove_unused_columns: bool = opt(True, "Drop the columns that neither the model's forward nor the labels name.")
+    label_names: list[str] | None = opt(
+        None, "Inputs that are labels; None: those parameters of forward named like labels."
+    )
+    train_sampling_strategy: str = opt(
+        "random", "The order of rows: shuffled, as they are, or shuffled with rows of similar length together.",
+        choices=STRATEGIES, old_flags=("group_by_length",),
+    )  # fmt: skip
+    length_column_name: str = opt(
+        "length", "Column with each row's length, for `train_sampling_strategy='group_by_length'`."
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.dataloader_num_workers == 0:
+            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
+                if value := getattr(self, f"dataloader_{name}"):
+                    yield f"dataloader_{name}={value!r} needs workers; set dataloader_num_workers to 1 or more"
+
+
+# ---------------------------------------------------------------------------------------------------- build
+
+
+def build_train_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    sampler: Iterable[int] | None,
+    args: DataArguments,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device_type: str = "cpu",
+    limits: Mapping[str, int] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
+) -> Loader:
+    """The loader of a training set; see `Loader` for the arguments.
+
+    Args:
+        device_type: where batches will go: memory is pinned only for devices that gain by it.
+    """
+    check_dataset(dataset, "train_dataset")
+    return _build(
+        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, limits, any_rank
+    )
+
+
+def build_eval_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    sampler: Iterable[int] | None = None,
+    args: DataArguments,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device_type: str = "cpu",
+    limits: Mapping[str, int] | None = None,
+    any_rank: Callable[[bool], bool] | None = None,
+) -> Loader:
+    """The loader of an evaluation set: the same dealing, so batch i of rank 0, of rank 1, ... is the order of the rows.
+
+    Each of its iterations is the same, random rows included where workers read them.
+    """
+    check_dataset(dataset, "eval_dataset")
+    return _build(
+        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, False, limits, any_rank
+    )
+
+
+def _build(
+    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank
+) -> Loader:
+    return Loader(
+        dataset,
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+        sampler=sampler,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        drop_last=args.dataloader_drop_last,
+        advance=is_training,
+        limits=limits,
+        any_rank=any_rank,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+    )
+
+
+def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:
+    """A loader made by somebody else, with a position and, over several processes, each one's part.
+
+    A plain `DataLoader` is rebuilt around its dataset, sampler and collator. Of anything else, batches are read as they
+    come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
+    accelerate, or one over a `DistributedSampler`, is taken to give each process its own part already.
+    """
+    if isinstance(loader, Loader):
+        return loader
+    place = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
+    if type(loader).__module__.partition(".")[0] == "accelerate":
+        place |= {"rank": 0, "world_size": 1}
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        logger.info("Batches of the given %s are taken as they come; resuming reads them again.", type(loader).__name__)
+        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=_unchanged, **place)
+        adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
+        return adopted
+    options = (
+        "num_workers",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "prefetch_factor",
+        "persistent_workers",
+        "in_order",
+    )
+    place |= {name: getattr(loader, name) for name in options}
+    place |= {"multiprocessing_context": loader.multiprocessing_context, "collate_fn": loader.collate_fn}
+    logger.info("The given %s is read through a loader that can be resumed.", type(loader).__name__)
+    if is_stream(loader.dataset):
+        return Loader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **place)
+    if type(loader.batch_sampler) is BatchSampler:
+        size, last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+        return Loader(loader.dataset, batch_size=size, sampler=loader.batch_sampler.sampler, drop_last=last, **place)
+    if loader.batch_sampler is not None:
+        return Loader(loader.dataset, batch_sampler=loader.batch_sampler, **place)
+    raise DataError(
+        "A DataLoader with batch_size=None reads one row at a time. Give it a batch_size or a batch_sampler."
+    )
+
+
+class _Batches(IterableDataset):
+    """A foreign loader, as a stream of its batches."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        if hasattr(loader, "set_epoch"):
+            self.set_epoch = loader.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
+    """Refuse what cannot be trained or evaluated on, before anything expensive happens.
+
+    Raises:
+        DataError: there is no dataset, it has no rows, or its length is needed and unknown.
+        TypeError: it is a dict of splits, or nothing that rows can be read from.
+    """
+    if dataset is None:
+        raise DataError(f"{name} is None: a dataset is needed here. Pass {name}=... to the trainer.")
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"`{name}` must be a `Dataset` or `IterableDataset`, or any other rows; it is a dict of datasets "
+            f"({', '.join(map(str, dataset))}). Pass one of them."
+        )
+    if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
+        raise TypeError(
+            f"{name} is {kind}; it must give rows, by index (__getitem__ and __len__) or one by one (__iter__)."
+        )
+    if not is_stream(dataset) and not is_sized(dataset):
+        raise TypeError(
+            f"{name} is of type {type(dataset).__name__}, which gives rows by index (__getitem__) but does not say how many: "
+            "it needs __len__."
+        )
+    if is_sized(dataset) and len(dataset) == 0:
+        raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
+    if needs_length and not is_sized(dataset):
+        raise DataError(
+            f"{name} has no length ({type(dataset).__name__} is a stream), and one is needed here. Set max_steps."
+        )
+
+
+def num_examples(loader: Any) -> int:
+    """Rows that `loader` reads in an epoch, over all processes; estimated from its batches where it cannot say."""
+    dataset = getattr(loader, "dataset", None)
+    if is_sized(dataset):
+        return len(dataset)
+    return len(loader) * (getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None) or 1)
+
+
+# ---------------------------------------------------------------------------------------------------- columns
+
+
+def default_collator(processing_class: Any = None) -> Callable[[list[Any]], Any]:
+    """Pads with the tokenizer or feature extractor, if there is one; else stacks rows of equal shape."""
+    pads = callable(getattr(processing_class, "pad", None))
+    if pads and (hasattr(processing_class, "pad_token_id") or hasattr(processing_class, "padding_value")):
+        return DataCollatorWithPadding(processing_class)
+    return default_data_collator
+
+
+def signature_columns(forward: Callable[..., Any]) -> list[str]:
+    """The columns a model reads: the named parameters of its forward, and whatever a collator makes ``labels`` of."""
+    wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind not in wild]
+    return list(dict.fromkeys([*named, "label", "label_ids", "labels"]))
+
+
+def keep_columns(
+    dataset: Any, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset"
+) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """(dataset, collator), one of which drops the columns that are not in `keep`.
+
+    A `datasets.Dataset` no longer reads them; the rows of any other, or of one that transforms rows as they are read,
+    are rid of them just before collating.
+    """
+    keep = set(keep)
+    layout = getattr(dataset, "format", None)
+    transforms = isinstance(layout, dict) and layout.get("type") == "custom"
+    if is_stream(dataset) or transforms or not hasattr(dataset, "remove_columns"):
+        return dataset, RemoveColumns(collator, keep, description)
+    dataset, dropped = remove_unused_columns(dataset, keep)
+    if dropped:
+        logger.info(_DROPPED, description, ", ".join(dropped))
+    return dataset, collator
+
+
+_DROPPED = "%s: columns that the model does not take are left out: %s. Set remove_unused_columns=False to keep them."
+
+
+def remove_unused_columns(dataset: Any, keep: Iterable[str]) -> tuple[Any, list[str]]:
+    """(a `datasets` dataset with the columns in `keep` alone, the names of those dropped).
+
+    Raises:
+        DataError: no column would be left.
+    """
+    columns, keep = list(dataset.column_names or []), set(keep)
+    dropped = [name for name in columns if name not in keep]
+    if columns and len(dropped) == len(columns):
+        raise DataError(_nothing_left(columns, keep))
+    return (dataset.remove_columns(dropped) if dropped else dataset), dropped
+
+
+class RemoveColumns:
+    """A collator whose rows hold nothing but the columns in `keep`; rows that are no dicts pass unchanged."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset") -> None:
+        self.collator, self.keep, self.description = collator, frozenset(keep), description
+        self._told = False
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self.collator([self._strip(row) for row in rows])
+
+    def _strip(self, row: Any) -> Any:
+        if (type(row) is not dict and not isinstance(row, Mapping)) or row.keys() <= self.keep:
+            return row
+        kept = {name: value for name, value in row.items() if name in self.keep}
+        if not kept:
+            raise DataError(_nothing_left(list(row), self.keep))
+        if not self._told:
+            self._told = True
+            logger.info(_DROPPED, self.description, ", ".join(name for name in row if name not in self.keep))
+        return kept
+
+
+def _nothing_left(found: list[str], wanted: Iterable[str]) -> str:
+    wanted = sorted(wanted)
+    near = next((f" (column {name!r}{hint})" for name in found if (hint := did_you_mean(name, wanted))), "")
+    return (
+        f"No column of the dataset is one that the model takes. Found: {', '.join(found)}. Wanted: {', '.join(wanted)}{near}. "
+        "Rename or tokenize the columns, or set remove_unused_columns=False if your collator makes batches of these."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """`batch` with every tensor in it moved; dicts, lists and tuples keep their types."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if (
+        type(batch) is dict
+        and str(device) == "cpu"
+        and all(getattr(value, "is_cpu", False) for value in batch.values())
+    ):
+        return dict(batch)  # there already; a new dict, since losses of old code take labels out of theirs
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device, non_blocking) for key, value in batch.items()}
+        if type(batch) is dict:
+            return moved
+        return type(batch)(moved) if isinstance(batch, MutableMapping) else moved
+    if isinstance(batch, (list, tuple)):
+        parts = [to_device(value, device, non_blocking) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Rows of the first tensor found in `batch`; None where there is none."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch.shape[0] if batch.ndim else None
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for size in map(batch_size_of, values) if size is not None), None)
+
+
+# ---------------------------------------------------------------------------------------------------- seeds
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, numpy and torch on all devices; with `deterministic`, also refuse kernels that vary between runs."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int) -> None:
+    """`set_seed`, and everything known that makes a GPU repeat itself; slower, for finding out why two runs differ."""
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    set_seed(seed, deterministic=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

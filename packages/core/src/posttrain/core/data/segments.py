@@ -1,0 +1,172 @@
+"""Several texts in one flattened row: which tokens belong together, and what each of them sees.
+
+Packed documents are segments that continue nothing. A prompt and its completions are one segment and several that continue
+it, so that the prompt is there once. How a model is made to compute this is in `posttrain.core.models.varlen_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The pieces of one flattened row, in order.
+
+    A token sees its own segment up to itself, and the whole of the segment that this one continues, of the one that that
+    continues, and so on.
+
+    Args:
+        lengths: tokens of each segment, at least 1.
+        parents: the number of the segment that each continues, an earlier one; -1 where it begins a document.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.parents) or not self.lengths:
+            raise ValueError(
+                f"{len(self.lengths)} lengths and {len(self.parents)} parents; each segment needs one of both."
+            )
+        for i, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            if length < 1:
+                raise ValueError(f"Segment {i} has {length} tokens; leave empty segments out.")
+            if not -1 <= parent < i:
+                raise ValueError(
+                    f"Segment {i} continues segment {parent}, which must be an earlier one, or -1 for none."
+                )
+
+    @classmethod
+    def documents(cls, lengths: Iterable[int]) -> Segments:
+        """Documents that see nothing of each other."""
+        lengths = tuple(map(int, lengths))
+        return cls(lengths, (-1,) * len(lengths))
+
+    @classmethod
+    def groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> Segments:
+        """Of each ``(prompt length, completion lengths)``: the prompt, then its completions, each of which continues it."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        for prompt, completions in groups:
+            parents += [-1, *[len(lengths)] * len(completions)]
+            lengths += [int(prompt), *map(int, completions)]
+        return cls(tuple(lengths), tuple(parents))
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each segment begins in the row."""
+        return tuple(accumulate(self.lengths[:-1], initial=0))
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The position of each segment's first token in its document: how many tokens it continues."""
+        offsets: list[int] = []
+        for parent in self.parents:
+            offsets.append(0 if parent < 0 else offsets[parent] + self.lengths[parent])
+        return tuple(offsets)
+
+    def ancestors(self, segment: int) -> list[int]:
+        """What `segment` continues, from its document's beginning on."""
+        found = []
+        while (segment := self.parents[segment]) >= 0:
+            found.append(segment)
+        return found[::-1]
+
+    def position_ids(self) -> torch.Tensor:
+        """(1, N) positions: 0 at a document's beginning, and on from a parent's end."""
+        lengths = torch.tensor(self.lengths)
+        first = torch.tensor(self.offsets) - torch.tensor(self.starts)
+        return (torch.arange(self.num_tokens) + torch.repeat_interleave(first, lengths)).unsqueeze(0)
+
+    def segment_ids(self) -> torch.Tensor:
+        """(N,) the number of each token's segment."""
+        return torch.repeat_interleave(torch.tensor(self.lengths))
+
+    def sees(self) -> torch.Tensor:
+        """(S, S) bool: whether segment i sees anything of segment j: itself and what it continues."""
+        sees = torch.eye(len(self.lengths), dtype=torch.bool)
+        for i, parent in enumerate(self.parents):
+            if parent >= 0:
+                sees[i] |= sees[parent]
+        return sees
+
+    def dense_mask(self, window: int | None = None) -> torch.Tensor:
+        """(N, N) bool: whether token i sees token j, by definition. For tests, and for models that take masks.
+
+        Args:
+            window: a token sees this many positions back, its own counted; None for all.
+        """
+        positions, ids = self.position_ids()[0], self.segment_ids()
+        distance = positions[:, None] - positions[None, :]
+        mask = self.sees()[ids[:, None], ids[None, :]] & (distance >= 0)
+        return mask if window is None else mask & (distance < window)
+
+    def model_inputs(self, shape: Sequence[int], device: torch.device | str | None = None) -> dict[str, Any]:
+        """What the forward of a model takes beside ``input_ids`` of `shape`, (B, T) with B * T tokens row after row.
+
+        ``position_ids`` are of that shape. ``attention_mask`` is one element: models take a mask of four dimensions as
+        finished, and so build none.
+        """
+        rows, width = shape
+        if rows * width != self.num_tokens:
+            raise ValueError(
+                f"The segments have {self.num_tokens} tokens, and input_ids of {tuple(shape)} {rows * width}."
+            )
+        positions = self.position_ids().view(rows, width).to(device)
+        return {"position_ids": positions, "attention_mask": torch.zeros(1, 1, 1, 1, device=device), "segments": self}
+
+
+def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as `Segments.model_inputs` has
+    it. What is left of a row is one more document. A batch without ``seq_lengths`` comes back as it was."""
+    batch = dict(batch)
+    if "seq_lengths" in batch:
+        rows, width = batch["input_ids"].shape
+        documents = [[*row, width - sum(row)] for row in batch.pop("seq_lengths").tolist()]
+        segments = Segments.documents(length for row in documents for length in row if length)
+        batch |= segments.model_inputs((rows, width), batch["input_ids"].device)
+    return batch
+
+
+def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[str, Any]:
+    """A batch padded on the right as one row without padding: for a model that reads segments, the same sum of losses.
+
+    Args:
+        batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with ``position_ids`` and
+            ``seq_lengths``, as for `with_segments`. ``sources`` (B, T), a number for each token, may be there too.
+
+    Returns:
+        ``input_ids`` and ``labels`` (and ``sources``) of (1, N), where N counts tokens that are no padding, and `Segments.model_inputs`. The
+        label of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or
+        whose rows do not begin with a token, comes back as `with_segments` has it.
+    """
+    batch = dict(batch)
+    kinds = {"input_ids", "labels"} | ({"sources"} & set(batch))
+    if set(batch) == kinds | {"position_ids", "seq_lengths"}:
+        documents = batch["seq_lengths"].tolist()
+    elif set(batch) == kinds | {"attention_mask"} and batch["attention_mask"].ndim == 2:
+        documents = batch["attention_mask"].sum(1, keepdim=True).tolist()
+    else:
+        return with_segments(batch)
+    ids, labels = batch["input_ids"], batch["labels"]
+    lengths = torch.tensor([sum(row) for row in documents], device=ids.device)
+    shown = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    if not lengths.all() or not torch.equal(shown, batch.get("attention_mask", shown).bool()):
+        return with_segments(batch)
+    labels = labels.clone()
+    labels[:, 0] = ignore_index
+    segments = Segments.documents(length for row in documents for length in row if length)
+    ids = ids[shown][None]
+    sources = {"sources": batch["sources"][shown][None]} if "sources" in batch else {}
+    return {"input_ids": ids, "labels": labels[shown][None], **sources, **segments.model_inputs(ids.shape, ids.device)}

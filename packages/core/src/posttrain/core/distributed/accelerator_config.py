@@ -1,0 +1,123 @@
+"""`accelerator_config`: what transformers hands to accelerate, read for a loop that deals data by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.config import opt
+from posttrain.core.errors import did_you_mean
+
+DEFAULTS: dict[str, Any] = {
+    "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
+    "non_blocking": None, "gradient_accumulation_kwargs": None, "use_configured_state": False,
+}  # fmt: skip
+ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+
+
+class AcceleratorConfig(dict):
+    """The options by name; also as attributes, as scripts read them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"accelerator_config has no {name!r}{did_you_mean(name, self)}") from None
+
+    @property
+    def accumulation(self) -> dict[str, Any]:
+        """`gradient_accumulation_kwargs`, empty where there are none."""
+        return self["gradient_accumulation_kwargs"] or {}
+
+
+@dataclass
+class AcceleratorArguments:
+    """How batches are divided between processes and moved to the device, in accelerate's terms."""
+
+    accelerator_config: dict | str | None = opt(
+        None,
+        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md for what they do.",
+    )
+
+    def _normalize(self) -> None:
+        given = self.accelerator_config
+        if isinstance(given, type):
+            raise NotImplementedError(
+                f"Tried passing in a callable to `accelerator_config`: {given.__name__}. Pass an instance, or a dict."
+            )
+        if dataclasses.is_dataclass(given):  # transformers' class of this name
+            given = dataclasses.asdict(given)
+        if isinstance(given, str):
+            given = _read(given)
+        if given is None or isinstance(given, dict):
+            self.accelerator_config = given = AcceleratorConfig(DEFAULTS | (given or {}))
+            num_steps = (given["gradient_accumulation_kwargs"] or {}).get("num_steps")
+            if isinstance(num_steps, int) and self.gradient_accumulation_steps == 1:
+                self.gradient_accumulation_steps = num_steps
+
+    def _problems(self) -> Iterator[str]:
+        config = self.accelerator_config
+        if not isinstance(config, AcceleratorConfig):
+            yield f"accelerator_config={config!r} is no dict, JSON object or JSON file that can be read"
+            return
+        for name in config:
+            if name not in DEFAULTS:
+                yield f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}{did_you_mean(name, DEFAULTS)}"
+        if config["dispatch_batches"]:
+            yield (
+                "accelerator_config: dispatch_batches=True has no effect: every process reads its own rows, and of a stream "
+                "its part; leave it None"
+            )
+        if not config["use_seedable_sampler"]:
+            yield (
+                "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function of the "
+                "seed and the epoch, so that a run can be resumed; leave it True"
+            )
+        yield from self._accumulation_problems(config.accumulation)
+        processes = self.world_size
+        if config["split_batches"] and processes > 1:
+            for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+                if (size := getattr(self, name)) % processes:
+                    yield (
+                        f"accelerator_config: split_batches=True divides {name}={size} between {processes} processes, and it "
+                        f"does not come out even; set {name} to a multiple of {processes}"
+                    )
+
+    def _accumulation_problems(self, options: dict[str, Any]) -> Iterator[str]:
+        where = "accelerator_config: gradient_accumulation_kwargs"
+        for name in options:
+            if name not in ACCUMULATION:
+                yield f"{where}: {name!r} is not one of {', '.join(ACCUMULATION)}{did_you_mean(name, ACCUMULATION)}"
+        if not options.get("sync_with_dataloader", True):
+            yield (
+                f"{where}: sync_with_dataloader=False has no effect: an update never spans two epochs; leave it True"
+            )
+        if not options.get("adjust_scheduler", True):
+            yield f"{where}: adjust_scheduler=False has no effect: the schedule counts updates; leave it True"
+        num_steps = options.get("num_steps")
+        if num_steps is not None and num_steps != self.gradient_accumulation_steps:
+            yield (
+                f"{where}: num_steps={num_steps} and gradient_accumulation_steps={self.gradient_accumulation_steps} are both "
+                "given; keep gradient_accumulation_steps"
+            )
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device while the host goes on; by default where memory is pinned."""
+        asked = self.accelerator_config["non_blocking"]
+        return self.dataloader_pin_memory if asked is None else asked
+
+    def per_process(self, size: int) -> int:
+        """Rows of one process, where `size` is what a batch size argument says."""
+        return size // self.world_size if self.accelerator_config["split_batches"] else size
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return path  # said by `_problems`

@@ -1,0 +1,1 @@
+"""Evaluation and prediction, by loss, by logits and by generated text."""

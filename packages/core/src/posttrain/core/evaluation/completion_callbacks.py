@@ -1,0 +1,195 @@
+"""Callbacks that let the model answer prompts of the evaluation set, and show the answers in trackers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.errors import DataError, require
+from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.logging.trackers import show_table
+from posttrain.core.models.lm_head import unwrap
+
+
+class _Answers(TrainerCallback):
+    """The base: which prompts, and how they are answered."""
+
+    def __init__(self, trainer: Any, generation_config: Any = None, num_prompts: int | None = None) -> None:
+        self.trainer, self.generation_config = trainer, generation_config
+        if trainer.eval_dataset is None:
+            raise ValueError(
+                f"{type(self).__name__} answers prompts of the eval_dataset, and the trainer has none; pass one."
+            )
+        self.rows = _first(trainer.eval_dataset, num_prompts)
+
+    def answer(self) -> list[tuple[str, str]]:
+        """(prompt, completion) of each row, on every process, which all must call."""
+        trainer, tokenizer = self.trainer, self.trainer.processing_class
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        prompts = [_prompt_of(row, tokenizer) for row in self.rows]
+        dist = getattr(trainer, "dist", None)
+        rank, size = (0, 1) if dist is None else (dist.rank, dist.world_size)
+        whole = contextlib.nullcontext() if dist is None else dist.gathered(trainer.model)
+        with whole, eval_mode(trainer.model), trainer.compute_loss_context_manager():
+            batch = max(trainer.args.per_device_eval_batch_size, 1)
+            mine = prompts[rank::size]
+            written = [
+                text
+                for start in range(0, len(mine), batch)
+                for text in complete(trainer.model, tokenizer, mine[start : start + batch], self.generation_config)
+            ]
+        parts = [written] if dist is None else dist.gather_object(written)
+        return [(prompt, parts[i % size][i // size]) for i, (prompt, _) in enumerate(prompts)]
+
+
+@torch.no_grad()
+def complete(model: Any, tokenizer: Any, prompts: Sequence[tuple[str, list[int]]], generation_config: Any) -> list[str]:
+    """What `model` writes after each of `prompts`, (text, tokens)."""
+    model = unwrap(model)
+    width, pad = max(len(ids) for _, ids in prompts), tokenizer.pad_token_id
+    device = next(model.parameters()).device
+    ids = torch.tensor([[pad or 0] * (width - len(one)) + one for _, one in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for _, one in prompts], device=device)
+    options = {} if generation_config is None else {"generation_config": generation_config}
+    out = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return tokenizer.batch_decode(out[:, 1 if has_encoder else width :], skip_special_tokens=True)
+
+
+def _first(dataset: Any, number: int | None) -> list[Any]:
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    rows = []
+    for row in dataset if not hasattr(dataset, "__getitem__") else (dataset[i] for i in range(len(dataset))):
+        if number is not None and len(rows) == number:
+            break
+        rows.append(row)
+    return rows
+
+
+def _prompt_of(row: Any, tokenizer: Any) -> tuple[str, list[int]]:
+    """(text, tokens) of the prompt of a row: of its `prompt`, or of the `prompt_ids` that it was prepared to."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return prompt, list(tokenizer(prompt)["input_ids"])
+    if prompt is not None:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if "prompt_ids" in row:
+        return tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"])
+    raise DataError(
+        f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep one, with "
+        "remove_unused_columns=True the trainer itself does not read it."
+    )
+
+
+class LogCompletionsCallback(_Answers):
+    """Shows answers to prompts of the evaluation set as the table ``completions``: step, prompt, completion.
+
+    The table goes to wandb, trackio and comet_ml, where `report_to` names them and a run is under way.
+
+    Args:
+        trainer: whose model, tokenizer and eval_dataset it takes; the rows have a `prompt`.
+        generation_config: of ``model.generate``.
+        num_prompts: how many, from the first; None: all.
+        freq: updates from one table to the next; None: `eval_steps`.
+    """
+
+    def __init__(
+        self, trainer: Any, generation_config: Any = None, num_prompts: int | None = None, freq: int | None = None
+    ) -> None:
+        super().__init__(trainer, generation_config, num_prompts)
+        self.freq = freq
+        self.table: list[dict[str, Any]] = []
+        self._last_logged_step = -1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step, every = state.global_step, self.freq or state.eval_steps
+        if step == self._last_logged_step or not every or step % every:
+            return
+        self._last_logged_step = step
+        answers = self.answer()
+        self.table += [{"step": step, "prompt": prompt, "completion": text} for prompt, text in answers]
+        if state.is_world_process_zero:
+            show_table(self.table, "completions", args.report_to)
+
+
+class WeaveCallback(_Answers):
+    """Sends answers to prompts of the evaluation set to Weights & Biases Weave, after each evaluation.
+
+    Without `scorers` each answer is a trace; with them the answers are an evaluation, with the mean of each score.
+
+    Args:
+        trainer, generation_config, num_prompts: as for `LogCompletionsCallback`.
+        project_name: of weave; None: that of the wandb run under way.
+        scorers: ``{name: f(prompt, completion) -> number or bool}``.
+        dataset_name, model_name: how they are called there; None: the model's own name.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        project_name: str | None = None,
+        scorers: dict[str, Callable[[str, str], float | int | bool]] | None = None,
+        generation_config: Any = None,
+        num_prompts: int | None = None,
+        dataset_name: str = "eval_dataset",
+        model_name: str | None = None,
+    ) -> None:
+        super().__init__(trainer, generation_config, num_prompts)
+        self.weave = require("weave", "weave", why="WeaveCallback")
+        self.project_name, self.scorers = project_name, dict(scorers or {})
+        self.dataset_name, self.model_name = dataset_name, model_name
+        self._started = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start(state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._start(state)
+        answers = self.answer()
+        if not state.is_world_process_zero:
+            return
+        name = (
+            self.model_name
+            or getattr(getattr(unwrap(self.trainer.model), "config", None), "_name_or_path", "")
+            or "model"
+        )
+        if self.scorers:
+            self._evaluate(name, state.global_step, answers)
+            return
+
+        @self.weave.op(name="answer")
+        def answer(prompt: str, completion: str, step: int, model: str) -> dict[str, Any]:
+            return {"prompt": prompt, "completion": completion, "step": step, "model": model}
+
+        for prompt, text in answers:
+            answer(prompt, text, state.global_step, name)
+
+    def _start(self, state: Any) -> None:
+        if self._started or not state.is_world_process_zero:
+            return
+        import sys
+
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        project = self.project_name or (None if run is None else f"{run.entity}/{run.project}")
+        if project is None:
+            raise ValueError("WeaveCallback: no wandb run is under way to take the project from; give project_name.")
+        self.weave.init(project)
+        self._started = True
+
+    def _evaluate(self, name: str, step: int, answers: list[tuple[str, str]]) -> None:
+        logger = self.weave.EvaluationLogger(model=f"{name}_step_{step}".replace("/", "_"), dataset=self.dataset_name)
+        sums = dict.fromkeys(self.scorers, 0.0)
+        for prompt, text in answers:
+            shown = logger.log_prediction(inputs={"prompt": prompt}, output=text)
+            for scorer, score in self.scorers.items():
+                value = score(prompt, text)
+                shown.log_score(scorer=scorer, score=value)
+                sums[scorer] += float(value)
+            shown.finish()
+        logger.log_summary({scorer: total / max(len(answers), 1) for scorer, total in sums.items()} | {"step": step})

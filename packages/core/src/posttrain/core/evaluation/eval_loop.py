@@ -1,0 +1,362 @@
+"""Evaluation and prediction: one pass over a loader, exact means, and predictions kept only when someone asks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from posttrain.core.config import opt
+from posttrain.core.errors import did_you_mean
+from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
+from posttrain.core.logging.metrics import Metrics, means
+from posttrain.core.losses.normalization import accepts, count_rows
+from posttrain.core.state import EvalPrediction
+
+
+@dataclass
+class EvaluationArguments:
+    """When the model is evaluated, and what is kept of its outputs."""
+
+    eval_strategy: str = opt(
+        "no", "Evaluate never, every `eval_steps` updates, or after each epoch.", choices=("no", "steps", "epoch"),
+        aliases=("evaluation_strategy",),
+    )  # fmt: skip
+    eval_steps: float | None = opt(
+        None, "Updates between evaluations; below 1 a share of all updates; None follows `logging_steps`.", above=0
+    )
+    eval_delay: float = opt(0, "Updates (or epochs, by strategy) before the first evaluation.", min=0)
+    eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
+    per_device_eval_batch_size: int = opt(8, "Rows of one evaluation batch on each device; metrics do not depend on it.",
+                                          min=1, aliases=("per_gpu_eval_batch_size",))  # fmt: skip
+    prediction_loss_only: bool = opt(
+        False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run."
+    )
+    eval_accumulation_steps: int | None = opt(
+        None,
+        "Batches whose predictions stay on the device before they move to host memory; None: each moves at once. More wait "
+        "for the device less often, and need its memory.",
+        min=1,
+    )
+    eval_do_concat_batches: bool = opt(
+        True, "Join the batches' predictions into one array; off keeps a list of batches."
+    )
+    eval_use_gather_object: bool = opt(False, "Kept for old scripts: predictions of any kind are gathered as they are.")
+    batch_eval_metrics: bool = opt(
+        False, "Call `compute_metrics(batch, compute_result)` after each batch, so that no prediction is stored."
+    )
+    include_for_metrics: list[str] = opt([], "Also hand `compute_metrics` the `inputs` and/or the `loss` of each row.")
+
+    def _problems(self) -> Iterator[str]:
+        for name in self.include_for_metrics:
+            if name not in ("inputs", "loss"):
+                yield f"include_for_metrics holds {name!r}; it may hold 'inputs' and 'loss'"
+
+
+def predict_batch(
+    model: nn.Module,
+    inputs: Any,
+    compute_loss: Callable[..., Any],
+    *,
+    label_names: list[str],
+    loss_only: bool,
+    ignore_keys: Iterable[str] | None = None,
+    can_return_loss: bool = False,
+) -> tuple[torch.Tensor | None, Any, Any]:
+    """(loss, logits, labels) of one batch, without gradients; what is not there, or not asked for, is None.
+
+    Args:
+        compute_loss: called with ``(model, inputs)``, and ``return_outputs=True`` when the logits are wanted.
+        label_names: inputs that are labels; a loss is computed only where all of them are present.
+        loss_only: give the loss alone.
+        ignore_keys: outputs that are no predictions; by default the model's ``keys_to_ignore_at_inference``.
+        can_return_loss: the model computes a loss without labels, unless the batch says otherwise by ``return_loss``.
+    """
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+    has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
+    asked = inputs.get("return_loss")
+    with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))
+    labels = None
+    if with_loss:
+        labels = tuple(detach(inputs.get(name)) for name in label_names)
+        labels = labels[0] if len(labels) == 1 else labels
+    with torch.no_grad():
+        if with_loss and loss_only:
+            loss = compute_loss(model, inputs)
+            return (loss[0] if isinstance(loss, tuple) else loss).mean().detach(), None, None
+        if with_loss:
+            loss, outputs = compute_loss(model, inputs, return_outputs=True)
+            loss, skipped = loss.mean().detach(), 1
+        else:
+            loss, outputs, skipped = None, model(**inputs), 0
+    if loss_only:
+        return loss, None, None
+    if isinstance(outputs, dict):
+        left_out = {"loss", *ignore_keys} if with_loss else set(ignore_keys)
+        logits = tuple(value for key, value in outputs.items() if key not in left_out)
+    else:
+        logits = tuple(outputs[skipped:]) if isinstance(outputs, (tuple, list)) else (outputs,)
+    logits = detach(logits)
+    return loss, logits[0] if len(logits) == 1 else logits, labels
+
+
+@runtime_checkable
+class StreamingMetric(Protocol):
+    """Metrics that are computed batch by batch: pass an object with these methods as ``compute_metrics``, and no prediction
+    is stored.
+
+    An evaluation starts with ``reset()`` where there is such a method, and otherwise with a copy of the object as it was
+    given. With several processes each of them sees every batch, in the order of the dataset; an object that also has
+    ``merge(others)``, which takes in what the others of a list have seen, sees the batches of its own process alone, and is
+    merged before ``compute``. Both ways every row counts once.
+    """
+
+    def update(self, predictions: Any, labels: Any) -> None:
+        """Take in a batch: tensors of shape (rows, ...), detached, or what ``preprocess_logits_for_metrics`` made of them."""
+
+    def compute(self) -> dict[str, float]:
+        """The metrics of everything that was taken in, by name."""
+
+
+class _Streamed:
+    """A `StreamingMetric` in one evaluation."""
+
+    def __init__(self, metric: Any) -> None:
+        if hasattr(metric, "reset"):
+            metric.reset()
+        else:
+            metric = copy.deepcopy(metric)
+        self.metric, self.sees_own_batches = metric, hasattr(metric, "merge")
+
+    def take(self, batch: EvalPrediction, is_last: bool) -> None:
+        self.metric.update(batch.predictions, batch.label_ids)
+
+    def compute(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        metric = self.metric
+        if self.sees_own_batches:
+            metric, *others = gather(metric)  # rank 0's takes in the rest, on every process: all get the same bits
+            if others:
+                metric.merge(others)
+        metrics = metric.compute()
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"{type(metric).__name__}.compute() returned {metrics!r}; a streaming metric returns a dict of named values."
+            )
+        return dict(metrics)
+
+
+class _Called:
+    """A function ``(batch, compute_result=...)`` in one evaluation."""
+
+    sees_own_batches = False
+
+    def __init__(self, function: Callable[..., dict[str, float] | None]) -> None:
+        self.function, self.metrics = function, None
+
+    def take(self, batch: EvalPrediction, is_last: bool) -> None:
+        self.metrics = self.function(batch, compute_result=is_last)
+
+    def compute(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        return self.metrics or {}
+
+
+def is_streaming(compute_metrics: Any) -> bool:
+    """Whether `compute_metrics` is a `StreamingMetric`."""
+    return isinstance(compute_metrics, StreamingMetric) and not isinstance(compute_metrics, type)
+
+
+def check_metrics(compute_metrics: Any, batch_eval_metrics: bool, include_for_metrics: list[str]) -> None:
+    """Raise TypeError where `compute_metrics` cannot be one, ValueError where the arguments ask of it what it cannot do."""
+    if compute_metrics is None:
+        return
+    name = type(compute_metrics).__name__
+    if is_streaming(compute_metrics):
+        if include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics={include_for_metrics!r} has no use: update(predictions, labels) of the {name} passed as "
+                "compute_metrics gets neither. Leave it out, or pass a function."
+            )
+    elif not callable(compute_metrics):
+        raise TypeError(
+            f"compute_metrics is of type {name}; it must be callable with an EvalPrediction, or have update(predictions, "
+            "labels) and compute()."
+        )
+    elif batch_eval_metrics and not accepts(compute_metrics, "compute_result"):
+        raise ValueError(
+            "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
+            "last; this compute_metrics has no argument compute_result."
+        )
+
+
+def by_batch(compute_metrics: Any, batch_eval_metrics: bool = False) -> _Streamed | _Called | None:
+    """`compute_metrics` as `run` feeds it batch by batch; None where it is to be called once, with everything."""
+    if compute_metrics is None:
+        return None
+    if batch_eval_metrics and callable(compute_metrics) and accepts(compute_metrics, "compute_result"):
+        return _Called(compute_metrics)
+    return _Streamed(compute_metrics) if is_streaming(compute_metrics) else None
+
+
+def run(
+    batches: Iterable[Any],
+    predict: Callable[[Any], tuple[torch.Tensor | None, Any, Any]],
+    *,
+    count_items: Callable[[Any], torch.Tensor | int],
+    metrics: Metrics,
+    keep: bool,
+    is_filler: Callable[[Any], bool] = lambda inputs: False,
+    preprocess_logits: Callable[[Any, Any], Any] | None = None,
+    batch_metrics: _Streamed | _Called | None = None,
+    include: Iterable[str] = (),
+    main_input: str = "input_ids",
+    on_batch: Callable[[], None] = lambda: None,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    num_batches: int | None = None,
+    accumulate: int | None = None,
+    concatenate: bool = True,
+    keep_with_batch_metrics: bool = False,
+    order: np.ndarray | None = None,
+    fill: int = -100,
+) -> tuple[EvalPrediction, dict[str, float], int]:
+    """One pass over `batches`: (everything kept, named means, rows seen on all processes).
+
+    The mean of the loss weighs each batch by its items, so it is the same for every batch size, padding and number of
+    processes. Kept predictions move to host memory as they come and are joined once at the end: time is linear, and the
+    peak is their size and one batch, or `predictions.BLOCK` bytes where batches are smaller.
+
+    Args:
+        predict: ``inputs -> (loss, logits, labels)``.
+        metrics: takes the loss; whatever else was added to it during the pass is reported too.
+        keep: store predictions and labels.
+        is_filler: batches that only keep processes in step, and count for nothing.
+        preprocess_logits: ``(logits, labels) -> what is kept instead of the logits``.
+        batch_metrics: is fed each batch that has predictions and labels, see `by_batch`; nothing is stored then, unless
+            `keep_with_batch_metrics`.
+        include: "inputs" and "loss": keep these too, for `compute_metrics`.
+        gather: lists what every process passed, in rank order. All processes see equally many batches.
+        num_batches: of this process, where it is known.
+        accumulate: batches that stay on the device before they move to host memory; None: one.
+        order: the dataset's row of each row of `batches`, over all processes, where they come in another order: what is
+            kept is put back into the dataset's.
+        fill: fills predictions of ragged width; labels are filled with -100.
+
+    Raises:
+        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set. Found
+            at the first batch.
+    """
+    keep = keep and (batch_metrics is None or keep_with_batch_metrics)
+    kept, waiting, rows = Kept(concatenate, fill), [], 0
+    expected = (num_batches or 0) * len(gather(None)) if keep else 0
+    for inputs, is_last in _mark_last(batches):
+        filler, entry = is_filler(inputs), None
+        items, here = count_items(inputs), count_rows(inputs)
+        shown = inputs.get(main_input) if "inputs" in include else None
+        loss, logits, labels = predict(inputs)
+        if not filler:
+            rows += here
+            if loss is not None:
+                metrics.add("loss", loss if items else 0.0, items)  # of a batch without one label the mean is NaN
+            if preprocess_logits is not None and logits is not None:
+                logits = preprocess_logits(logits, labels)
+            losses = torch.as_tensor(loss).repeat(here) if "loss" in include and loss is not None else None
+            entry = (logits, labels, shown, losses)
+        if batch_metrics is not None:
+            whole = entry is not None and logits is not None and labels is not None
+            _feed(batch_metrics, entry if whole else None, is_last, gather)
+        if keep:
+            if entry is not None and expected:
+                check_size(nbytes(entry) * expected, expected)
+                expected = 0
+            waiting.append(entry)
+            if is_last or len(waiting) >= (accumulate or 1):
+                # Batch i of rank 0, batch i of rank 1, ...: the order of the dataset.
+                for same_place in zip(*gather([to_numpy(e) for e in waiting]), strict=True):
+                    kept.add(e for e in same_place if e is not None)
+                waiting.clear()
+        del logits, labels, entry  # or two batches of them would be on the device during the next one
+        on_batch()
+    pairs = metrics.drain(gather)
+    first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
+    named = means(first | pairs) | (batch_metrics.compute(gather) if batch_metrics is not None and rows else {})
+    joined = kept.joined()
+    if order is not None and concatenate:
+        joined = restore(joined, order)
+    return EvalPrediction(*joined), named, sum(gather(rows))
+
+
+def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """``(batch, whether it is the last)``."""
+    batches = iter(batches)
+    batch = next(batches, None)
+    while batch is not None:
+        upcoming = next(batches, None)
+        yield batch, upcoming is None
+        batch = upcoming
+
+
+def _feed(to: _Streamed | _Called, entry: Any, is_last: bool, gather: Callable[[Any], list[Any]]) -> None:
+    shares = [entry]
+    if not to.sees_own_batches:
+        several = len(gather(None)) > 1
+        shares = gather(map_tensors(entry, torch.Tensor.cpu)) if several else [entry]
+    shares = [share for share in shares if share is not None]
+    for number, share in enumerate(shares, start=1):
+        to.take(EvalPrediction(*share), is_last and number == len(shares))
+
+
+def plain(metrics: Any) -> Any:
+    """`metrics` with numbers of numpy and torch as Python's, so that they can be logged, compared and saved."""
+    if isinstance(metrics, dict):
+        return {name: plain(value) for name, value in metrics.items()}
+    if isinstance(metrics, (list, tuple)):
+        return type(metrics)(map(plain, metrics))
+    if isinstance(metrics, np.generic) or (isinstance(metrics, torch.Tensor) and metrics.numel() == 1):
+        return metrics.item()
+    return metrics
+
+
+def metric_key(name: str) -> str:
+    """The name of a metric with its ``eval_`` prefix, which may be left out."""
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def named_metric(metrics: dict[str, float], name: str) -> float:
+    """The metric `name`, with or without its ``eval_`` prefix.
+
+    Raises:
+        KeyError: the evaluation gave no such metric; the message lists those it gave.
+    """
+    key = metric_key(name)
+    if key not in metrics:
+        raise KeyError(
+            f"metric_for_best_model={name!r} is not among the metrics of the evaluation: {', '.join(sorted(metrics))}"
+            f"{did_you_mean(key, metrics)}. Return it from compute_metrics, or name one of these."
+        )
+    return metrics[key]
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
+    """The model (and an optimizer that averages weights) in evaluation mode, and back to what it was at the end."""
+    was_training = model.training
+    model.eval()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if was_training and hasattr(optimizer, "train"):
+            optimizer.train()
+
+
+def reading_order(loader: Any) -> np.ndarray | None:
+    """The dataset's row of each row that `loader` reads, where its sampler says that results are to be put back."""
+    return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)

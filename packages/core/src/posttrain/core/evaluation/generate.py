@@ -1,0 +1,404 @@
+"""Evaluation that generates: what `predict_with_generate` means for every trainer that has it.
+
+The loss and the generated tokens of a batch come from one pass, with the encoder run once for both. Models without an encoder
+get their prompts alone, padded on the left, and the prompts are cut off what they generate. Evaluation rows are read longest
+first, so that rows of a batch end together; their predictions come back in the order of the dataset.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from posttrain.core.config import opt
+from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.data.samplers import EpochSampler, is_stream
+from posttrain.core.errors import DataError
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.models.lm_head import unwrap
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GenerationArguments:
+    """Evaluation by generated text."""
+
+    predict_with_generate: bool = opt(
+        False, "Let evaluations that compute metrics, and predict, generate: `compute_metrics` then gets token ids."
+    )
+    generation_max_length: int | None = opt(
+        None, "Longest output in tokens (of a model without an encoder: after its prompt); None: as the model says.",
+        min=1,
+    )  # fmt: skip
+    generation_num_beams: int | None = opt(
+        None, "Beams of the search: more look further ahead, and take as much longer; None: as the model says.", min=1
+    )
+    generation_config: str | None | Any = opt(  # in this order, HfArgumentParser reads it as text
+        None,
+        "How to generate: a GenerationConfig, a dict, its file or folder, or the name of a model; None: the model's.",
+    )
+    generation_samples: int = opt(
+        3, "Rows shown in the log after each evaluation that generated: input, target and output.", min=0
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.predict_with_generate and getattr(self, "prediction_loss_only", False):
+            yield "predict_with_generate=True and prediction_loss_only=True cannot both hold; keep one"
+        given = self.generation_config
+        if given is not None and not (isinstance(given, (str, Path, Mapping)) or hasattr(given, "validate")):
+            yield f"generation_config={given!r} is no GenerationConfig, dict, path or name"
+
+
+def load_generation_config(source: Any) -> Any:
+    """The `transformers.GenerationConfig` that `source` is or names; always a copy.
+
+    Args:
+        source: an object, a dict of its values, its file, a folder that holds one, or the name of a model on the Hub.
+
+    Raises:
+        ValueError: its values do not go together, so that it could not be saved with the model.
+    """
+    from transformers import GenerationConfig
+
+    if isinstance(source, GenerationConfig):
+        config = copy.deepcopy(source)
+    elif isinstance(source, Mapping):
+        config = GenerationConfig(**source)
+    elif isinstance(source, (str, Path)):
+        path = Path(source).expanduser()
+        place = (path.parent, path.name) if path.is_file() else (path if path.is_dir() else str(source), None)
+        config = GenerationConfig.from_pretrained(*place)
+    else:
+        raise TypeError(
+            f"generation_config is of type {type(source).__name__}; pass a GenerationConfig, a dict, a path or a name."
+        )
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(f"generation_config cannot be used, nor saved with the model: {error}") from error
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------- order of the rows
+
+
+class LongestFirst(EpochSampler):
+    """Rows by length, longest first: batches of like rows, and what does not fit into memory fails at once.
+
+    Attributes:
+        rows_to_restore: the dataset's row of each row read; `posttrain.core.evaluation.eval_loop.run` puts results back by it.
+        longest_target: the most labels that a row has; None where rows have none.
+    """
+
+    def __init__(self, inputs: Sequence[int], targets: Sequence[int] | None = None) -> None:
+        super().__init__(len(inputs), seed=0)
+        total = np.asarray(inputs) + (0 if targets is None else np.asarray(targets))
+        self.rows_to_restore = np.argsort(-total, kind="stable")
+        self.longest_target = None if targets is None else max(targets, default=0)
+
+    def order(self) -> torch.Tensor:
+        return torch.from_numpy(self.rows_to_restore)
+
+
+def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int | None = None) -> LongestFirst | None:
+    """The order in which `dataset` is generated from; None where its lengths cannot be had without reading every row twice.
+
+    Args:
+        pad_token_id: not counted among the labels, besides -100; None where padding cannot be told by its id.
+    """
+    columns = getattr(dataset, "column_names", None)
+    layout = getattr(dataset, "format", None)
+    if is_stream(dataset):
+        return None
+    if isinstance(dataset, (list, tuple)):
+        if not dataset or not all(isinstance(row, Mapping) and main_input in row for row in dataset):
+            return None
+        read: Callable[[str], Any] = lambda name: [row.get(name) for row in dataset]  # noqa: E731
+        columns = list(dataset[0])
+    elif isinstance(columns, list) and hasattr(dataset, "__getitem__") and main_input in columns:
+        if isinstance(layout, dict) and layout.get("type") == "custom":
+            return None
+        read = dataset.__getitem__
+    else:
+        return None
+    try:
+        inputs = [len(row) for row in read(main_input)]
+        targets = [_count(row, pad_token_id) for row in read("labels")] if "labels" in columns else None
+    except TypeError:  # numbers, or null
+        return None
+    return LongestFirst(inputs, targets)
+
+
+def _count(labels: Any, pad_token_id: int | None) -> int:
+    values = np.asarray(labels)
+    return int(((values != IGNORE_INDEX) & (values != (IGNORE_INDEX if pad_token_id is None else pad_token_id))).sum())
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, longest: int | None) -> dict[str, Any]:
+    """The arguments of ``generate`` in an evaluation.
+
+    What the call says goes before `args`, and those before the model's own generation config. For a model without an
+    encoder, a length is that of the output alone: counted with its prompt, it would change with the batch.
+
+    Args:
+        given: what was passed to `evaluate` or `predict`; values that are None say nothing.
+        longest: the most tokens that a row's labels have; None where that is not known.
+
+    Raises:
+        ValueError: `args` asks for outputs shorter than the longest label. A length that nobody asked for is raised instead.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    if "generation_config" in found:
+        found["generation_config"] = load_generation_config(found["generation_config"])
+    if "num_beams" not in found and args.generation_num_beams is not None:
+        found["num_beams"] = args.generation_num_beams
+    if "max_length" not in found and "max_new_tokens" not in found:
+        found |= _length(args, found.get("generation_config"), model, longest)
+    if "max_length" in found and not is_encoder_decoder(model):
+        found["max_new_tokens"] = found.pop("max_length")
+    return found
+
+
+def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: int | None) -> dict[str, int]:
+    own = model.generation_config if config is None else config
+    encodes = is_encoder_decoder(model)
+    asked = config is not None or args.generation_config is not None
+    if args.generation_max_length is not None:
+        limit, who = args.generation_max_length, f"generation_max_length={args.generation_max_length}"
+        found = {"max_length": limit}
+        if own.max_new_tokens is not None:  # which would go before
+            found = {"max_new_tokens": limit - encodes}
+    elif own.max_new_tokens is not None:
+        limit, who, found = own.max_new_tokens, f"max_new_tokens={own.max_new_tokens} of the generation config", {}
+    elif own.max_length is not None and encodes:
+        limit, who, found = own.max_length, f"max_length={own.max_length} of the generation config", {}
+    else:  # without an encoder, the max_length of a generation config counts the prompt
+        limit, who, found, asked = 20, "the usual 20 tokens", {}, False
+    if longest is None or longest <= limit:
+        return found
+    if asked or args.generation_max_length is not None:
+        raise ValueError(
+            f"{who} is below the longest label of the evaluation set, which has {longest} tokens: that row could never be "
+            f"generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To cut outputs short "
+            "on purpose, pass max_length=... to evaluate or predict."
+        )
+    message = "The longest label of the evaluation set has %d tokens, so up to as many are generated, not %s. Set "
+    logger.info(message + "generation_max_length to choose another length.", longest, who)
+    return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether `model` reads its input with an encoder, so that nothing of it is in what it generates."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def padding_id(processing_class: Any, model: nn.Module) -> int:
+    """What fills generated rows up to one length: the pad token, or the eos token where there is none.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(source, name, None)
+            token = token[0] if isinstance(token, (list, tuple)) else token
+            if token is not None:
+                return int(token)
+    raise ValueError(
+        "Neither the tokenizer nor the model names a pad or an eos token, so generated rows cannot be padded. Set "
+        "model.config.pad_token_id, or pass the tokenizer as processing_class."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- one batch
+
+Lean = Callable[[dict[str, Any], Any, dict[str, Any]], torch.Tensor | None]
+
+
+@torch.no_grad()
+def predict_batch(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    compute_loss: Callable[..., Any],
+    generate_options: dict[str, Any],
+    *,
+    label_names: list[str],
+    pad_token_id: int,
+    synced: bool = False,
+    lean: Lean | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """(loss, generated tokens, labels) of one batch: (), (B x sequences returned of each, T) and (B, L), or None.
+
+    Args:
+        compute_loss: ``(model, inputs) -> loss``; called where the batch has labels.
+        generate_options: as `options` gives them.
+        synced: the parameters are spread over processes, which must take every step together.
+        lean: generates in place of ``model.generate`` where it can, given inputs, encoder outputs and options; else None.
+    """
+    inputs, whole = dict(inputs), unwrap(model)
+    labels = inputs.get("labels")
+    has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
+    encodes = is_encoder_decoder(whole)
+    # Spread parameters are gathered by the forward of the whole model, not by that of its encoder alone.
+    encoded = encode(whole, inputs) if encodes and not synced else None
+    loss = None
+    if has_labels:
+        shared = inputs if encoded is None else inputs | {"encoder_outputs": copy.copy(encoded)}
+        loss, _, _ = eval_loop.predict_batch(model, shared, compute_loss, label_names=label_names, loss_only=True)
+    generate_options = generate_options | ({"synced_gpus": True} if synced else {})
+    if not encodes:
+        prompts, labels = split_prompts(inputs, pad_token_id)
+        tokens = whole.generate(**prompts, **({"pad_token_id": pad_token_id} | generate_options))
+        return loss, tokens[:, prompts["input_ids"].shape[1] :], labels
+    if labels is not None and _made_of_labels(inputs.get("decoder_input_ids"), labels):
+        inputs = {name: inputs[name] for name in inputs if name not in ("decoder_input_ids", "decoder_attention_mask")}
+    inputs = {name: value for name, value in inputs.items() if name not in label_names}
+    if encoded is None:
+        return loss, whole.generate(**inputs, **generate_options), labels
+    tokens = lean(inputs, encoded, generate_options) if lean is not None else None
+    if tokens is None:
+        tokens = whole.generate(**inputs, encoder_outputs=copy.copy(encoded), **generate_options)
+    return loss, tokens, labels
+
+
+def _made_of_labels(decoder_input_ids: Any, labels: torch.Tensor) -> bool:
+    """Whether a collator shifted the labels into the decoder's inputs: generation must not begin with the answer."""
+    return decoder_input_ids is not None and decoder_input_ids.shape == labels.shape
+
+
+def encode(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What the encoder of `model` makes of those of the `inputs` that it takes."""
+    encoder = model.get_encoder()
+    names = inspect.signature(encoder.forward).parameters
+    return encoder(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
+
+
+def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Rows of prompt and target become (prompts padded on the left, targets padded on the right with -100).
+
+    The target is the last run of labelled tokens: the completion, or the last answer of a conversation. The prompt is all
+    that comes before it; the whole row, where it has no labels. On which side the batch is padded does not matter.
+
+    Args:
+        inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any; what is
+            there besides and does not belong to single tokens is kept.
+
+    Raises:
+        DataError: a row is labelled from its first token on, so there is no prompt to generate from.
+    """
+    ids = inputs["input_ids"]
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    is_prompt = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    targets = None
+    if labels is not None:
+        if labels.shape != ids.shape:
+            raise DataError(
+                f"labels of shape {tuple(labels.shape)} do not lie beside input_ids of shape {tuple(ids.shape)}. A model "
+                "without an encoder reads prompt and target as one row, and its labels are -100 over the prompt."
+            )
+        labelled = labels != IGNORE_INDEX
+        begins = labelled.clone()
+        begins[:, 1:] &= ~labelled[:, :-1]
+        places = torch.arange(ids.shape[1], device=ids.device)
+        # Of a row without labels the target begins after its end.
+        start = torch.where(begins, places, -1).amax(1, keepdim=True)
+        start = start.masked_fill(start < 0, ids.shape[1])
+        is_prompt = is_prompt & (places < start)
+        targets = _pack(labels, labelled & (places >= start), IGNORE_INDEX, "right")
+    lengths = is_prompt.sum(1)
+    if not bool(lengths.all()):
+        raise DataError(
+            f"Row {int(lengths.argmin())} of the batch has no prompt: its first token is labelled already, so there is nothing "
+            "to generate from. Use rows of prompt and completion, with labels of -100 over the prompt, or set "
+            "predict_with_generate=False."
+        )
+    by_token = {name for name, v in inputs.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape}
+    rest = {name: v for name, v in inputs.items() if name not in {*by_token, "labels", "seq_lengths"} and v is not None}
+    prompts = {"input_ids": _pack(ids, is_prompt, pad_token_id, "left")}
+    prompts["attention_mask"] = _pack(is_prompt.long(), is_prompt, 0, "left")
+    return rest | prompts, targets
+
+
+def _pack(values: torch.Tensor, keep: torch.Tensor, fill: int, side: str) -> torch.Tensor:
+    """The kept values of each row, in order, moved together; (B, longest), the rest is `fill` on `side`."""
+    width = int(keep.sum(1).max()) if keep.numel() else 0
+    rank = keep.long() if side == "left" else (~keep).long()
+    order = rank.argsort(dim=1, stable=True)
+    order = order[:, order.shape[1] - width :] if side == "left" else order[:, :width]
+    return values.gather(1, order).masked_fill(~keep.gather(1, order), fill)
+
+
+# ---------------------------------------------------------------------------------------------------- to be looked at
+
+
+def samples(
+    dataset: Any,
+    predictions: Any,
+    labels: Any,
+    tokenizer: Any,
+    number: int,
+    main_input: str = "input_ids",
+    encodes: bool = True,
+) -> list[dict[str, str]]:
+    """``{"input", "target", "output"}`` as text, of the first rows of a dataset that was generated from; what cannot be
+    had is left out.
+
+    Args:
+        predictions, labels: token ids of all rows in the dataset's order, (rows x sequences of each, T) and (rows, L).
+    """
+    if not isinstance(predictions, np.ndarray) or not hasattr(tokenizer, "decode"):
+        return []
+    each = max(1, len(predictions) // len(labels)) if isinstance(labels, np.ndarray) and len(labels) else 1
+    shown = []
+    for number_of_row in range(min(number, len(predictions) // each)):
+        row = {
+            "input": _source(dataset, number_of_row, main_input, encodes),
+            "output": predictions[number_of_row * each],
+        }
+        if isinstance(labels, np.ndarray):
+            row["target"] = labels[number_of_row]
+        shown.append(
+            {
+                name: tokenizer.decode([int(t) for t in row[name] if t >= 0], skip_special_tokens=True)
+                for name in ("input", "target", "output") if row.get(name) is not None
+            }
+        )  # fmt: skip
+    return shown
+
+
+def _source(dataset: Any, number: int, main_input: str, encodes: bool) -> Any:
+    row = dataset[number] if hasattr(dataset, "__getitem__") else None
+    if not isinstance(row, Mapping) or row.get(main_input) is None or np.ndim(row[main_input]) != 1:
+        return None
+    if encodes or row.get("labels") is None or len(row["labels"]) != len(row[main_input]):
+        return row[main_input]
+    batch = {
+        name: torch.as_tensor(np.asarray(row[key]))[None] for name, key in (("input_ids", main_input), ("labels",) * 2)
+    }
+    return split_prompts(batch, 0)[0]["input_ids"][0].tolist()
+
+
+def table(rows: list[dict[str, str]], width: int = 160) -> str:
+    """`rows` of `samples` for people: a block for each, one line for each of its texts."""
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        for name, text in row.items():
+            text = " ".join(text.split())
+            lines.append(
+                f"{number if name == next(iter(row)) else '':>3}  {name:<7} {text[:width]}{'...' * (len(text) > width)}"
+            )
+    return "\n".join(lines)

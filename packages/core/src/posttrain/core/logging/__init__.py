@@ -1,0 +1,1 @@
+"""Metrics, experiment trackers, the record of a run, and plots."""

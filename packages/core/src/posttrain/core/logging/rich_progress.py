@@ -1,0 +1,94 @@
+"""A progress bar and the last log record, drawn by the package rich."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.data.samplers import is_sized
+from posttrain.core.errors import require
+
+COLUMNS = 2
+
+
+class RichProgressCallback(TrainerCallback):
+    """Draws bars of the updates and of an evaluation under way, with the last log record beneath; needs the package rich.
+
+    Pass it in `callbacks`, with ``disable_tqdm=True``, or there are two bars.
+    """
+
+    def __init__(self) -> None:
+        require("rich", "rich", why="RichProgressCallback")
+        self._live: Any = None
+        self._bars: Any = None
+        self._training: Any = None
+        self._prediction: Any = None
+        self._logs: dict[str, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self._bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn())
+        self._training = self._bars.add_task("Training", total=state.max_steps, completed=state.global_step)
+        self._live = Live(self._drawing(), refresh_per_second=4)
+        self._live.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._live is not None:
+            self._bars.update(self._training, completed=state.global_step)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self._live is None or eval_dataloader is None:
+            return
+        if self._prediction is None:
+            total = len(eval_dataloader) if is_sized(eval_dataloader) else None
+            self._prediction = self._bars.add_task("Evaluating", total=total)
+        self._bars.advance(self._prediction)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._end_prediction()
+
+    def on_predict(self, args, state, control, **kwargs):
+        self._end_prediction()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._live is not None and logs:
+            self._logs = {name: value for name, value in logs.items() if not name.startswith("perf/")}
+            self._live.update(self._drawing())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._live is not None:
+            self._bars.update(self._training, completed=state.global_step)
+            self._live.stop()
+            self._live = self._bars = self._training = self._prediction = None
+
+    def _end_prediction(self) -> None:
+        if self._prediction is not None:
+            self._bars.remove_task(self._prediction)
+            self._prediction = None
+
+    def _drawing(self) -> Any:
+        """The bars over a table of the record, `COLUMNS` names and values in a row."""
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        cells = [cell for name, value in self._logs.items() for cell in (name, _text(value))]
+        for start in range(0, len(cells), 2 * COLUMNS):
+            table.add_row(*cells[start : start + 2 * COLUMNS])
+        return Group(self._bars, table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,341 @@
+"""Where log records go: a file of JSON lines always, experiment trackers when named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.core.callbacks import EVENTS, TrainerCallback
+from posttrain.core.callbacks import _hears as hears
+from posttrain.core.config import opt
+from posttrain.core.errors import did_you_mean
+from posttrain.core.logging import terminal
+from posttrain.core.logging.metrics import is_performance
+from posttrain.core.logging.redaction import redact
+from posttrain.core.state import strict
+
+logger = logging.getLogger(__name__)
+
+# What pip calls a tracker, where that is not its name in `report_to`.
+PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekit"}
+LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
+
+
+@dataclass
+class LoggingArguments:
+    """What is logged, how often and where to."""
+
+    logging_strategy: str = opt("steps", "Log never, every `logging_steps` updates, or after each epoch.",
+                                choices=("no", "steps", "epoch"))  # fmt: skip
+    logging_steps: float = opt(500, "Updates between log records; below 1 a share of all updates.", above=0)
+    logging_first_step: bool = opt(False, "Also log after the very first update.")
+    log_level: str = opt("passive", "Level of messages on the main process; passive keeps the program's own (INFO).",
+                         choices=LOG_LEVELS)  # fmt: skip
+    log_level_replica: str = opt("warning", "Level of messages on all other processes.", choices=LOG_LEVELS)
+    log_on_each_node: bool = opt(True, "Use `log_level` on the first process of each machine, not of the first alone.")
+    include_num_input_tokens_seen: str | bool = opt(
+        "no", "Log `num_input_tokens_seen`: all tokens, or those that are not padding."
+    )
+    report_to: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
+        "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
+    )
+    run_name: str | None = opt(None, "Name of the run in the trackers.")
+    logging_dir: str | None = opt(
+        None, "Folder of TensorBoard's files. None: TENSORBOARD_LOGGING_DIR, or runs/ below output_dir."
+    )
+    project: str = opt("huggingface", "Project that the run belongs to in the trackers.")
+    trackio_space_id: str | None = opt(
+        None, "Space on the Hub that shows Trackio's records as they come; None keeps them on this machine."
+    )
+    trackio_bucket_id: str | None = opt(None, "Bucket on the Hub for the records of that Space; None: one of its name.")
+    trackio_static_space_id: str | None | Literal[False] = opt(
+        None, "Space on the Hub for the records of a finished run that had a live one; None names it, False makes none."
+    )
+    disable_tqdm: bool | None = opt(None, "Print log records as lines instead of drawing a progress bar.", flag=True)
+
+    def _normalize(self) -> None:
+        if self.report_to is None:
+            self.report_to = []
+        elif isinstance(self.report_to, str):
+            self.report_to = [self.report_to]
+        self.report_to = [name for name in self.report_to if name != "none"]
+        inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
+        if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
+            self.report_to = list(dict.fromkeys([*self.report_to, "kubeflow"]))  # the cluster waits for its progress
+        if str(self.trackio_static_space_id).lower() == "false":  # from a command line
+            self.trackio_static_space_id = False
+        if self.include_num_input_tokens_seen in (True, False):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+
+    def _problems(self) -> Iterator[str]:
+        if self.include_num_input_tokens_seen not in ("no", "all", "non_padding"):
+            yield (
+                f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r} "
+                "is not one of no, all, non_padding, True, False"
+            )
+        if self.trackio_static_space_id is True:
+            yield "trackio_static_space_id=True names no Space; give its name, None for one made up, or False for none"
+
+    def _preflight(self) -> Iterator[Exception]:
+        for name in dict.fromkeys(self.report_to):
+            if name != "all" and not _is_installed(name):
+                try:
+                    tracker_callbacks([name])
+                except (ValueError, ImportError) as error:  # which says what the tracker lacks
+                    yield error
+
+
+def set_verbosity(level: int) -> None:
+    """Let messages of posttrain from `level` on be seen: on the program's own handlers, or on stderr if it has none."""
+    log = logging.getLogger("posttrain")
+    log.setLevel(level)
+    if not log.hasHandlers():
+        handler = terminal.Handler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        log.addHandler(handler)
+
+
+class JSONLinesCallback(TrainerCallback):
+    """Writes every log record to ``log.jsonl`` in the output directory, as strict JSON.
+
+    With its first record, not before, a run takes the file over. One that starts afresh moves the log of an earlier run aside,
+    to ``log-1.jsonl`` and so on. A resumed run drops the records that lie after its checkpoint, so that no step stands there
+    twice.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        self.folder, self.path, self.file = args.output_dir, Path(args.output_dir) / "log.jsonl", None
+        self.history, self.is_resumed = list(state.log_history), state.global_step > 0
+
+    def _take_over(self) -> None:
+        """Let the file hold the history of this run, and nothing after it."""
+        history, self.history = self.history, None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = {}  # its lines hold more than the history: how fast the machine was
+        if self.path.is_file() and self.path.stat().st_size and not self.is_resumed:
+            self.path.rename(_unused(self.path))
+        elif self.path.is_file():
+            written = {_history_of(line): line for line in self.path.read_text(encoding="utf-8").splitlines()}
+        lines = [json.dumps(strict(record), allow_nan=False) for record in history]
+        unfinished = self.path.with_suffix(".jsonl.tmp")
+        unfinished.write_text("".join(written.get(_history_of(x), x) + "\n" for x in lines), encoding="utf-8")
+        unfinished.replace(self.path)
+        self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # closed when training ends
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # Only into the folder in which training began: a search gives the trainer its own back after the trials.
+        if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
+            if self.history is not None:
+                self._take_over()
+            line = _json({**(logs or {}), "step": state.global_step}) + "\n"
+            if self.file is not None:
+                self.file.write(line)
+            else:  # an evaluation after training
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(line)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; records that follow, of evaluations after training, open it for themselves."""
+        if getattr(self, "file", None) is not None:
+            self.file.close()
+            self.file = None
+
+
+def _unused(path: Path) -> Path:
+    """``log-1.jsonl`` for ``log.jsonl``, or the first number that is free."""
+    number = 1
+    while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError):  # a NaN, or a number that is not Python's
+        return json.dumps(strict(record), allow_nan=False)
+
+
+def _history_of(line: str) -> str:
+    """The part of a line of ``log.jsonl`` that the history of the run holds; empty where the line is broken."""
+    try:
+        record = {name: value for name, value in json.loads(line).items() if not is_performance(name)}
+    except (ValueError, AttributeError):
+        return ""
+    return json.dumps(record, sort_keys=True)
+
+
+def tracker_callbacks(report_to: list[str]) -> list[Any]:
+    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run.
+
+    Raises:
+        ImportError: a tracker cannot be used; the message holds the pip command.
+        ValueError: there is no tracker of that name.
+    """
+    if not report_to:
+        return []
+    from transformers import integrations
+
+    known = integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    if "all" in report_to:
+        report_to = [*integrations.get_available_reporting_integrations(), *(n for n in report_to if n != "all")]
+    callbacks = []
+    for name in dict.fromkeys(report_to):
+        if name not in known:
+            near = did_you_mean(name, [*known, "all", "none"])
+            raise ValueError(f"report_to={name!r} is no tracker{near or '.'} Known: {', '.join(known)}, all, none.")
+        try:
+            callbacks.append(apart(name, known[name]()))
+        except (RuntimeError, ImportError) as error:
+            command = f"pip install {PACKAGES.get(name, name)}"
+            run = "" if command in str(error) or name == "kubeflow" else f" Run: {command}"
+            raise ImportError(f"report_to={name!r}: {error}{run}") from error
+    return callbacks
+
+
+def _is_installed(name: str) -> bool:
+    """Whether transformers' integration called `name` finds its package; asked without making a tracker, which may start one."""
+    from transformers.integrations import integration_utils
+
+    short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
+    is_available = getattr(integration_utils, f"is_{short}_available", lambda: False)
+    return name in integration_utils.INTEGRATION_TO_CALLBACK and bool(is_available())
+
+
+def apart(name: str, callback: Any) -> Any:
+    """Keep a failing tracker from ending the run: `callback` itself, its methods guarded.
+
+    What goes wrong when training begins is raised, for then nothing is lost and the remedy is at hand. What goes wrong later
+    (a network that is down, a full disk) is warned of once; ``log.jsonl`` has every record in any case.
+    """
+    failed = False
+
+    def guard(event: str, method: Any) -> Any:
+        def guarded(args, state, control, **kwargs):
+            nonlocal failed
+            try:
+                if event == "on_train_begin":
+                    _begin(name, callback, method, args, state, control, **kwargs)
+                else:
+                    method(_TrackerArguments(args), state, control, **kwargs)
+            except Exception as error:
+                what = f"{type(error).__name__}: {redact(str(error))}"
+                if event == "on_train_begin":
+                    raise RuntimeError(
+                        f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of report_to."
+                    ) from error
+                if not failed:
+                    logger.warning(
+                        "%s failed in %s (%s). Training goes on, and this is said once; the records are in %s.",
+                        name, event, what, Path(args.output_dir) / "log.jsonl",
+                    )  # fmt: skip
+                failed = True
+
+        return guarded
+
+    for event in EVENTS:
+        if hears(callback, event):
+            setattr(callback, event, guard(event, getattr(callback, event)))
+    callback.kept_apart_as = name
+    return callback
+
+
+def afresh(callback: Any) -> Any:
+    """A tracker as new where `callback` is one, for it may serve one run alone (MLflow's does); else `callback` itself."""
+    name = getattr(callback, "kept_apart_as", None)
+    return callback if name is None else apart(name, type(callback)())
+
+
+# ---- going on with the run that a checkpoint belongs to ----
+
+
+def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date after."""
+    saved = None if state.is_hyper_param_search else state.tracker_runs.get(name)
+    arguments = {}
+    if name == "tensorboard" and callback.logging_dir is None:
+        callback.logging_dir = args.logging_dir
+    if saved is not None and state.is_world_process_zero:
+        arguments = _go_on(saved, name, callback, args, state)
+    method(_TrackerArguments(args, arguments), state, control, **kwargs)
+    run = _run_of(name, callback, args) if state.is_world_process_zero else None
+    if run is not None:
+        state.tracker_runs[name] = run
+        logger.info("%s %s the run %s.", name, "goes on with" if run == saved else "reports to", run)
+
+
+def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[str, Any]:
+    """Point a tracker to the run `saved`, unless the user has pointed it to one; returns arguments to show to it."""
+    if name == "wandb" and callback._wandb.run is None and "WANDB_RUN_ID" not in os.environ:
+        project = os.environ.get("WANDB_PROJECT", "huggingface")  # where its callback would have begun a run
+        callback._wandb.init(project=project, name=args.run_name, id=saved, resume="allow")
+    elif name == "mlflow" and callback._ml_flow.active_run() is None:
+        os.environ.setdefault("MLFLOW_RUN_ID", saved)  # MLflow takes it out when it starts the run
+    elif name == "trackio":
+        return {"run_name": saved}  # it knows runs by their names
+    elif name == "tensorboard" and callback.tb_writer is None:
+        # Its files are a journal: what an earlier writer said of later steps is struck out.
+        make = callback._SummaryWriter
+        callback._SummaryWriter = lambda log_dir: make(log_dir=log_dir, purge_step=state.global_step + 1)
+        callback.logging_dir = callback.logging_dir or str(Path(args.output_dir) / saved)
+    return {}
+
+
+def _run_of(name: str, callback: Any, args: Any) -> str | None:
+    """What names the run that a tracker writes to; None for trackers that cannot go on with one."""
+    if name == "wandb":
+        run = getattr(callback._wandb, "run", None)
+        return getattr(run, "id", None)
+    if name == "mlflow":
+        run = callback._ml_flow.active_run()
+        return None if run is None else run.info.run_id
+    if name == "trackio":
+        run = callback._trackio.context_vars.current_run.get()
+        return getattr(run, "name", None)
+    folder = getattr(callback, "logging_dir", None) if name == "tensorboard" else None
+    return None if folder is None else os.path.relpath(folder, args.output_dir)  # the folder of a run may be moved
+
+
+class _TrackerArguments:
+    """The arguments of a run as the trackers of transformers read them: read-only, for some overwrite ``run_name``."""
+
+    def __init__(self, args: Any, changed: dict[str, Any] | None = None) -> None:
+        vars(self)["_args"], vars(self)["_changed"] = args, changed or {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what `copy` asks for before there is anything to look up in
+            raise AttributeError(name)
+        changed = vars(self)["_changed"]
+        return changed[name] if name in changed else getattr(vars(self)["_args"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:
+    """Show `rows`, of texts and numbers, as the table `name` of trackers that have tables, and a run under way."""
+    columns = list(rows[0]) if rows else []
+    cells = [list(row.values()) for row in rows]
+    asked = {*report_to}
+    wanted = {one: sys.modules.get(one) for one in ("wandb", "trackio", "comet_ml") if {one, "all"} & asked}
+    wandb, trackio, comet = wanted.get("wandb"), wanted.get("trackio"), wanted.get("comet_ml")
+    if wandb is not None and wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=columns, data=cells)})
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
+        import pandas
+
+        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
+    if comet is not None and (experiment := comet.get_running_experiment()) is not None:
+        import pandas
+
+        experiment.log_table(tabular_data=pandas.DataFrame(cells, columns=columns), filename=f"{name}.csv")

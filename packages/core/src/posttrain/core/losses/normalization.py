@@ -1,0 +1,323 @@
+"""The loss of one micro-batch, and how it is averaged: the contract between the loop and every `compute_loss`.
+
+A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where nothing
+is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``, or a mean over
+its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the gradient of the mean over
+the whole window, however it was cut.
+
+Which of the two it is, is known where it does not take that argument (a mean), where ``loss_is_scaled_for_ga`` says so, and of
+the trainers' own losses. Else `posttrain.core.losses.scale_check` finds out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.losses import language_modeling
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` can be called with the keyword `name`."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+class Objective:
+    """Calls a `compute_loss` of any generation, and knows whether it returns a mean.
+
+    Args:
+        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is looked at.
+        returns_mean: True or False where it is known; None where it is to be found out (`posttrain.core.losses.scale_check`).
+    """
+
+    def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
+        #: Of the last loss that was a dict: its other values, shape () each, in the scale in which they were returned.
+        self.terms: dict[str, torch.Tensor] | None = None
+        self.takes_count = accepts(compute_loss, "num_items_in_batch")
+        self.returns_mean = returns_mean if self.takes_count else True
+        self._is_frozen = False
+
+    @property
+    def may_be_mean(self) -> bool:
+        """Whether the next loss could be a mean, as far as is known. While nothing is known, it is taken for one."""
+        return self.returns_mean is not False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be found out what the loss is."""
+        return self.returns_mean is None and not self._is_frozen
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within this context nothing is found out: processes that do not keep in step cannot agree."""
+        before, self._is_frozen = self._is_frozen, True
+        try:
+            yield
+        finally:
+            self._is_frozen = before
+
+    def __call__(
+        self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor | None
+    ) -> tuple[torch.Tensor, bool]:
+        """(loss, whether it is a mean over this micro-batch alone)."""
+        if not self.takes_count:
+            return self._scalar(compute_loss(model, inputs)), True
+        loss = self._scalar(compute_loss(model, inputs, num_items_in_batch=num_items))
+        return loss, num_items is None or self.may_be_mean
+
+    def _scalar(self, loss: Any) -> torch.Tensor:
+        if isinstance(loss, torch.Tensor):
+            return loss if loss.ndim == 0 else loss.mean()
+        loss, self.terms = split_terms(loss)
+        return loss
+
+
+def weighted(
+    loss: torch.Tensor, items: torch.Tensor | int, num_items: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the share of a mean `loss` over `items` in the mean over `num_items`, its weight), shape () each.
+
+    A micro-batch without items has no mean: what it returned, NaN most often, is left out, with its gradient. Where the whole
+    window has none, the share is NaN.
+    """
+    weight = items / num_items
+    return torch.where(scalar(items, loss.device) == 0, weight.to(loss), loss * weight), weight
+
+
+def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Tensor:
+    """`value` as a tensor of shape () on `device`, written there: a copy of ordinary host memory waits for the device."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value.to(device)
+    if isinstance(value, torch.Tensor):
+        return value if str(device) == "cpu" else torch.full((), value.item(), dtype=value.dtype, device=device)
+    return torch.full((), value, dtype=torch.long if isinstance(value, int) else None, device=device)
+
+
+def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, or a dict that has it under ``"loss"``.
+
+    The terms are detached, shape () each.
+
+    Raises:
+        TypeError: it is neither; the message says what it is.
+    """
+    if isinstance(loss, torch.Tensor):
+        return (loss if loss.ndim == 0 else loss.mean()), {}
+    if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
+        what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
+        raise TypeError(
+            f"compute_loss returned {what}; it must return a tensor of shape (), or a dict with that tensor under 'loss' and "
+            "terms of it to be logged under other names; when called with return_outputs=True, (either of them, outputs)."
+        )
+    terms = {}
+    for name, value in loss.items():
+        value = torch.as_tensor(value).detach() if isinstance(value, (torch.Tensor, int, float)) else value
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(
+                f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of shape (). "
+                "Return (loss, outputs) where the outputs are asked for."
+            )
+        terms[str(name)] = value.reshape(())
+    del terms["loss"]
+    return (loss["loss"] if loss["loss"].ndim == 0 else loss["loss"].mean()), terms
+
+
+def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
+    """Items over which the loss of one micro-batch is averaged: labels that are not -100, or rows without labels.
+
+    Args:
+        inputs: the micro-batch.
+        shifted: the model predicts token t+1 at position t, so the first label of each row is predicted by nobody.
+    """
+    if "shift_labels" in inputs:
+        return inputs["shift_labels"].ne(-100).sum()
+    labels = inputs["labels"] if "labels" in inputs else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim == 0:
+        return count_rows(inputs)
+    return (labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum()
+
+
+def count_tokens(
+    inputs: Mapping[str, Any], main_input: str, pad_token_id: int | None = None
+) -> tuple[torch.Tensor | int, int]:
+    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) where its main input is no tensor.
+
+    Padding is what the attention mask hides; without one, `pad_token_id` where it is given; else there is none.
+    """
+    slots = count_slots(inputs, main_input)
+    if not slots:
+        return 0, 0
+    ids = inputs[main_input]
+    mask = inputs["attention_mask"] if "attention_mask" in inputs else None
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return mask.sum(), slots
+    return slots if pad_token_id is None else ids.ne(pad_token_id).sum(), slots
+
+
+def count_slots(inputs: Mapping[str, Any], main_input: str) -> int:
+    """All tokens of a micro-batch, padding too; 0 where its main input is no tensor."""
+    ids = inputs[main_input] if main_input in inputs else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def flops_parameters(model: nn.Module) -> int:
+    """Parameters that a token is multiplied with: those outside the embeddings; 0 for models that cannot say."""
+    count = getattr(model, "num_parameters", None)
+    return count(exclude_embeddings=True) if callable(count) else 0
+
+
+def count_rows(inputs: Any) -> int:
+    """Rows of a micro-batch: the length of its first tensor; of a list of rows without tensors, how many they are."""
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping) and not _tensors_in(inputs[0]):
+        return len(inputs)
+    values = inputs.values() if hasattr(inputs, "values") else inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return len(value)
+        if isinstance(value, (Mapping, list, tuple)) and (rows := count_rows(value)):
+            return rows
+    return 1
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss compares the logits at position t with the label at t+1."""
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    loss_type = getattr(model, "loss_type", None)  # a PEFT model forwards it to its base
+    if loss_type is not None:
+        return loss_type in ("ForCausalLM", "ForConditionalGeneration")
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def accepts_loss_kwargs(model: nn.Module) -> bool:
+    """Whether the model's forward takes ``num_items_in_batch``, by its own word or by its signature."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    return accepts(model.forward, "num_items_in_batch") if declared is None else bool(declared)
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Parameters of the model's forward that are labels."""
+    names = inspect.signature(model.forward).parameters
+    if "QuestionAnswering" in type(model).__name__:
+        return [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
+    return [name for name in names if "label" in name]
+
+
+def can_return_loss(model: nn.Module) -> bool:
+    """Whether the model computes a loss without labels, by default (CLIP and its kin)."""
+    parameter = inspect.signature(model.forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
+@dataclass(frozen=True)
+class LabelSmoother:
+    """The label-smoothed loss of a model's outputs, for scripts that call it in a `compute_loss` of their own."""
+
+    epsilon: float = 0.1
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        return language_modeling.cross_entropy(
+            logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon
+        )
+
+
+def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
+    """What smooths the labels of `model`; None where nothing does."""
+    if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        warnings.warn(
+            f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
+            "classification, whose classes are no alternatives.", UserWarning, stacklevel=2,
+        )  # fmt: skip
+        return None
+    return LabelSmoother(factor) if factor else None
+
+
+def with_items(
+    compute_loss: Callable[..., Any],
+    num_items: torch.Tensor | int,
+    log: Callable[[str, torch.Tensor, Any], None] = lambda name, value, weight: None,
+) -> Callable[..., Any]:
+    """`compute_loss` told of the items of its only batch, if it takes them, and giving a tensor where it gives a dict.
+
+    Args:
+        log: called with (name, mean over the batch, items) for each term of a dict.
+    """
+
+    def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
+        result = call(model, inputs, **options)
+        loss, outputs = result if options.get("return_outputs") else (result, None)
+        if isinstance(loss, Mapping) and "loss" in loss:
+            loss, terms = split_terms(loss)
+            for name, value in terms.items():
+                log(name, value if num_items else 0.0, num_items)
+        return (loss, outputs) if options.get("return_outputs") else loss
+
+    call = compute_loss
+    if accepts(compute_loss, "num_items_in_batch"):
+        call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
+    return compute
+
+
+def _tensors_in(inputs: Mapping[str, Any]) -> bool:
+    for value in inputs.values():  # a generator for `any` would cost more than the look itself
+        if isinstance(value, torch.Tensor):
+            return True
+    return False
+
+
+def model_loss(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    num_items: torch.Tensor | None = None,
+    *,
+    pass_count: bool,
+    loss_func: Callable[..., torch.Tensor] | None = None,
+    label_smoothing: float = 0.0,
+    shifted: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """(loss, outputs) of a model that computes its own loss, or whose loss is `loss_func` or label-smoothed.
+
+    Args:
+        pass_count: hand ``num_items_in_batch`` to the model's forward.
+        loss_func: ``(outputs, labels, num_items_in_batch) -> loss``; the labels are then kept from the model.
+        label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
+        shifted: see `count_items`; used with label smoothing.
+    """
+    if type(inputs) is not dict and not isinstance(inputs, Mapping) or not _tensors_in(inputs):
+        raise TypeError(
+            f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for the model's "
+            "forward."
+        )
+    labels = None
+    if (loss_func is not None or label_smoothing) and "labels" in inputs:
+        labels = inputs["labels"]
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    if pass_count and num_items is not None:
+        inputs = {**inputs, "num_items_in_batch": num_items}
+    outputs = model(**inputs)
+    if loss_func is not None:
+        return loss_func(outputs, labels, num_items_in_batch=num_items), outputs
+    if labels is not None:
+        return LabelSmoother(label_smoothing)(outputs, labels, shifted, num_items), outputs
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise ValueError(
+            f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it labels, "
+            "pass compute_loss_func, or override compute_loss."
+        )
+    return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs

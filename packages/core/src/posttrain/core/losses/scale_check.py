@@ -1,0 +1,137 @@
+"""Whether a loss is divided by the count of items, where nobody says so: it is computed under two counts, and nothing stays of it.
+
+The count of a micro-batch that has items is doubled. A loss that halves is a sum divided by it; one that stays is a mean; any
+other is an error that names what to set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint import rng
+from posttrain.core.losses.normalization import split_terms
+from posttrain.core.models.compiling import uncompiled
+
+SMALL = 512  # containers of more entries are data
+DEPTH = 3
+DATA = ("train_dataset", "eval_dataset")
+# Of a loss in 32 bits and in 16, how far its ratio may be from 1/2 or from 1.
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
+COARSE = 2e-2
+
+
+def loss_ratio(
+    compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor, owner: Any
+) -> tuple[float, float] | None:
+    """(the loss under twice the count as a share of the loss, how exact that is); None where the loss shows nothing: 0, or NaN.
+
+    Without gradients, uncompiled, and with the same random numbers both times. Afterwards those, the buffers of `model` and the
+    attributes of `owner` are as they were.
+
+    Args:
+        owner: the object that has `compute_loss`; what it sets, counts, collects or logs meanwhile is forgotten.
+    """
+    found = []
+    random = rng.rng_state()
+    with uncompiled(), torch.no_grad():
+        for count in (num_items, num_items * 2):
+            with restored(model, owner):
+                try:
+                    # It may take the labels out of its inputs.
+                    given = dict(inputs) if isinstance(inputs, dict) else inputs
+                    loss, _ = split_terms(compute_loss(model, given, num_items_in_batch=count))
+                except RuntimeError as error:
+                    if "grad" in str(error):  # it takes a gradient of its own
+                        error.add_note(
+                            "compute_loss is called twice without gradients here, to see whether it divides by num_items_in_batch. "
+                            "Set loss_is_scaled_for_ga on the trainer (True: it divides by it; False: it returns a mean) to leave "
+                            "that out."
+                        )
+                    raise
+                found.append(loss)
+            rng.set_rng_state(random)
+    exact = TOLERANCES.get(found[0].dtype, COARSE)
+    once, twice = (float(loss) for loss in found)
+    return (twice / once, exact) if once and math.isfinite(once) and math.isfinite(twice) else None
+
+
+def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool, name: str) -> bool | None:
+    """Whether a loss with such `loss_ratio` on each process is a mean; None where none of them shows anything.
+
+    Args:
+        moves_alone: a loss that moves with the count at all is a sum, for what else is in it is known to be small.
+        name: of the trainer, for the error.
+
+    Raises:
+        ValueError: the loss neither halves nor stays.
+    """
+    shown = [ratio for ratio in ratios if ratio is not None]
+    if not shown:
+        return None
+    if all(abs(ratio - 1) <= exact for ratio, exact in shown):
+        return True
+    if moves_alone or all(abs(ratio - 0.5) <= exact for ratio, exact in shown):
+        return False
+    worst = max(shown, key=lambda one: min(abs(one[0] - 1), abs(one[0] - 0.5)))[0]
+    raise ValueError(
+        f"{name}.compute_loss takes num_items_in_batch, and it cannot be told whether it divides by it: with twice the count, its "
+        f"loss is {worst:.4g} times what it was, where 0.5 would mean sum / num_items_in_batch, and 1 a mean over the micro-batch. "
+        f"A part of the loss may be divided and another not, or it draws random numbers of its own. Set {name}."
+        "loss_is_scaled_for_ga = True if the loss is a share of the whole update's, which is added up as it is, or False if it is "
+        "a mean, which is to be weighted by its micro-batch's share of the items."
+    )
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, owner: Any) -> Iterator[None]:
+    """Put the buffers of `model` and the attributes of `owner` back at the end; ``owner.log`` does nothing meanwhile."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    attributes = dict(vars(owner))
+    contents = [keep for name in attributes.keys() - DATA for keep in _contents(attributes[name], DEPTH)]
+    if hasattr(owner, "log"):
+        owner.log = lambda *args, **kwargs: None
+    if hasattr(owner, "metrics"):
+        owner.metrics = owner.metrics.copy()
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for container, content in contents:
+            if _has_changed(container, content):
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(content)
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer
+
+
+def _contents(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
+    """(container, its present content) of `value` and of what is in it."""
+    if not isinstance(value, (list, dict, set, deque)) or len(value) > SMALL:
+        return
+    yield value, dict(value) if isinstance(value, dict) else list(value)
+    if depth > 1:
+        for inner in list(value.values()) if isinstance(value, dict) else list(value):
+            yield from _contents(inner, depth - 1)
+
+
+def _has_changed(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return True
+    if isinstance(content, dict):
+        return any(container.get(name, content) is not value for name, value in content.items())
+    return any(now is not before for now, before in zip(container, content, strict=True))

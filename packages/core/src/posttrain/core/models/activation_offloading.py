@@ -1,0 +1,208 @@
+"""Activations that wait for the backward pass in host memory instead of on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from posttrain.core.models.lm_head import base_model
+
+logger = logging.getLogger(__name__)
+
+#: Tensors of fewer bytes stay where they are: the call would cost more than they take.
+MIN_BYTES = 4096
+#: Copies to the host that may be under way at once. More overlap with the computation, and more memory.
+IN_FLIGHT = 4
+
+
+def offloading_problem(device: torch.device) -> str | None:
+    """Why activations of `device` cannot be moved away, as a sentence; None if they can."""
+    if device.type == "cpu":
+        return "Activations are in host memory already, since the model is on the CPU."
+    if device.type == "mps":
+        return "The device shares its memory with the host."
+    return None
+
+
+def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | None:
+    """What moves the activations of `model` away, but for those of its output head; None, said in the log, where nothing can."""
+    if problem := offloading_problem(device):
+        logger.info("activation_offloading=True has no effect: %s", problem)
+        return None
+    head = base_model(model).get_output_embeddings()
+    return OffloadActivations(model, device, stays=[] if head is None else [head])
+
+
+@contextlib.contextmanager
+def with_offloading(context: contextlib.AbstractContextManager, offload: OffloadActivations | None) -> Iterator[None]:
+    """Within `context`, and within `offload` where there is one."""
+    with context, offload or contextlib.nullcontext():
+        yield
+
+
+class OffloadActivations:
+    """Within this context what the forward pass saves for the backward pass is moved to the host, and fetched when it is
+    asked for; the gradients are the same to the bit. The same object can be entered again for the next micro-batch::
+
+        offload = OffloadActivations(model, device)
+        with offload:
+            loss = model(**inputs).loss
+        loss.backward()
+
+    Parameters stay where they are, and so does what is small, what several places are laid over one another, and what
+    `stays` saves. What is saved several times is moved once. On a GPU the copies are made through pinned memory on a stream
+    of their own, in the forward pass behind the computation and in the backward pass one tensor ahead of it. Not yet
+    verified on a GPU.
+
+    Args:
+        model: whose parameters stay.
+        device: tensors of its type are moved.
+        stays: modules whose activations stay, such as the output head, which the backward pass asks for first.
+        min_bytes: tensors of fewer bytes stay.
+        in_flight: copies to the host that may be under way at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        stays: Iterable[nn.Module] = (),
+        min_bytes: int = MIN_BYTES,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
+        self.model, self.device, self.stays = model, device, tuple(stays)
+        self.min_bytes, self.in_flight = min_bytes, in_flight
+        #: Bytes that were moved to the host since this object was made.
+        self.moved = 0
+        self._beside = torch.Stream(device) if device.type != "cpu" else None
+        self._numbers = itertools.count()
+        self._parameters: set[int] = set()
+        self._under_way: deque[tuple[torch.Tensor, torch.Event]] = deque()
+        self._kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, ref[_Kept]]] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> OffloadActivations:
+        self._parameters = {p.untyped_storage().data_ptr() for p in self.model.parameters() if type(p) is nn.Parameter}
+        self._seen.clear()
+        self._open.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+        for module in self.stays:
+            self._open.enter_context(_left_alone(module))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+        self._settle(0)
+        self._seen.clear()
+
+    # ---- forward: to the host ----
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        if not self._moves(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        _, known = self._seen.get(key, (None, None))
+        kept = None if known is None else known()
+        if kept is None:
+            kept = _Kept(next(self._numbers), tensor.stride(), self._to_host(tensor.detach()))
+            self._kept[kept.number] = kept
+            # The weak reference keeps the address from being given to another storage, so that equal keys are the same one.
+            self._seen[key] = StorageWeakRef(storage), ref(kept)
+        return kept
+
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
+            return False
+        if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter) or tensor.layout != torch.strided:
+            return False  # a parameter, a view of one, or a kind of tensor that is not its storage alone
+        laid_over = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        return not laid_over and tensor.untyped_storage().data_ptr() not in self._parameters
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.moved += tensor.nbytes
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self._beside is not None)
+        if self._beside is None:
+            return host.copy_(tensor)
+        self._beside.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with self._beside:
+            host.copy_(tensor, non_blocking=True)
+        self._under_way.append((tensor, self._beside.record_event()))
+        self._settle(self.in_flight)
+        return host
+
+    def _settle(self, left: int) -> None:
+        """Let go of what was copied, in the order of the computation: it can use the memory again as soon as it waited."""
+        while len(self._under_way) > left:
+            tensor, copied = self._under_way.popleft()
+            torch.accelerator.current_stream(tensor.device).wait_event(copied)
+
+    # ---- backward: to the device ----
+
+    def _unpack(self, kept: torch.Tensor | _Kept) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if self._beside is None:
+            tensor = kept.host
+        else:
+            self._fetch(kept)
+            if (before := self._kept.get(kept.number - 1)) is not None:
+                self._fetch(before)
+            torch.accelerator.current_stream(self.device).wait_event(kept.fetched)
+            tensor = kept.tensor
+        if tensor.stride() != kept.stride:
+            tensor = torch.empty_strided(tensor.shape, kept.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return tensor
+
+    def _fetch(self, kept: _Kept) -> None:
+        if kept.tensor is not None:
+            return
+        kept.tensor = torch.empty_like(kept.host, device=self.device)
+        self._beside.wait_stream(torch.accelerator.current_stream(self.device))  # which may still read that memory
+        with self._beside:
+            kept.tensor.copy_(kept.host, non_blocking=True)
+        kept.tensor.record_stream(self._beside)  # it may be dropped unread
+        kept.fetched = self._beside.record_event()
+
+
+class _Kept:
+    """One tensor in host memory, and on the device again for as long as the backward pass needs it."""
+
+    __slots__ = ("__weakref__", "fetched", "host", "number", "stride", "tensor")
+
+    def __init__(self, number: int, stride: tuple[int, ...], host: torch.Tensor) -> None:
+        self.number, self.stride, self.host = number, stride, host
+        self.tensor: torch.Tensor | None = None
+        self.fetched: torch.Event | None = None
+
+
+@contextlib.contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """What `module` saves stays where it is."""
+    entered: list[saved_tensors_hooks] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__()
+
+    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

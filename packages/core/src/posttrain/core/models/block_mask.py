@@ -1,0 +1,66 @@
+"""Which blocks of queries and keys flex attention has to look at, from the borders of `Segments`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from posttrain.core.data.segments import Segments
+
+#: Queries, and keys, of a block.
+BLOCK = 128
+
+
+@functools.lru_cache(maxsize=8)
+def block_mask(segments: Segments, window: int | None, device: torch.device) -> Any:
+    """The blocks of 128 x 128 that hold anything seen, and the rule within them.
+
+    From the segments' borders: torch's `create_block_mask` evaluates the rule for each of N x N pairs first.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    ids, positions, sees = (t.to(device) for t in (segments.segment_ids(), segments.position_ids()[0], segments.sees()))
+
+    def rule(batch, head, q, kv):
+        distance = positions[q] - positions[kv]
+        seen = sees[ids[q], ids[kv]] & (distance >= 0)
+        return seen if window is None else seen & (distance < window)
+
+    count = _seen_of_blocks(segments, window)
+    full = count == BLOCK**2
+    listed = []
+    for blocks in ((count > 0) & ~full, full):
+        order = blocks.int().argsort(dim=1, descending=True, stable=True)
+        listed += [blocks.sum(1)[None, None], order[None, None]]
+    listed = [tensor.to(torch.int32).to(device) for tensor in listed]
+    lengths = segments.num_tokens, segments.num_tokens
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=lengths)
+
+
+def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
+    """(n, n) how many of a block's BLOCK x BLOCK pairs of a query and a key are seen, for n = N / BLOCK rounded up.
+
+    What a token sees is a stretch of its own segment and one of each segment that this one continues.
+    """
+    lengths, starts = torch.tensor(segments.lengths), torch.tensor(segments.starts)
+    offsets, parents = torch.tensor(segments.offsets), torch.tensor(segments.parents)
+    ids, positions = segments.segment_ids(), segments.position_ids()[0]
+    blocks = -(-len(ids) // BLOCK)
+    rows = torch.arange(len(ids)) // BLOCK
+    # Of each stretch [low, high): whole blocks from that of `low` up to that of `high`, as steps; then what is wrong at both ends.
+    steps, ends = torch.zeros(2, blocks, blocks + 1, dtype=torch.long)
+    above = ids
+    while above.max() >= 0:
+        seen, at = above >= 0, above.clamp_min(0)
+        first = torch.zeros_like(positions) if window is None else positions - window + 1
+        low = starts[at] + (first - offsets[at]).clamp_min(0)
+        high = starts[at] + torch.minimum(lengths[at], positions - offsets[at] + 1)
+        seen &= low < high
+        for bound, sign in ((low[seen], 1), (high[seen], -1)):
+            block, where = bound // BLOCK, rows[seen]
+            steps.index_put_((where, block), torch.full_like(block, sign * BLOCK), accumulate=True)
+            ends.index_put_((where, block), -sign * (bound - block * BLOCK), accumulate=True)
+        above = torch.where(above >= 0, parents[at], -1)
+    return (steps.cumsum(1) + ends)[:, :blocks]

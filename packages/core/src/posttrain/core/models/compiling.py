@@ -1,0 +1,129 @@
+"""What `torch_compile` compiles: the layers of a model of transformers, one graph for all of them, and any other model whole.
+
+Layers hold most of the work and compile once, however many they are. Embeddings, masks and the output head stay outside: the
+head then still takes its loss tile by tile (`posttrain.core.models.lm_head`). Modules are compiled in place, so no wrapper renames a
+weight or hides a model from what looks at it; they are as they were when the context is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.models.lm_head import base_model, unwrap
+
+logger = logging.getLogger(__name__)
+
+# Variants of a graph that one model may need: with and without gradients, dropout, masks, adapters; rows of one token.
+RECOMPILES = 64
+LAYER = "GradientCheckpointingLayer"  # what layers of transformers derive from
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@contextlib.contextmanager
+def compiled(model: nn.Module, backend: str | None = None, mode: str | None = None) -> Iterator[list[nn.Module]]:
+    """Within this context the parts of `model` are compiled; gives a list of them.
+
+    Shapes are symbols from the start: which kernel a batch meets then depends on nothing that ran before, and a resumed run
+    computes what the whole one did. Random numbers are those of the uncompiled model.
+    """
+    if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
+        logger.info("The model was compiled before it came to the trainer, and stays as it is.")
+        yield []
+        return
+    import torch._dynamo
+    import torch._inductor.config
+
+    parts = [
+        part for part in compiled_parts(model) if "forward" not in vars(part)
+    ]  # hooks that move weights stand there
+    options = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
+    forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in {type(part) for part in parts}}
+    for part in parts:
+        part._compiled_call_impl = _call_of(part, forwards[type(part)])
+    logger.info("torch.compile: %d x %s.", len(parts), ", ".join(sorted(kind.__name__ for kind in forwards)))
+    limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=limit), torch._inductor.config.patch(fallback_random=True):
+            yield parts
+    finally:
+        for part in parts:
+            part._compiled_call_impl = None
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that are compiled, each by itself: its layers, or else the model."""
+    base = base_model(model)
+    names = {*(getattr(base, "_no_split_modules", None) or ())}
+
+    def layers(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            kinds = {kind.__name__ for kind in type(child).__mro__}
+            if LAYER in kinds or type(child).__name__ in names:
+                yield child
+            else:
+                yield from layers(child)
+
+    return list(layers(base)) or [_body(base)]
+
+
+def _body(base: nn.Module) -> nn.Module:
+    """Of a language model without layers that are known, all below its head."""
+    body = getattr(base, "base_model", base) if hasattr(base, "get_output_embeddings") else base
+    return body if isinstance(body, nn.Module) else base
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within this context nothing that is compiled runs, and nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:  # to import it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+@functools.cache
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """`_forward` with a code object of its own: torch keeps what it has compiled, or given up, by code object."""
+    code = _forward.__code__.replace(co_name=f"forward_of_{kind.__name__}")
+    return types.FunctionType(code, _forward.__globals__, code.co_name)
+
+
+def _call_of(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs in the place of ``module(...)``: `forward`, between the module's hooks; the module itself where an input changes
+    from call to call, as caches of generation and segments do: each would be a graph of its own."""
+    run = functools.partial(forward, module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))):
+            return module._call_impl(*args, **kwargs)
+        vars(module)["forward"] = run
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
+
+    return call
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, PLAIN):
+        return True
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return type(value).__name__ == "BlockMask"

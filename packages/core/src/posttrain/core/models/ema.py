@@ -1,0 +1,155 @@
+"""An exponential moving average of the weights: kept in float32 beside them, used for evaluation and for the final model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint import codec
+from posttrain.core.config import opt
+from posttrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EMAArguments:
+    """Whether an average of the weights is kept, and what it is used for."""
+
+    ema_decay: float | None = opt(
+        None, "Keep an average of the weights that forgets this slowly; nearer 1 it spans more updates. None: none.",
+        above=0, below=1,
+    )  # fmt: skip
+    ema_update_steps: int = opt(1, "Updates from one step of the average to the next; more cost less time.", min=1)
+    ema_start_step: int = opt(0, "Updates before averaging begins; until then the average is the weights.", min=0)
+    ema_use: str = opt(
+        "both", "What the average is for: evaluations while training, the model that training leaves behind, or both.",
+        choices=("both", "eval", "final"),
+    )  # fmt: skip
+
+    def _problems(self) -> Iterator[str]:
+        optimizer = str(getattr(self, "optim", ""))
+        if self.ema_decay is not None and optimizer.startswith("schedule_free"):
+            yield (
+                f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, for that optimizer evaluates an "
+                "average by itself; keep one of them"
+            )
+
+
+def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
+    """The average that `args` asks for, of the weights as they are now; None where they ask for none.
+
+    Raises:
+        ValueError: `optimizer` averages the weights itself.
+    """
+    if args.ema_decay is None:
+        return None
+    if hasattr(optimizer, "eval"):
+        raise ValueError(
+            f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, for it evaluates an average of "
+            "the weights by itself. Set ema_decay=None, or use another optimizer."
+        )
+    return EMA(model, args.ema_decay, args.ema_update_steps, args.ema_start_step)
+
+
+def save(ema: EMA | None, directory: Path) -> None:
+    """Write the averages into the checkpoint `directory`, as ``ema.safetensors`` and ``ema.json``."""
+    if ema is not None:
+        codec.save_tree(ema.state_dict(), directory / "ema")
+
+
+def load(ema: EMA | None, checkpoint: Path) -> None:
+    """Go on from the averages of `checkpoint`; with a warning where it has none."""
+    if ema is None:
+        return
+    if (checkpoint / "ema.json").is_file():
+        ema.load_state_dict(codec.load_tree(checkpoint / "ema"))
+    else:
+        logger.warning("%s holds no averaged weights: averaging starts afresh from its weights.", checkpoint)
+
+
+class EMA:
+    r"""The average :math:`\bar w_t = d \bar w_{t-1} + (1 - d) w_t` of the trainable parameters of a model.
+
+    Polyak & Juditsky 1992; with a constant decay as in Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780. Buffers
+    are not averaged.
+
+    Args:
+        model: whose parameters are averaged. What is frozen is not copied.
+        decay: d, between 0 and 1.
+        every: updates from one step of the average to the next.
+        start: updates before averaging begins.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, every: int = 1, start: int = 0) -> None:
+        self.decay, self.every, self.start = decay, every, start
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {name: _copy(p) for name, p in self._parameters.items()}
+        self._list()
+
+    def _list(self) -> None:
+        # In float32 the average is moved by one kernel; parameters of other types are brought to it one by one.
+        plain = [name for name, p in self._parameters.items() if p.dtype == torch.float32]
+        self._plain = [self._averages[name] for name in plain], [self._parameters[name] for name in plain]
+        self._others = [(self._averages[n], p) for n, p in self._parameters.items() if p.dtype != torch.float32]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after update number `step`, counted from 1."""
+        if step % self.every:
+            return
+        weight = 1 - self.decay if step > self.start else 1.0
+        averages, parameters = self._plain
+        if averages:
+            torch._foreach_lerp_(averages, parameters, weight)
+        for average, parameter in self._others:
+            average.lerp_(parameter.float(), weight)
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model with the averages in place of its weights, which come back at the end. Nothing is copied in float32."""
+        weights = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data = self._averages[name].to(parameter.dtype)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = weights[name]
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Make the averages the weights of the model."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self._averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: the averages are those of other parameters.
+        """
+        saved = state["averages"]
+        if saved.keys() != self._averages.keys():
+            [first, *_] = sorted(saved.keys() ^ self._averages.keys())
+            raise CheckpointError(
+                f"The averaged weights of the checkpoint are those of other parameters than this model trains ({first!r} is in "
+                "one of the two alone). Train the same parameters, or set ema_decay=None."
+            )
+        for name, average in self._averages.items():
+            average.copy_(saved[name])
+
+
+def _copy(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to(torch.float32, copy=True)

@@ -1,0 +1,438 @@
+"""The output head of a language model: found below its wrappers, and made to take the loss itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core.losses.language_modeling import (
+    IGNORE_INDEX,
+    linear_cross_entropy,
+    product_dtype,
+    shift_labels,
+    token_logps,
+)
+
+# --------------------------------------------------------------------------------------------------- below the wrappers
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """`model` without the wrappers of torch.compile, DDP, FSDP and DeepSpeed; adapters stay."""
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif wrappers & {kind.__name__ for kind in type(model).__mro__}:
+            model = model.module
+        else:
+            return model
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model`, unwrapped, is a `peft.PeftModel`. Does not import peft."""
+    return any(kind.__name__ in ("PeftModel", "PeftMixedModel") for kind in type(unwrap(model)).__mro__)
+
+
+def has_virtual_tokens(model: nn.Module) -> bool:
+    """Whether an adapter puts tokens of its own before each row: prompt tuning, prefix tuning and kin."""
+    return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model of transformers below all wrappers and adapters."""
+    model = unwrap(model)
+    return unwrap(model.get_base_model()) if is_peft_model(model) else model
+
+
+POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
+
+
+def id_limits(model: nn.Module) -> dict[str, int]:
+    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does not say.
+
+    ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
+    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label of its
+    own. Models that see or hear are left out: they mark what they see by token ids of their own.
+    """
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
+        return {}
+    head, classes, found = None, getattr(config, "num_labels", 0), {}
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
+        head = base.get_output_embeddings()
+        found["labels"] = getattr(head, "out_features", None)
+        found["labels_per_token"] = int(head is not None and not getattr(config, "is_encoder_decoder", False))
+    if head is None and "Classification" in type(base).__name__ and classes > 1:
+        found["labels"] = classes
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            before_first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts them
+            found["positions"] = module.num_embeddings - before_first
+    return {name: limit for name, limit in found.items() if limit}
+
+
+# ------------------------------------------------------------------------------------------------------ the output head
+
+SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
+SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+
+
+@dataclass(frozen=True)
+class CausalHead:
+    """A head whose logits are ``softcap * tanh(scale * linear(hidden) / softcap)``; plain ``linear(hidden)`` by default.
+
+    Its attributes are the arguments of `linear_cross_entropy` and `token_logps`.
+    """
+
+    linear: nn.Linear
+    softcap: float | None = None
+    scale: float = 1.0
+    softcap_switch: str | None = None
+    """The config field that turns the model's softcap off when None; no field if this is None."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.linear.bias
+
+
+def causal_head(model: nn.Module) -> CausalHead | None:
+    """The output embedding of `model` if its logits follow from it exactly and its weight is whole here, else None.
+
+    Found by trial: the model is run with known numbers in the place of its head's output, and its logits must be those
+    numbers, up to a softcap and a scale named in its config. The answer is remembered for as long as the head lives.
+    """
+    head, _ = _find_head(model)
+    return None if head is None or _is_sharded(model) or head.weight.device.type == "meta" else head
+
+
+def supports_loss_in_head(model: nn.Module) -> str | None:
+    """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
+    wrapped = model
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return "The model is compiled: its head is part of the compiled graph."
+        if type(wrapped) is nn.DataParallel:
+            return "The model is in nn.DataParallel, which copies it for every forward."
+        wrapped = wrapped.module
+    if getattr(wrapped, "_compiled_call_impl", None) is not None:
+        return "The model is compiled: its head is part of the compiled graph."
+    head, reason = _find_head(model)
+    if head is not None and head.softcap is not None and head.softcap_switch is None:
+        return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
+    return reason
+
+
+@contextlib.contextmanager
+def loss_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    *,
+    shifted: bool = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    return_stats: bool = True,
+    dft: bool = False,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 0,
+) -> Iterator[None]:
+    """Within this context the model's head takes the loss itself: no logits are made, whatever wraps the model.
+
+    DDP sees an ordinary forward, and FSDP has gathered the head's weight when it is used. Call the model without
+    labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, without, how many
+    targets are the most probable token and the summed entropy in nats (`LossStats`); of 1 number, the loss, without
+    `return_stats`. ``model(**inputs).loss`` does not exist: add what it would have held besides, such as the auxiliary
+    loss of a mixture of experts. With `groups` 2 G more numbers follow: the summed loss of each group, and its targets.
+
+    Args:
+        labels: (B, T), for the inputs of the forward.
+        shifted: the labels are aligned with the logits already, as after `shift_labels`.
+        dft: weight each loss as `posttrain.core.losses.language_modeling.dynamic_weights` has it.
+        groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
+
+    Raises:
+        ValueError: where `supports_loss_in_head` says why not.
+    """
+    targets = labels if shifted else shift_labels(labels, ignore_index)
+    if groups is not None and not shifted:
+        groups = shift_labels(groups, 0)
+
+    def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        loss = linear_cross_entropy(
+            hidden,
+            head.weight,
+            _behind_virtual_tokens(model, targets, hidden, ignore_index),
+            bias=head.bias,
+            ignore_index=ignore_index,
+            chunk_size=chunk_size,
+            softcap=head.softcap,
+            scale=head.scale,
+            label_smoothing=label_smoothing,
+            return_stats=return_stats,
+            dft=dft,
+            groups=None if groups is None else _behind_virtual_tokens(model, groups, hidden, 0),
+            num_groups=num_groups,
+        )
+        if not return_stats:
+            return loss.unsqueeze(0)
+        loss, stats, *by_group = loss
+        return torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
+
+    with _head_replaced(model, loss):
+        yield
+
+
+@contextlib.contextmanager
+def logps_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    *,
+    shifted: bool = False,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    return_entropy: bool = False,
+    stats: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
+
+    With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
+    `posttrain.core.losses.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T).
+    """
+    targets = labels if shifted else shift_labels(labels, ignore_index)
+
+    def logps(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        aligned = _behind_virtual_tokens(model, targets, hidden, ignore_index)
+        scores = token_logps(
+            hidden,
+            head.weight,
+            aligned,
+            bias=head.bias,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            chunk_size=chunk_size,
+            softcap=head.softcap,
+            scale=head.scale,
+            return_entropy=return_entropy,
+            stats=stats,
+        )
+        return (torch.stack(scores) if return_entropy or stats else scores)[..., aligned.shape[1] - targets.shape[1] :]
+
+    with _head_replaced(model, logps):
+        yield
+
+
+PACKED_FROM = 2**22
+"""Numbers in a weight from which `packed_head` copies it: smaller ones stay in the cache, and gain nothing."""
+
+
+@contextlib.contextmanager
+def packed_head(model: nn.Module) -> Iterator[None]:
+    """Within this context the head multiplies few rows at 1.5 times the speed: by a copy of its weight in oneDNN's own order.
+
+    For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight must
+    not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in float32.
+    """
+    linear = output_embedding(base_model(model))
+    if linear is None or not _can_be_packed(linear) or _is_sharded(model):
+        yield
+        return
+    packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
+    bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
+
+    with _forward_replaced(linear, forward):
+        yield
+
+
+def _can_be_packed(linear: nn.Module) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and linear.weight.device.type == "cpu"
+        and linear.weight.numel() >= PACKED_FROM
+        and product_dtype(linear.weight, linear.weight) == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and not {"forward", "_old_forward"} & set(vars(linear))
+    )
+
+
+def _behind_virtual_tokens(
+    model: nn.Module, targets: torch.Tensor, hidden: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs."""
+    extra = hidden.shape[1] - targets.shape[1]
+    if extra > 0 and has_virtual_tokens(model):
+        return F.pad(targets, (extra, 0), value=ignore_index)
+    return targets
+
+
+@contextlib.contextmanager
+def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHead], torch.Tensor]) -> Iterator[None]:
+    """Let the head return ``function(hidden, head)`` as the logits."""
+    if reason := supports_loss_in_head(model):
+        raise ValueError(reason)
+    head, _ = _find_head(model)
+    linear = head.linear
+    config = base_model(model).config.get_text_config()
+    if head.softcap is not None:
+        setattr(config, head.softcap_switch, None)
+    # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
+    name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
+    try:
+        # The model will multiply what it takes for logits by the scale.
+        with _forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
+            yield
+    finally:
+        if head.softcap is not None:
+            setattr(config, head.softcap_switch, head.softcap)
+
+
+def output_embedding(base: nn.Module) -> nn.Module | None:
+    """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
+    embedding = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's copy that is trained, beside the original
+        if embedding.disable_adapters:
+            return embedding.original_module
+        return embedding.modules_to_save[embedding.active_adapter]
+    return embedding
+
+
+_HEADS: WeakKeyDictionary[nn.Module, tuple[float | None, float, str | None, str | None]] = WeakKeyDictionary()
+
+
+def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
+    """The head of `model`, or None and why not. The trial is made once for each head."""
+    base = base_model(model)
+    name = type(base).__name__
+    linear = output_embedding(base)
+    if linear is None:
+        return None, f"{name} names no output embedding (get_output_embeddings())."
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        kind = f"{type(linear).__module__}.{type(linear).__name__}"
+        return None, f"The head of {name} is a {kind}, not a plain nn.Linear."
+    if not linear.weight.is_floating_point():
+        return None, f"The head of {name} is quantized."
+    if linear not in _HEADS:
+        try:
+            _HEADS[linear] = _try_head(base, linear)
+        except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
+            return None, f"{name} could not be tried on two tokens: {type(error).__name__}: {error}"
+    softcap, scale, switch, reason = _HEADS[linear]
+    return (None, reason) if reason else (CausalHead(linear, softcap, scale, switch), None)
+
+
+@torch.no_grad()
+def _try_head(base: nn.Module, linear: nn.Linear) -> tuple[float | None, float, str | None, str | None]:
+    """(softcap, scale, switch of the softcap, None), or the reason why logits do not follow from the head."""
+    name, config = type(base).__name__, base.config.get_text_config()
+
+    def named(names: tuple[str, ...]) -> list[tuple[str, float]]:
+        values = [(name, getattr(config, name, None)) for name in names]
+        return [(name, float(value)) for name, value in values if isinstance(value, (int, float)) and value]
+
+    scales = [1.0] + [each for _, value in named(SCALE_NAMES) for each in (value, 1 / value)]
+    given, logits, tolerance = _logits_for(base, linear)
+    if logits.shape != given.shape:
+        return None, 1.0, None, f"The logits of {name} are not of the shape its head gives."
+    for (switch, softcap), scale in itertools.product([(None, None), *named(SOFTCAP_NAMES)], scales):
+        expected = given * scale if softcap is None else softcap * torch.tanh(given * scale / softcap)
+        if not torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
+            continue
+        if softcap is not None and not _turns_off(base, linear, switch, scale, tolerance):
+            switch = None
+        return softcap, scale, switch, None
+    return None, 1.0, None, f"{name} computes its logits from its head's output in a way that is not known here."
+
+
+def _turns_off(base: nn.Module, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:
+    """Whether the logits are not capped while the config field `switch` is None."""
+    config = base.config.get_text_config()
+    softcap = getattr(config, switch)
+    try:
+        setattr(config, switch, None)
+        given, logits, _ = _logits_for(base, linear)
+    except Exception:  # a config that does not allow None, a forward that does not expect it
+        return False
+    finally:
+        setattr(config, switch, softcap)
+    return torch.allclose(logits, given * scale, rtol=tolerance, atol=tolerance)
+
+
+class _BodyOutput(tuple):
+    """What a body without a cache, router or anything else returns: the last hidden state, and None by other names."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Run two tokens with known numbers in [-100, 100] as the head's output: (those numbers, logits, tolerance).
+
+    The body is left out where it is a module of its own: no cost, no collective, and none of the layouts that quantized
+    layers choose at their first forward.
+    """
+    given: list[torch.Tensor] = []
+
+    def put(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        spread = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        given.append(spread)
+        return spread
+
+    ids = torch.tensor([[0, 1]], device=linear.weight.device)
+    inputs = {"input_ids": ids}
+    if getattr(base.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+    body = getattr(base, "base_model", base)
+    skipped = _forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
+    training = [module for module in base.modules() if module.training]
+    handle = linear.register_forward_hook(put, prepend=True)
+    try:
+        base.eval()
+        with skipped if body is not base else contextlib.nullcontext():
+            logits = base(**inputs).logits
+    finally:
+        handle.remove()
+        for module in training:
+            module.training = True
+    if len(given) != 1:
+        raise ValueError(f"its head ran {len(given)} times in one forward")
+    tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) and given[0].dtype == logits.dtype else 3e-2
+    return given[0].float(), logits.float(), tolerance
+
+
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
+    own = vars(module).get(name)
+    setattr(module, name, forward)
+    try:
+        yield
+    finally:
+        setattr(module, name, own) if own is not None else delattr(module, name)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP or DeepSpeed keep the parameters of `model` in pieces, if only between two forwards."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
+        hasattr(p, "ds_id") for p in model.parameters()
+    )

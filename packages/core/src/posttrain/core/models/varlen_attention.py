@@ -1,0 +1,484 @@
+"""Attention over `Segments`: several texts in one flattened row, each seeing itself and what it continues.
+
+A model reads them after `enable_segments`:
+
+    enable_segments(model)
+    segments = Segments.groups([(256, [64, 48])])
+    logits = model(input_ids=row, **segments.model_inputs(row.shape)).logits        # row: (1, 368)
+
+Segments travel as a keyword of the forward down to the attention function, so they are there again when a layer is
+recomputed in the backward pass, whatever wraps the model. No mask of (N, N) is ever made: the work is cut into blocks, each
+the queries of some segments against the keys of one stretch that they see wholly or causally. The blocks of a query are
+joined by the logarithm of their normalisers, the way Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867) sum a
+softmax piece by piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from posttrain.core.data.segments import Segments
+from posttrain.core.models.block_mask import block_mask
+from posttrain.core.models.lm_head import base_model, unwrap
+
+# -------------------------------------------------------------------------------------------- how a model is made to use it
+
+PREFIX = "segments_"
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def enable_segments(model: nn.Module) -> None:
+    """Let the forward of `model` take ``segments``. Without them it computes what it did before.
+
+    Registers an attention function with transformers and sets it, as ``segments_<what was set>``.
+
+    Raises:
+        ValueError: where `segments_problem` says why not.
+    """
+    if problem := segments_problem(model):
+        raise ValueError(problem)
+    _set_implementation(base_model(model), PREFIX + _underlying(model))
+
+
+def segments_problem(model: nn.Module) -> str | None:
+    """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
+
+    Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a shared
+    prompt must be those of each text alone. The answer is remembered for as long as the model lives.
+    """
+    base = base_model(model)
+    name = type(base).__name__
+    config = getattr(base, "config", None)
+    if config is None or not hasattr(base, "set_attn_implementation"):
+        return f"{name} is no model of transformers, whose attention can be replaced."
+    if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
+        return "The model is compiled, and would be compiled anew for each batch."
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        return f"{name} does not read one row of text alone."
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+        return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
+    if _underlying(model) not in IMPLEMENTATIONS:
+        return (
+            f"{name} uses attn_implementation={_underlying(model)!r}; load it with one of {', '.join(IMPLEMENTATIONS)}, which "
+            "segments can stand in for."
+        )
+    device = next(base.parameters()).device
+    if device.type == "meta":
+        return f"{name} is on the meta device, where nothing can be tried."
+    tried = _TRIED.setdefault(unwrap(model), {})
+    key = device.type, _underlying(model)
+    if key not in tried:
+        tried[key] = _try(unwrap(model), base)
+    return tried[key]
+
+
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKeyDictionary()
+
+
+def _underlying(model: nn.Module) -> str:
+    return (base_model(model).config._attn_implementation or "eager").removeprefix(PREFIX)
+
+
+def _set_implementation(base: nn.Module, name: str) -> None:
+    if name.startswith(PREFIX):
+        _register(name.removeprefix(PREFIX))
+    if base.config._attn_implementation != name:
+        base.set_attn_implementation(name)
+
+
+@functools.cache
+def _register(underlying: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = None if underlying == "eager" else ALL_ATTENTION_FUNCTIONS[underlying]
+    AttentionInterface.register(PREFIX + underlying, functools.partial(_attention_function, function))
+    AttentionMaskInterface.register(PREFIX + underlying, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
+
+
+@torch.no_grad()
+def _try(model: nn.Module, base: nn.Module) -> str | None:
+    name, before = type(base).__name__, base.config._attn_implementation
+    parameter = next(base.parameters())
+    lengths, parents, texts = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2), ((0,), (1,), (1, 2), (1, 3), (1, 2, 4))
+    segments = Segments(lengths, parents)
+    row = torch.arange(1, 1 + segments.num_tokens, device=parameter.device).mul(7).remainder(base.config.vocab_size)
+    pieces = row.split(lengths)
+    alone = torch.zeros(
+        len(texts), max(sum(lengths[i] for i in text) for text in texts), dtype=row.dtype, device=row.device
+    )
+    for line, text in zip(alone, texts, strict=True):  # a causal model's padding on the right is seen by nothing
+        whole = torch.cat([pieces[i] for i in text])
+        line[: len(whole)] = whole
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        expected = model(input_ids=alone, use_cache=False).logits
+        _set_implementation(base, PREFIX + before.removeprefix(PREFIX))
+        if base.config._attn_implementation == before and not before.startswith(PREFIX):
+            return f"{name} does not look its attention up in transformers' AttentionInterface."
+        found = model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)).logits[
+            0
+        ]
+    except Exception as error:  # any model may be unable to read this, and is then trained in another way
+        return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
+    finally:
+        for module in training:
+            module.training = True
+        if base.config._attn_implementation != before:
+            base.set_attn_implementation(before)
+    if found.shape[0] != len(row) or expected.shape[:2] != alone.shape:
+        return f"{name} gives logits for {tuple(found.shape[:1])} of {len(row)} tokens."
+    parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
+    wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
+    wrong /= float(expected.abs().max().clamp_min(1e-12))
+    if not wrong < (5e-5 if parameter.dtype in (torch.float32, torch.float64) else 5e-2):
+        return (
+            f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of each text "
+            "alone. Recurrent and convolution layers and learned sums over the whole row cannot."
+        )
+    return None
+
+
+def _attention_function(
+    underlying: Callable[..., Any] | None,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers calls in each attention layer: (B, T, H, D) of (B, H, T, D) queries, keys and values."""
+    if segments is None:
+        function = underlying or _eager_function(module)
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+    rows, _, width, _ = query.shape
+    if key.shape[2] != width or rows * width != segments.num_tokens:
+        raise ValueError(
+            f"Segments of {segments.num_tokens} tokens were given to {rows} x {width} queries and {rows} x {key.shape[2]} keys; "
+            "pass the whole row at once, without a cache."
+        )
+    query, key, value = (_flat(tensor) for tensor in (query, key, value))
+    scaling = kwargs.get("scaling", args[0] if args else None)
+    out = segment_attention(
+        query,
+        key,
+        value,
+        segments,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=layer_window(module, kwargs.get("sliding_window")),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        dropout=kwargs.get("dropout", 0.0),
+    )
+    return out.transpose(1, 2).reshape(rows, width, out.shape[1], out.shape[-1]), None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, D) -> (1, H, B * T, D); a view where the memory is that of (B, T, H, D), as projections give it."""
+    rows, heads, width, size = tensor.shape
+    return tensor if rows == 1 else tensor.transpose(1, 2).reshape(1, rows * width, heads, size).transpose(1, 2)
+
+
+def _eager_function(module: nn.Module) -> Callable[..., Any]:
+    """The `eager_attention_forward` that is written beside the class of `module`."""
+    for kind in type(module).__mro__:
+        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise ValueError(f"{type(module).__name__} has no eager_attention_forward beside it; load the model with sdpa.")
+
+
+def layer_window(module: nn.Module, told: int | None) -> int | None:
+    """The sliding window of a layer. Some models tell it to their masks alone, and then it would go unnoticed here."""
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None else None
+    expected = kind == "sliding_attention" or (not kinds and getattr(config, "sliding_window", None) is not None)
+    if expected and told is None:
+        raise ValueError("its sliding window is not passed to its attention function")
+    return told
+
+
+# ------------------------------------------------------------------------------------------------------- the computation
+
+
+def segment_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Softmax attention of one flattened row under ``segments.dense_mask(window)``, which is not made.
+
+    Args:
+        query: (1, H, N, D). key: (1, G, N, D) and value: (1, G, N, E), where G divides H.
+        scale: multiplies the scores.
+        softcap: bounds them to (-softcap, softcap) by a tanh (Gemma 2).
+        sinks: (H,) a score that each head gives to nothing (GPT-OSS).
+
+    Returns:
+        (1, H, N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype))
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if window is not None and window >= max(map(sum, zip(segments.offsets, segments.lengths, strict=True))):
+        window = None  # it reaches over every document
+    with torch.autocast(device, enabled=False):
+        if sinks is not None or dropout:
+            return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
+        if device == "cuda":
+            return _on_cuda(query, key, value, segments, scale, window, softcap)
+        if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
+            if (tiles := _tiles(segments)) is not None:
+                return _by_tiles(query, key, value, tiles, scale)
+            return _Blocks.apply(query, key, value, segments, scale)
+        return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
+
+
+def _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout) -> torch.Tensor:
+    """Each segment against the keys it sees, gathered: any device, any rule."""
+    starts, pieces = segments.starts, []
+    for i, (start, length) in enumerate(zip(starts, segments.lengths, strict=True)):
+        queries, before = query[:, :, start : start + length], segments.offsets[i]
+        seen = [(starts[j], starts[j] + segments.lengths[j]) for j in (*segments.ancestors(i), i)]
+        keys, values = (torch.cat([tensor[:, :, a:b] for a, b in seen], 2) for tensor in (key, value))
+        mask = None
+        if before or window is not None:
+            position = torch.arange(before + length, device=query.device)
+            distance = position[before:, None] - position
+            mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        if softcap or sinks is not None:
+            pieces.append(_eager(queries, keys, values, mask, scale, softcap, sinks, dropout))
+        else:
+            causal = mask is None
+            pieces.append(
+                F.scaled_dot_product_attention(
+                    queries, keys, values, mask, dropout, causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+                )
+            )
+    return torch.cat([piece.transpose(1, 2) for piece in pieces], 1).transpose(1, 2)
+
+
+def _eager(queries, keys, values, mask, scale, softcap, sinks, dropout) -> torch.Tensor:
+    heads, groups = queries.shape[1], keys.shape[1]
+    keys, values = (tensor.repeat_interleave(heads // groups, 1) for tensor in (keys, values))
+    scores = torch.matmul(queries, keys.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = F.dropout(scores.softmax(-1), dropout)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+class _Block(NamedTuple):
+    """Queries [start, stop) of the row against its keys [key_start, key_stop)."""
+
+    start: int
+    stop: int
+    key_start: int
+    key_stop: int
+    causal: bool
+    first: bool
+    """No block before this one had these queries."""
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(segments: Segments) -> tuple[_Block, ...]:
+    """The blocks of a row: each segment against itself, then neighbours that continue the same against what they continue."""
+    ends = [start + length for start, length in zip(segments.starts, segments.lengths, strict=True)]
+    blocks = [_Block(start, end, start, end, True, True) for start, end in zip(segments.starts, ends, strict=True)]
+    seen: list[tuple[int, int, int, int]] = []
+    for i, start in enumerate(segments.starts):
+        stretches: list[list[int]] = []
+        for j in segments.ancestors(i):
+            if stretches and stretches[-1][1] == segments.starts[j]:
+                stretches[-1][1] = ends[j]
+            else:
+                stretches.append([segments.starts[j], ends[j]])
+        seen += [(start, ends[i], *stretch) for stretch in stretches]
+    merged: dict[tuple[int, int], list[list[int]]] = {}
+    for start, stop, *stretch in seen:
+        runs = merged.setdefault(tuple(stretch), [])
+        if runs and runs[-1][1] == start:
+            runs[-1][1] = stop
+        else:
+            runs.append([start, stop])
+    blocks += [_Block(*run, *stretch, False, False) for stretch, runs in merged.items() for run in runs]
+    return tuple(blocks)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+#: Below this many keys, torch 2.13's kernel is slower in bfloat16 than in float32 on the CPUs that were measured.
+HALF_FROM = 768
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention on the CPU, block after block: ``(query, key, value, segments, scale)``."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, segments, scale):
+        _, heads, num_tokens, size = query.shape
+        out = query.new_empty(1, num_tokens, heads, size).transpose(1, 2)
+        log_sums = query.new_empty(1, num_tokens, heads, dtype=torch.float32).transpose(1, 2)
+        if query.dtype == torch.float64:
+            log_sums = log_sums.double()
+        joined: dict[int, torch.Tensor] = {}
+        for block in _blocks(segments):
+            q, k, v = _block_inputs(block, query, key, value)
+            part, part_sums = _flash(q, k, v, 0.0, block.causal, scale=scale)
+            at = slice(block.start, block.stop)
+            if block.first:
+                out[:, :, at], log_sums[:, :, at] = part, part_sums
+                continue
+            if not joined:
+                wide = out.to(log_sums.dtype)
+                joined[0] = wide
+            sums = torch.logaddexp(log_sums[:, :, at], part_sums)
+            old, new = (log_sums[:, :, at] - sums).exp_(), (part_sums - sums).exp_()
+            joined[0][:, :, at] = joined[0][:, :, at] * old.unsqueeze(-1) + part * new.unsqueeze(-1)
+            log_sums[:, :, at] = sums
+        if joined:
+            out = joined[0].to(out.dtype)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        query, key, value, out, log_sums = ctx.saved_tensors
+        gradients = tuple(torch.zeros_like(t, dtype=log_sums.dtype) for t in (query, key, value))
+        for block in _blocks(ctx.segments):
+            q, k, v = _block_inputs(block, query, key, value)
+            at, keys = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
+            grad, result = grad_out[:, :, at].to(q.dtype), out[:, :, at].to(q.dtype)
+            parts = _flash_backward(grad, q, k, v, result, log_sums[:, :, at], 0.0, block.causal, scale=ctx.scale)
+            for gradient, part, where in zip(gradients, parts, (at, keys, keys), strict=True):
+                gradient[:, :, where] += part
+        return *(gradient.to(query.dtype) for gradient in gradients), None, None
+
+
+def _block_inputs(
+    block: _Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    keys = slice(block.key_start, block.key_stop)
+    inputs = query[:, :, block.start : block.stop], key[:, :, keys], value[:, :, keys]
+    short = block.key_stop - block.key_start < HALF_FROM and query.dtype in (torch.bfloat16, torch.float16)
+    return tuple(tensor.float() for tensor in inputs) if short else inputs
+
+
+#: Documents of so many tokens at most, in pieces of no more than the second number on average, are computed in one call with
+#: a mask: up to nine times as fast on the CPU, since a call for each block takes longer than what it computes.
+TILE, TILE_PIECE = 64, 16
+
+
+@functools.lru_cache(maxsize=8)
+def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Each document as a row of its own, for short ones; None where blocks are faster.
+
+    Returns:
+        (T, W) where in the flattened row the tokens of the T documents are, padded with 0; (T, 1, W, W) bool, what they
+        see; (N,) and (N,) the document of each token of the flattened row, and its place there.
+    """
+    if segments.num_tokens > TILE_PIECE * len(segments.lengths):
+        return None
+    roots: list[int] = []
+    for i, parent in enumerate(segments.parents):
+        roots.append(i if parent < 0 else roots[parent])
+    document = torch.tensor(roots).unique(return_inverse=True)[1].repeat_interleave(torch.tensor(segments.lengths))
+    sizes = document.bincount()
+    width = int(sizes.max())
+    if width > TILE or width * len(sizes) > 2 * segments.num_tokens:
+        return None
+    order = document.argsort(stable=True)
+    place = torch.empty_like(document)
+    place[order] = torch.arange(len(document)) - (sizes.cumsum(0) - sizes)[document[order]]
+    tokens = torch.zeros(len(sizes), width, dtype=torch.long)
+    tokens[document, place] = torch.arange(len(document))
+    ids, positions = segments.segment_ids()[tokens], segments.position_ids()[0][tokens]
+    sees, seen, above = ids[:, :, None] == ids[:, None, :], ids, torch.tensor(segments.parents)
+    while seen.max() >= 0:
+        seen = torch.where(seen >= 0, above[seen], -1)  # what the one before continues
+        sees |= seen[:, :, None] == ids[:, None, :]
+    sees &= positions[:, :, None] >= positions[:, None, :]
+    sees &= (torch.arange(width) < sizes[:, None])[:, None, :]
+    sees |= torch.eye(width, dtype=torch.bool)  # a row of padding must see something, or its softmax is not a number
+    return tokens, sees.unsqueeze(1), document, place
+
+
+def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
+    tokens, sees, document, place = tiles
+    kind = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (tensor[0].transpose(0, 1)[tokens].transpose(1, 2).to(kind) for tensor in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, sees, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)[document, place].to(query.dtype).transpose(0, 1).unsqueeze(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def _on_cuda(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
+    """Documents by flash-attn where it is installed, all else by flex attention. Not yet verified on a GPU."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if half and max(segments.parents) < 0 and importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn import flash_attn_varlen_func
+
+        bounds, longest = _bounds(segments, query.device), max(segments.lengths)
+        return flash_attn_varlen_func(
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+        )[None].transpose(1, 2)
+    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if softcap:
+        options["score_mod"] = lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
+    return _flex_attention()(query, key, value, block_mask=block_mask(segments, window, query.device), **options)
+
+
+@functools.lru_cache(maxsize=8)
+def _bounds(segments: Segments, device: torch.device) -> torch.Tensor:
+    return torch.tensor([*segments.starts, segments.num_tokens], dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,114 @@
+"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by channel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from posttrain.core.optim.galore import projection, split_groups
+
+GROWTH = 1.01  # the most that the norm of an update may grow in one step: Fira, Chen et al. 2024, arXiv:2410.01623
+
+
+class Apollo(torch.optim.Optimizer):
+    r"""AdamW whose moments of some matrices are kept in a random subspace, and serve to scale the gradient only.
+
+    For a matrix with gradient G (m, n), m < n, and a projection P (m, r) (Algorithm 1 of the paper):
+
+    .. math::
+        R = P^\top G, \quad \tilde R = \mathrm{Adam}(R), \quad s_j = \lVert \tilde R_{:,j} \rVert / \lVert R_{:,j} \rVert,
+        \quad W \leftarrow W - \eta \sqrt{\text{scale}}\; G\, \mathrm{diag}(s)
+
+    Args:
+        params: parameters or groups.
+        low_rank_parameters: the matrices among them to treat so; the rest is trained by AdamW.
+        lr, betas, eps, weight_decay: as in AdamW.
+        rank: r, dimension of the subspace.
+        proj: ``"random"``, or ``"svd"`` for the leading singular vectors of the gradient.
+        scale_type: ``"channel"``, one s for each of the longer side's channels; ``"tensor"``, one for a matrix.
+        update_proj_gap: updates after which the projection is drawn again.
+        scale: its root multiplies the update; more for a smaller rank (1 at rank 256, 128 at rank 1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        low_rank_parameters: Iterable[torch.Tensor] = (),
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        rank: int = 128,
+        proj: str = "random",
+        scale_type: str = "channel",
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+    ) -> None:
+        options = {"rank": rank, "proj": proj, "scale_type": scale_type, "scale": scale}
+        groups = split_groups(params, low_rank_parameters, update_proj_gap=update_proj_gap, **options)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # Each matrix draws from a generator of its own, so that no other randomness of a run moves.
+        self._seeds = {p: seed for seed, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        grad = self._project(parameter, group) if "rank" in group else parameter.grad
+        if "exp_avg" not in state:
+            state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(grad), torch.zeros_like(grad)
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        # The norm that may grow by GROWTH is taken before the correction of the moments' bias, as in the authors' code.
+        update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
+        if "rank" in group:
+            update = self._scale_gradient(parameter, grad, update, group)
+        correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * correction)
+
+    def _project(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The gradient in the subspace: (r, n) where m < n, else (m, r)."""
+        grad, state = parameter.grad, self.state[parameter]
+        wide = grad.shape[0] < grad.shape[1]
+        if state.get("step", 0) % group["update_proj_gap"] == 0:
+            if group["proj"] == "svd":
+                left, right = projection(grad, group["rank"])
+                state["projection"] = left if wide else right
+            else:
+                seed = self._seeds[parameter] + len(self._seeds) * (state.get("step", 0) // group["update_proj_gap"])
+                generator = torch.Generator(grad.device).manual_seed(seed)
+                shape = (grad.shape[0], group["rank"]) if wide else (group["rank"], grad.shape[1])
+                noise = torch.randn(shape, generator=generator, device=grad.device, dtype=torch.float32)
+                state["projection"] = (noise / math.sqrt(group["rank"])).to(grad.dtype)
+        return state["projection"].T @ grad if wide else grad @ state["projection"].T
+
+    def _scale_gradient(
+        self, parameter: torch.Tensor, grad: torch.Tensor, update: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """The full gradient, with the length that `update` has next to `grad` in the subspace."""
+        state, norm = self.state[parameter], torch.linalg.vector_norm
+        if group["scale_type"] == "channel":
+            axis = 0 if parameter.shape[0] < parameter.shape[1] else 1
+            factor = norm(update, dim=axis, keepdim=True) / (norm(grad, dim=axis, keepdim=True) + 1e-8)
+        else:
+            factor = norm(update) / (norm(grad) + 1e-8)
+        scaled = parameter.grad * factor
+        length = norm(scaled)
+        if "length" in state:
+            limit = (length / (state["length"] + 1e-8)).clamp(min=GROWTH) / GROWTH
+            scaled, length = scaled / limit, length / limit
+        state["length"] = length
+        return scaled * math.sqrt(group["scale"])

@@ -1,0 +1,361 @@
+"""The optimizer of a run: its arguments, the options of each kind, which parameters decay, and how it is made."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import math
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from posttrain.core import distributed
+from posttrain.core.config import opt
+from posttrain.core.errors import ConfigError, did_you_mean, missing, require
+from posttrain.core.optim.adamw import OneKernelAdamW
+from posttrain.core.optim.by_name import (
+    OPTIMIZERS,
+    WITHOUT_TARGETS,
+    ClassAndArguments,
+    Factory,
+    package_of,
+    plain,
+)
+from posttrain.core.optim.layerwise import Layerwise
+
+logger = logging.getLogger(__name__)
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass
+class OptimizerArguments:
+    """Which optimizer makes the updates, and its constants."""
+
+    learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS), old_flags=("adafactor",))
+    optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
+    weight_decay: float = opt(
+        0.0, "Share of each weight (no norm, no bias) taken off per update, times the rate.", min=0
+    )
+    adam_beta1: float = opt(0.9, "Decay of the mean of gradients; nearer 1 averages over more updates.", min=0, below=1)
+    adam_beta2: float = opt(0.999, "Decay of the mean of squared gradients; nearer 1, slower to react.", min=0, below=1)
+    adam_epsilon: float = opt(1e-8, "Added to the root of the squared gradients; larger damps small ones.", min=0)
+    optim_target_modules: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
+        None,
+        "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of them.",
+    )
+    max_grad_norm: float | None = opt(
+        1.0, "Norm to which larger gradients are scaled down; None or 0 leaves them as they are.", min=0, max=math.inf
+    )
+
+    def _problems(self) -> Iterator[str]:
+        name = plain(self.optim)
+        if name not in OPTIMIZERS:
+            return
+        yield from _option_problems(name, self.optim_args)
+        low_rank = name.startswith(("galore_", "apollo_"))
+        if low_rank and self.optim_target_modules is None:
+            yield f"optim={name!r} needs optim_target_modules, the linear layers to project; set 'all-linear' for all of them"
+        targets = self.optim_target_modules or []
+        for target in [targets] if isinstance(targets, str) else targets:
+            try:
+                re.compile(target)
+            except (re.error, TypeError) as error:
+                yield f"optim_target_modules: {target!r} is no regular expression ({error}); write '.*' for any text"
+        if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+            yield from _layerwise_problems(self, name)
+        if name in ("schedule_free_adamw", "schedule_free_sgd"):
+            if 0 < getattr(self, "warmup_steps", 0) < 1 and getattr(self, "max_steps", 0) <= 0:
+                yield (
+                    f"optim={name!r} warms up by itself, before the length of the run is known: give warmup_steps="
+                    f"{self.warmup_steps} as a number of updates, or set max_steps"
+                )
+
+
+def package_problems(args: Any) -> Iterator[ImportError]:
+    """Says which package the optimizer that ``args.optim`` names needs, where it is not installed."""
+    name = plain(args.optim)
+    if (needs := package_of(name)) is not None:
+        if error := missing(*needs, why=f"optim={name!r}"):
+            yield error
+
+
+def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
+    why = f"optim={name!r} updates in the backward pass, and"
+    accumulation = getattr(args, "gradient_accumulation_steps", 1)
+    if accumulation != 1:
+        yield f"{why} no gradient is left to accumulate: set gradient_accumulation_steps=1 (it is {accumulation})"
+    if getattr(args, "auto_find_batch_size", False):
+        yield f"{why} cannot make up for a smaller batch by accumulation: set auto_find_batch_size=False"
+    if getattr(args, "fp16", False):
+        yield f"{why} would use gradients that still carry the loss scale of fp16: set bf16=True instead"
+    if distributed.world_size() > 1:
+        alternative = f"; use {name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else ""
+        yield f"{why} before gradients are averaged over the {distributed.world_size()} processes{alternative}"
+
+
+def parse_optim_args(text: dict[str, Any] | str | None) -> dict[str, Any]:
+    """``"rank=64, proj_type=std"`` as ``{"rank": 64, "proj_type": "std"}``. A dict is returned as it is.
+
+    Raises:
+        ValueError: a part is not of the form ``key=value``.
+    """
+    if not text or isinstance(text, dict):
+        return text or {}
+    options: dict[str, Any] = {}
+    for part in re.split(r",(?![^(\[]*[)\]])", text):  # not at commas within brackets
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals or not value:
+            raise ValueError(f"optim_args={text!r}: {part.strip()!r} is not of the form key=value")
+        options[key] = _literal(value)
+    return options
+
+
+def _literal(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _options(factory: Factory) -> tuple[dict[str, inspect.Parameter], bool]:
+    """The options of a factory, and whether it takes others too."""
+    parameters = inspect.signature(factory, eval_str=True).parameters.values()
+    options = {option.name: option for option in parameters if option.kind is option.KEYWORD_ONLY}
+    return options, any(option.kind is option.VAR_KEYWORD for option in parameters)
+
+
+FIELDS = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "beta1": "adam_beta1", "beta2": "adam_beta2"}
+FIELDS |= {"eps": "adam_epsilon", "weight_decay": "weight_decay"}
+
+
+def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
+    try:
+        given = parse_optim_args(optim_args)
+    except ValueError as error:
+        yield str(error)
+        return
+    known, takes_others = _options(OPTIMIZERS[name])
+    for key, value in given.items():
+        if key in known:
+            allowed = get_args(known[key].annotation) or (known[key].annotation,)
+            if inspect.Parameter.empty not in allowed and not any(_is(value, kind) for kind in allowed):
+                kinds = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
+                yield f"optim_args: {key}={value!r} must be of type {kinds}"
+        elif not takes_others:
+            takes = f"which takes {', '.join(known)}" if known else "which takes none"
+            field = f"; set {FIELDS[key]} instead" if key in FIELDS else did_you_mean(key, known)
+            yield f"optim_args: {key!r} is not an option of optim={name!r}, {takes}{field}"
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: add a factory, ``(args, model, *, option=default) -> (class, arguments)``, as ``optim=name``."""
+
+    def add(factory: Factory) -> Factory:
+        OPTIMIZERS[name] = factory
+        choices = OptimizerArguments.__dataclass_fields__["optim"].metadata["help"].bounds
+        choices["choices"] = tuple(OPTIMIZERS)
+        return factory
+
+    return add
+
+
+# ----------------------------------------------------------------------------------------------------- which parameters
+
+_NORM_CLASS = re.compile(r"norm(\dd)?$")
+_NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay shrinks, in the order of the model; embeddings are among them.
+
+    Left out are biases and the weights of normalisation layers, known by their class or their name. A tied weight
+    appears under each of its names.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    norms = {name for name, module in modules if name and _NORM_CLASS.search(type(module).__name__.lower())}
+    return [
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if name.rpartition(".")[0] not in norms and not _NO_DECAY_NAME.search(name.lower())
+    ]
+
+
+def parameter_groups(model: nn.Module, decay_names: list[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of trainable parameters in the order of the model: those that decay, and those that do not."""
+    decaying, trainable = set(decay_names), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in trainable if n in decaying], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable if n not in decaying], "weight_decay": 0.0},
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- building
+
+
+def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> ClassAndArguments:
+    """The optimizer class that ``args.optim`` names, and its arguments but for the parameters.
+
+    Args:
+        args: `OptimizerArguments`, or anything with its fields.
+        model: needed by optimizers that treat layers differently.
+
+    Raises:
+        ConfigError: there is no such optimizer, or these arguments cannot work.
+        ImportError: it needs a library that is not installed.
+    """
+    name = plain(args.optim)
+    problems = list(OptimizerArguments._problems(args))
+    if name not in OPTIMIZERS:
+        problems = [f"optim={name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}"]
+    if problems:
+        raise ConfigError("optim", problems)
+    return OPTIMIZERS[name](args, model, **parse_optim_args(args.optim_args))
+
+
+def build(
+    model: nn.Module,
+    args: Any,
+    decay_names: list[str] | None = None,
+    class_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer of the trainable parameters of `model`.
+
+    Args:
+        args: `OptimizerArguments`, or anything with its fields.
+        decay_names: parameters that weight decay shrinks; None: `decay_parameter_names`.
+        class_and_kwargs: an optimizer class and its arguments, in place of what `args` names. ``"params"`` or
+            ``"model"`` among the arguments is passed to it in place of the usual two parameter groups. What is not an
+            optimizer class is made and then called with the model and the arguments.
+
+    Raises:
+        ConfigError: see `optimizer_class_and_kwargs`; or nothing in the model is trainable.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("optim", ["no parameter of the model requires a gradient, so there is nothing to train"])
+    optimizer_class, kwargs = class_and_kwargs or optimizer_class_and_kwargs(args, model)
+    if getattr(args, "optim_target_modules", None) and plain(getattr(args, "optim", "")) in WITHOUT_TARGETS:
+        logger.warning(
+            "optim=%r trains all layers alike, so optim_target_modules=%r has no effect. Leave it out, or choose an optimizer "
+            "that treats those layers apart: galore_adamw, apollo_adamw or muon.", plain(args.optim), args.optim_target_modules,
+        )  # fmt: skip
+    kwargs = dict(kwargs)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        return optimizer_class()(model, **kwargs)
+    given = [kwargs.pop(name) for name in ("params", "model", "optimizer_dict") if name in kwargs]
+    if decay_names is None:
+        decay_names = decay_parameter_names(model)
+    params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay)
+    if optimizer_class is torch.optim.AdamW and kwargs.get("fused"):
+        optimizer_class = OneKernelAdamW
+    optimizer = optimizer_class(params, **kwargs)
+    if kwargs.get("optim_bits") == 8:
+        _keep_embeddings_in_32_bits(model, optimizer)
+    _explain(optimizer, args)
+    return optimizer
+
+
+def _keep_embeddings_in_32_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Their gradients are too uneven for 8-bit state: Dettmers et al. 2022, Sec. 2.3."""
+    manager = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager.get_instance()
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    overrides = [{"optim_bits": 32} for _ in embeddings]
+    # The manager lives as long as the process and knows weights by position: what it was told of another model would
+    # hold for this one too.
+    _forget(
+        manager, [known for known in manager.index2config.values() if known == {"optim_bits": 32}], ("index2config",)
+    )
+    for module, override in zip(embeddings, overrides, strict=True):
+        manager.override_config(module.weight, key_value_dict=override)
+        if not isinstance(optimizer, Layerwise):  # whose parameters are each the first of an optimizer of their own
+            manager.register_module_override(module, "weight", override)
+    weakref.finalize(optimizer, _forget, manager, overrides, ("index2config", "pid2config"))
+
+
+def _forget(manager: Any, overrides: list[dict[str, int]], tables: tuple[str, ...]) -> None:
+    identities = {id(override) for override in overrides}
+    for table in (getattr(manager, name) for name in tables):
+        for key in [key for key, override in table.items() if id(override) in identities]:
+            del table[key]
+    if "pid2config" in tables:
+        triples = manager.module_weight_config_triple
+        triples[:] = [triple for triple in triples if id(triple[2]) not in identities]
+
+
+def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
+    """Log how the parameters were divided, and settings that have no effect."""
+    counts = [f"{sum(p.numel() for p in group['params']):,}" for group in optimizer.param_groups]
+    asked_for = any("rank" in group for group in optimizer.param_groups)  # a division that somebody chose
+    level = logging.INFO if asked_for else logging.DEBUG
+    logger.log(level, "%s trains %s parameters, by group.", type(optimizer).__name__, " + ".join(counts))
+    name = plain(getattr(args, "optim", ""))
+    if isinstance(optimizer, Layerwise) and args.max_grad_norm:
+        logger.warning(
+            "optim=%r uses each gradient up in the backward pass, so max_grad_norm=%s has no effect; set it to None.",
+            name, args.max_grad_norm,
+        )  # fmt: skip
+    schedule = plain(getattr(args, "lr_scheduler_type", "constant"))
+    if name.startswith("schedule_free_") and schedule != "constant":
+        logger.warning(
+            "optim=%r replaces a schedule, but lr_scheduler_type=%r changes its learning rate too; set 'constant'.",
+            name, schedule,
+        )  # fmt: skip
+
+
+def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer of the user's that would train nothing.
+
+    Raises:
+        ValueError: it holds none of the parameters of `model` that are trained.
+    """
+    held = {id(parameter) for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if held and trained and not any(id(parameter) in held for parameter in trained):
+        raise ValueError(
+            f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are trained, so nothing "
+            "would be learned: it was made from another model, or before this one got its adapters or was made anew. Make it "
+            "from trainer.model.parameters() and set trainer.optimizer, or pass optimizer_cls_and_kwargs."
+        )
+
+
+def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
+    """Refuse a schedule of the user's that sets the learning rates of nothing that is trained.
+
+    Raises:
+        ValueError: it was made for another optimizer than `optimizer`.
+    """
+    its = getattr(scheduler, "optimizer", None)
+    groups = getattr(its, "param_groups", None)
+    if its is not optimizer and groups is not None and groups is not getattr(optimizer, "param_groups", None):
+        raise ValueError(
+            f"The lr_scheduler that was given ({type(scheduler).__name__}) was made for another optimizer ({type(its).__name__}) "
+            f"than the one that trains ({type(optimizer).__name__}), so no learning rate would follow it. Give both, as "
+            "optimizers=(optimizer, lr_scheduler) or as trainer.optimizer and trainer.lr_scheduler, or override create_scheduler."
+        )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it keeps."""
+    total = 0
+    for group in optimizer.param_groups:
+        moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        total += moments * sum(parameter.nbytes for parameter in group["params"])
+    return total

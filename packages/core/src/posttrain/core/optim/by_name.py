@@ -1,0 +1,414 @@
+"""Every optimizer that has a name, and which matrices of a model it treats apart.
+
+A factory is a function ``(args, model, *, option=default, ...) -> (class, arguments)``. Its keyword-only parameters are
+the options that `optim_args` may set, with their types and defaults; libraries are imported when it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import types
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import ConfigError, did_you_mean, require
+from posttrain.core.optim import lr_scheduler
+from posttrain.core.optim.adafactor import Adafactor
+from posttrain.core.optim.apollo import Apollo
+from posttrain.core.optim.galore import SIDES, galore
+from posttrain.core.optim.grokadamw import GrokAdamW
+from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.muon import MuonWithAdamW
+from posttrain.core.optim.torchao import torchao_adamw
+
+logger = logging.getLogger(__name__)
+
+ClassAndArguments = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+Factory = Callable[..., ClassAndArguments]
+TORCHDISTX = "torchdistx @ git+https://github.com/pytorch/torchdistx"
+
+
+# ------------------------------------------------------------------------------------------------ which matrices
+
+_HEAD_NAME = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|qa_outputs|v_head)(\.|$)")
+
+
+def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Parameter]:
+    """Trainable weights of the linear layers that `targets` selects.
+
+    Args:
+        targets: ``"all-linear"``; or a regular expression for whole module names; or a list whose entries are each a
+            name, a part of one, or such an expression.
+
+    Raises:
+        ConfigError: nothing is selected.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen = {name: m for name, m in linear.items() if m.weight.requires_grad and _selects(targets, name)}
+    if not chosen:
+        trainable = [name for name, module in linear.items() if module.weight.requires_grad]
+        names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in trainable))
+        listed = ", ".join(names[:40]) + (", ..." if len(names) > 40 else "") or "none"
+        wrong = f"optim_target_modules={targets!r} selects no trainable linear layer; those of the model are {listed}"
+        raise ConfigError("optim", [wrong])
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(_selects([target], name) for name in chosen):
+            logger.warning("optim_target_modules: %r selects no trainable linear layer of this model.", target)
+    logger.info("optim_target_modules selects %d of %d linear layers.", len(chosen), len(linear))
+    return [module.weight for module in chosen.values()]
+
+
+def _selects(targets: str | list[str], name: str) -> bool:
+    if isinstance(targets, str):
+        return _is_all(targets) or re.fullmatch(targets, name) is not None
+    if any(map(_is_all, targets)):  # as a command line gives it
+        return True
+    return any(target in name or re.fullmatch(target, name) is not None for target in targets)
+
+
+def _is_all(target: str) -> bool:
+    return target.replace("_", "-") == "all-linear"
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable 2-D weights that are neither an embedding nor the layer that makes the output."""
+    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    outer.add(id(getattr(head, "weight", None)))
+    return [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dim() == 2 and id(p) not in outer and not _HEAD_NAME.search(name)
+    ]
+
+
+def _needs_model(args: Any, model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
+    return model
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = f"{', '.join(choices)}{did_you_mean(value, choices)}"
+        raise ConfigError("optim_args", [f"{name}={value!r} is not one of {known}"])
+
+
+def plain(name: str) -> str:
+    return str(getattr(name, "value", name))  # an enum of strings hashes by its own name
+
+
+# ------------------------------------------------------------------------------------------------------ torch's own
+
+
+def _adam(args: Any) -> dict[str, Any]:
+    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
+def adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
+    """Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101."""
+    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad}
+
+
+def fused_adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
+    """AdamW in one kernel for all parameters: twice as fast as the loop, on the CPU too."""
+    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad, "fused": True}
+
+
+def sgd(
+    args: Any, model: Any, *, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
+) -> ClassAndArguments:
+    kwargs = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    return torch.optim.SGD, {"lr": args.learning_rate} | kwargs
+
+
+def adagrad(args: Any, model: Any, *, lr_decay: float = 0.0, eps: float = 1e-10) -> ClassAndArguments:
+    return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": lr_decay, "eps": eps}
+
+
+def rmsprop(
+    args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8, centered: bool = False
+) -> ClassAndArguments:
+    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "centered": centered}
+    return torch.optim.RMSprop, {"lr": args.learning_rate} | kwargs
+
+
+# ------------------------------------------------------------------------------------------------------------ built in
+
+
+def adafactor(
+    args: Any,
+    model: Any,
+    *,
+    clip_threshold: float = 1.0,
+    decay_rate: float = -0.8,
+    beta1: float | None = None,
+    scale_parameter: bool = False,
+) -> ClassAndArguments:
+    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+    return Adafactor, {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
+
+
+def muon(
+    args: Any,
+    model: Any,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    adjust_lr_fn: str = "match_rms_adamw",
+) -> ClassAndArguments:
+    """Muon trains `optim_target_modules`, or without them every matrix that is neither an embedding nor the head."""
+    model, targets = _needs_model(args, model), args.optim_target_modules
+    matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
+    kwargs = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+    return MuonWithAdamW, _adam(args) | {"matrices": matrices} | kwargs
+
+
+def galore_over(
+    optimizer: str,
+    args: Any,
+    model: Any,
+    *,
+    rank: int = 128,
+    update_proj_gap: int = 200,
+    scale: float = 0.25,
+    proj_type: str = "std",
+) -> ClassAndArguments:
+    """GaLore over the optimizer of that name, on the matrices of `optim_target_modules`."""
+    _one_of("proj_type", proj_type, SIDES)
+    optimizer_class, kwargs = OPTIMIZERS[optimizer](args, model)
+    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
+    options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+    return galore(optimizer_class), kwargs | {"low_rank_parameters": matrices} | options
+
+
+def apollo(
+    args: Any,
+    model: Any,
+    *,
+    rank: int = 128,
+    proj: str = "random",
+    scale_type: str = "channel",
+    update_proj_gap: int = 200,
+    scale: float = 1.0,
+    proj_type: str = "std",
+) -> ClassAndArguments:
+    """APOLLO on the matrices of `optim_target_modules`, AdamW on the rest. It always projects the shorter side."""
+    _one_of("proj", proj, ("random", "svd"))
+    _one_of("scale_type", scale_type, ("channel", "tensor"))
+    _one_of("proj_type", proj_type, ("std",))
+    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
+    options = {"rank": rank, "proj": proj, "scale_type": scale_type, "update_proj_gap": update_proj_gap, "scale": scale}
+    return Apollo, _adam(args) | {"low_rank_parameters": matrices} | options
+
+
+def lomo(args: Any, model: Any) -> ClassAndArguments:
+    return torch.optim.SGD, {"lr": args.learning_rate}
+
+
+def adalomo(args: Any, model: Any, *, clip_threshold: float = 1.0, decay_rate: float = -0.8) -> ClassAndArguments:
+    """Adafactor, with rates in proportion to the size of each parameter."""
+    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": True}
+    return Adafactor, {"lr": args.learning_rate} | kwargs
+
+
+def layerwise(factory: Factory) -> Factory:
+    """The same optimizer, stepped in the backward pass."""
+
+    @wraps(factory)
+    def make(args: Any, model: Any, **options: Any) -> ClassAndArguments:
+        optimizer_class, kwargs = factory(args, model, **options)
+        return Layerwise, {"optimizer_class": optimizer_class} | kwargs
+
+    return make
+
+
+def grokadamw(
+    args: Any,
+    model: Any,
+    *,
+    alpha_init: float = 0.98,
+    lamb: float = 2.0,
+    gamma: float = 0.1,
+    grokking_signal_decay_rate: float = 0.1,
+    gradient_clipping: float = 1.0,
+) -> ClassAndArguments:
+    kwargs = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
+    return GrokAdamW, _adam(args) | kwargs | {"grokking_signal_decay_rate": grokking_signal_decay_rate}
+
+
+# --------------------------------------------------------------------------------------------------------- by libraries
+
+
+def _bitsandbytes() -> types.ModuleType:
+    return require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim")
+
+
+def bnb_adamw(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
+    """Dettmers et al. 2022, https://arxiv.org/abs/2110.02861: state in 8-bit blocks; paged, it moves to the CPU when the
+    GPU is full. On the CPU nothing is paged."""
+    return _bitsandbytes().AdamW, _adam(args) | {"optim_bits": bits, "is_paged": paged}
+
+
+def bnb_lion(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
+    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Wants a rate 3 to 10 times smaller."""
+    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    return _bitsandbytes().Lion, kwargs | {"optim_bits": bits, "is_paged": paged}
+
+
+def bnb_rmsprop(
+    bits: int, args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8
+) -> ClassAndArguments:
+    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "optim_bits": bits}
+    return _bitsandbytes().RMSprop, {"lr": args.learning_rate} | kwargs
+
+
+def bnb_ademamix(
+    bits: int,
+    paged: bool,
+    args: Any,
+    model: Any,
+    *,
+    beta1: float | None = None,
+    beta2: float | None = None,
+    beta3: float = 0.9999,
+    alpha: float = 5.0,
+    eps: float | None = None,
+    t_alpha: int | None = None,
+    t_beta3: int | None = None,
+) -> ClassAndArguments:
+    """Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137: AdamW with a second, slow momentum."""
+    betas = (args.adam_beta1 if beta1 is None else beta1, args.adam_beta2 if beta2 is None else beta2, beta3)
+    kwargs = {"betas": betas, "alpha": alpha, "eps": args.adam_epsilon if eps is None else eps}
+    kwargs |= {"t_alpha": t_alpha, "t_beta3": t_beta3, "optim_bits": bits, "is_paged": paged}
+    return _bitsandbytes().AdEMAMix, {"lr": args.learning_rate} | kwargs
+
+
+def torchao(
+    bits: int, args: Any, model: Any, *, block_size: int = 256, bf16_stochastic_round: bool = False
+) -> ClassAndArguments:
+    """State in blocks of 8 or 4 bits; stochastic rounding lets weights in bfloat16 train without a float32 copy."""
+    kwargs = {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
+    return torchao_adamw(bits), _adam(args) | kwargs
+
+
+def schedule_free(
+    kind: str, args: Any, model: Any, *, r: float = 0.0, weight_lr_power: float = 2.0
+) -> ClassAndArguments:
+    """Defazio et al. 2024, https://arxiv.org/abs/2405.15682: averaged weights in place of a falling rate.
+
+    The optimizer warms up by itself (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does the
+    model hold the averaged weights.
+    """
+    library = require("schedulefree", "schedulefree>=1.4", why="optim")
+    kwargs = {"lr": args.learning_rate} if kind == "SGD" else _adam(args)
+    if kind != "RAdam":
+        kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
+    kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
+    return getattr(library, f"{kind}ScheduleFree"), kwargs
+
+
+def stable_adamw(
+    args: Any, model: Any, *, decouple_lr: bool = False, max_lr: float | None = None, kahan_sum: bool | None = None
+) -> ClassAndArguments:
+    """Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: AdamW with Adafactor's clipping of updates."""
+    library = require("optimi", "torch-optimi", why="optim='stable_adamw'")
+    kwargs = {"decouple_lr": decouple_lr, "max_lr": max_lr, "kahan_sum": kahan_sum, "weight_decay": args.weight_decay}
+    return library.StableAdamW, _adam(args) | kwargs
+
+
+def anyprecision_adamw(
+    args: Any,
+    model: Any,
+    *,
+    use_kahan_summation: bool = False,
+    momentum_dtype: str = "float32",
+    variance_dtype: str = "float32",
+    compensation_buffer_dtype: str = "bfloat16",
+) -> ClassAndArguments:
+    library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
+    kwargs = {
+        "use_kahan_summation": use_kahan_summation,
+        "momentum_dtype": getattr(torch, momentum_dtype),
+        "variance_dtype": getattr(torch, variance_dtype),
+        "compensation_buffer_dtype": getattr(torch, compensation_buffer_dtype),
+    }
+    return library.AnyPrecisionAdamW, _adam(args) | kwargs
+
+
+def xla_adamw(args: Any, model: Any) -> ClassAndArguments:
+    library = require("torch_xla.amp.syncfree", "torch_xla", why="optim='adamw_torch_xla', which trains on TPUs only")
+    return library.AdamW, _adam(args)
+
+
+def npu_adamw(args: Any, model: Any) -> ClassAndArguments:
+    why = "optim='adamw_torch_npu_fused', which trains on Ascend NPUs only"
+    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW, _adam(args)
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adamw_torch": adamw,
+    "adamw_torch_fused": fused_adamw,
+    "adamw_torch_xla": xla_adamw,
+    "adamw_torch_npu_fused": npu_adamw,
+    "adafactor": adafactor,
+    "adamw_anyprecision": anyprecision_adamw,
+    "adamw_torch_4bit": partial(torchao, 4),
+    "adamw_torch_8bit": partial(torchao, 8),
+    "sgd": sgd,
+    "adagrad": adagrad,
+    "rmsprop": rmsprop,
+    "muon": muon,
+    "adamw_bnb_8bit": partial(bnb_adamw, 8, False),
+    "adamw_8bit": partial(bnb_adamw, 8, False),
+    "paged_adamw_32bit": partial(bnb_adamw, 32, True),
+    "paged_adamw_8bit": partial(bnb_adamw, 8, True),
+    "ademamix": partial(bnb_ademamix, 32, False),
+    "ademamix_8bit": partial(bnb_ademamix, 8, False),
+    "paged_ademamix_32bit": partial(bnb_ademamix, 32, True),
+    "paged_ademamix_8bit": partial(bnb_ademamix, 8, True),
+    "lion_32bit": partial(bnb_lion, 32, False),
+    "lion_8bit": partial(bnb_lion, 8, False),
+    "paged_lion_32bit": partial(bnb_lion, 32, True),
+    "paged_lion_8bit": partial(bnb_lion, 8, True),
+    "rmsprop_bnb": partial(bnb_rmsprop, 32),
+    "rmsprop_bnb_32bit": partial(bnb_rmsprop, 32),
+    "rmsprop_bnb_8bit": partial(bnb_rmsprop, 8),
+    "galore_adamw": partial(galore_over, "adamw_torch_fused"),
+    "galore_adamw_8bit": partial(galore_over, "adamw_8bit"),
+    "galore_adafactor": partial(galore_over, "adafactor"),
+    "galore_adamw_layerwise": layerwise(partial(galore_over, "adamw_torch")),
+    "galore_adafactor_layerwise": layerwise(partial(galore_over, "adafactor")),
+    "galore_adamw_8bit_layerwise": layerwise(partial(galore_over, "adamw_8bit")),
+    "apollo_adamw": apollo,
+    "apollo_adamw_layerwise": layerwise(apollo),
+    "lomo": layerwise(lomo),
+    "adalomo": layerwise(adalomo),
+    "grokadamw": grokadamw,
+    "schedule_free_radam": partial(schedule_free, "RAdam"),
+    "schedule_free_adamw": partial(schedule_free, "AdamW"),
+    "schedule_free_sgd": partial(schedule_free, "SGD"),
+    "stable_adamw": stable_adamw,
+}
+#: Those that train all layers alike. What users add reads `optim_target_modules` or not, which is its own business.
+WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))
+
+
+def package_of(name: str) -> tuple[str, str] | None:
+    """(module, what pip installs) that the optimizer `name` comes from; None for those of torch and our own."""
+    if name.startswith("schedule_free_"):
+        return "schedulefree", "schedulefree>=1.4"
+    if name in ("adamw_torch_4bit", "adamw_torch_8bit"):
+        return "torchao", "torchao>=0.11"
+    of_bitsandbytes = ("paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb", "adamw_8bit", "galore_adamw_8bit")
+    if name.startswith(of_bitsandbytes):
+        return "bitsandbytes", "posttrain-core[quantization]"
+    others = {"stable_adamw": ("optimi", "torch-optimi"), "adamw_torch_npu_fused": ("torch_npu", "torch-npu")}
+    others |= {"adamw_torch_xla": ("torch_xla", "torch_xla"), "adamw_anyprecision": ("torchdistx", TORCHDISTX)}
+    return others.get(name)

@@ -1,0 +1,489 @@
+"""Learning-rate schedules: a name, a curve, a torch scheduler.
+
+Each curve is a function of the number s of updates made so far; what it returns is multiplied with the peak learning
+rate. W is the number of warm-up updates and N the length of the run. Unless a curve says otherwise, it climbs as s / W
+during the warm-up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from posttrain.core.config import opt
+from posttrain.core.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+#: Schedules that are stepped by the metric of an evaluation.
+FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+Curve = Callable[[int], float]
+WSD_SHAPES: dict[str, Curve] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(1.0 - progress),
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+
+def constant(num_warmup_steps: int, num_training_steps: int) -> Curve:
+    """1, from the first update on: there is no warm-up."""
+    return lambda step: 1.0
+
+
+def constant_with_warmup(num_warmup_steps: int, num_training_steps: int) -> Curve:
+    """1 after the warm-up."""
+    return _after_warmup(num_warmup_steps, lambda step: 1.0)
+
+
+def linear(num_warmup_steps: int, num_training_steps: int) -> Curve:
+    """(N - s) / (N - W) after the warm-up, and 0 after N."""
+    decay_steps = max(1, num_training_steps - num_warmup_steps)
+    return _after_warmup(num_warmup_steps, lambda step: max(0.0, (num_training_steps - step) / decay_steps))
+
+
+def cosine(num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> Curve:
+    r"""SGDR without restarts, Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, Eq. 5.
+
+    .. math:: \tfrac12 (1 + \cos(2 \pi c\, p)), \quad p = (s - W) / (N - W)
+
+    Args:
+        num_cycles: c, waves over the run; a half descends from the peak to 0 once.
+    """
+    return cosine_with_min_lr(num_warmup_steps, num_training_steps, lr=1.0, num_cycles=num_cycles, min_lr_rate=0.0)
+
+
+def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> Curve:
+    r"""SGDR, Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, with periods of equal length.
+
+    .. math:: \tfrac12 (1 + \cos(\pi (c\, p \bmod 1))), \quad p = (s - W) / (N - W)
+
+    Args:
+        num_cycles: c, descents from the peak to 0; each but the first begins with a jump.
+    """
+    decay_steps = max(1, num_training_steps - num_warmup_steps)
+
+    def decay(step: int) -> float:
+        progress = (step - num_warmup_steps) / decay_steps
+        return 0.0 if progress >= 1 else 0.5 * (1.0 + math.cos(math.pi * (num_cycles * progress % 1.0)))
+
+    return _after_warmup(num_warmup_steps, decay)
+
+
+def polynomial(
+    num_warmup_steps: int, num_training_steps: int, *, lr: float, lr_end: float = 1e-7, power: float = 1.0
+) -> Curve:
+    r"""From the peak down to `lr_end` along a polynomial, where it stays.
+
+    .. math:: (1 - e)(1 - p)^k + e, \quad p = (s - W) / (N - W), \quad e = \text{lr\_end} / \text{lr}
+
+    Args:
+        lr: the peak learning rate; filled in by `build`.
+        lr_end: the learning rate after N updates.
+        power: k; 1 descends linearly, 2 faster at first.
+    """
+    if not lr > lr_end:
+        raise ValueError(f"lr_end={lr_end} must be below the learning rate, {lr}; the curve descends")
+    decay_steps, end = max(1, num_training_steps - num_warmup_steps), lr_end / lr
+
+    def decay(step: int) -> float:
+        if step > num_training_steps:
+            return end
+        return (1.0 - end) * (1.0 - (step - num_warmup_steps) / decay_steps) ** power + end
+
+    return _after_warmup(num_warmup_steps, decay)
+
+
+def inverse_sqrt(num_warmup_steps: int, num_training_steps: int, timescale: int | None = None) -> Curve:
+    r"""Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, Sec. 5.3, with the timescale of big_vision.
+
+    .. math:: \sqrt{t / (s - W + t)}
+
+    Args:
+        timescale: t, updates after the warm-up in which the square of the rate halves; None: W, or 10,000 without one.
+    """
+    scale = timescale or num_warmup_steps or 10_000
+    return _after_warmup(num_warmup_steps, lambda step: 1.0 / math.sqrt((step - num_warmup_steps + scale) / scale))
+
+
+def cosine_with_min_lr(
+    num_warmup_steps: int,
+    num_training_steps: int,
+    *,
+    lr: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+) -> Curve:
+    r"""The cosine, squeezed so that it ends at a floor m instead of 0.
+
+    .. math:: \tfrac12 (1 + \cos(2 \pi c\, p)) (1 - m) + m, \quad p = (s - W) / (N - W)
+
+    Args:
+        lr: the peak learning rate; filled in by `build`.
+        num_cycles: c, waves over the run.
+        min_lr, min_lr_rate: the floor, as a learning rate or as a share m of the peak. One of them is needed.
+    """
+    floor = _floor(lr, min_lr, min_lr_rate)
+    decay_steps = max(1, num_training_steps - num_warmup_steps)
+
+    def decay(step: int) -> float:
+        return _cosine_above(floor, num_cycles * (step - num_warmup_steps) / decay_steps)
+
+    return _after_warmup(num_warmup_steps, decay)
+
+
+def cosine_warmup_with_min_lr(
+    num_warmup_steps: int,
+    num_training_steps: int,
+    *,
+    lr: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> Curve:
+    """`cosine_with_min_lr` one update ahead: the first update learns, and the last one is made at the floor itself.
+
+    Args:
+        lr: the peak learning rate; filled in by `build`.
+        num_cycles: waves over the run.
+        min_lr, min_lr_rate: the floor, as a learning rate or as a share of the peak. One of them is needed.
+        warmup_lr_rate: share of the peak that the warm-up starts from; it then ends at the peak. None: 1 / W.
+    """
+    floor = _floor(lr, min_lr, min_lr_rate)
+    decay_steps = max(1, num_training_steps - num_warmup_steps)
+
+    def curve(step: int) -> float:
+        if step >= num_warmup_steps:
+            return _cosine_above(floor, num_cycles * (step - num_warmup_steps + 1) / decay_steps)
+        if warmup_lr_rate is None:
+            return (step + 1) / max(1, num_warmup_steps)
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
+
+    return curve
+
+
+def warmup_stable_decay(
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_decay_steps: int,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> Curve:
+    """Up, level, down: WSD, Hu et al. 2024, https://arxiv.org/abs/2404.06395, Sec. 4.2; 1-sqrt: Hägele et al. 2024,
+    https://arxiv.org/abs/2405.18392.
+
+    Args:
+        num_decay_steps: updates of the last phase.
+        num_stable_steps: updates at the peak; None: what warm-up and decay leave of the run.
+        warmup_type, decay_type: ``"linear"``, ``"cosine"`` or ``"1-sqrt"``.
+        min_lr_ratio: share of the peak that the warm-up starts from and the decay ends at, where it stays.
+        num_cycles: waves of a cosine decay; a half descends once.
+    """
+    for name, shape in (("warmup_type", warmup_type), ("decay_type", decay_type)):
+        if shape not in WSD_SHAPES:
+            raise ValueError(f"{name}={shape!r} is not one of {', '.join(WSD_SHAPES)}{did_you_mean(shape, WSD_SHAPES)}")
+    if num_stable_steps is None:
+        num_stable_steps = num_training_steps - num_warmup_steps - num_decay_steps
+    decay_starts = num_warmup_steps + num_stable_steps
+
+    def curve(step: int) -> float:
+        if step < num_warmup_steps:
+            height = WSD_SHAPES[warmup_type](step / max(1, num_warmup_steps))
+        elif step < decay_starts:
+            return 1.0
+        elif step < decay_starts + num_decay_steps:
+            progress = (step - decay_starts) / max(1, num_decay_steps)
+            if decay_type == "cosine":
+                height = _cosine_above(0.0, num_cycles * progress)
+            else:
+                height = WSD_SHAPES[decay_type](1.0 - progress)
+        else:
+            return min_lr_ratio
+        return max(0.0, height * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+    return curve
+
+
+def _after_warmup(num_warmup_steps: int, decay: Curve) -> Curve:
+    return lambda step: step / max(1, num_warmup_steps) if step < num_warmup_steps else decay(step)
+
+
+def _cosine_above(floor: float, waves: float) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * waves)) * (1.0 - floor) + floor)
+
+
+def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+    """The floor as a share of the peak."""
+    if (min_lr is None) == (min_lr_rate is None):
+        given = "neither is" if min_lr is None else "both are"
+        raise ValueError(f"give either min_lr, a learning rate, or min_lr_rate, a share of the peak; {given} given")
+    return min_lr_rate if min_lr is None else min_lr / lr
+
+
+# ------------------------------------------------------------------------------------- schedules that follow a metric
+
+
+class GreedyLR(ReduceLROnPlateau):
+    """Lower the learning rate while a metric does not improve, and raise it while it does.
+
+    GreedyLR, 2025, https://arxiv.org/abs/2512.14527. Stepped with a metric after each evaluation.
+
+    Args:
+        mode: ``"min"`` where a smaller metric is better, else ``"max"``.
+        factor: the rate is multiplied by it to go down and divided by it to go up; below 1.
+        patience: evaluations in a row without (or with) improvement that are let pass before a change.
+        threshold, threshold_mode: by how much a metric must beat the best, ``"abs"`` or ``"rel"`` to it.
+        cooldown, warmup: evaluations that are not counted after the rate was lowered or raised.
+        min_lr, max_lr: bounds of the rate, or a list with one for each parameter group.
+        eps: changes no larger than this are not made.
+        verbose: log each change.
+        smooth, window_size: judge the mean of the last `window_size` metrics.
+        reset_start: everything starts afresh when the rate was to be lowered so often at its lower bound.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mode: str = "min",
+        factor: float = 0.95,
+        patience: int = 10,
+        threshold: float = 1e-6,
+        threshold_mode: str = "abs",
+        cooldown: int = 0,
+        warmup: int = 0,
+        min_lr: float | list[float] = 1e-3,
+        max_lr: float | list[float] = 1.0,
+        eps: float = 1e-8,
+        verbose: bool = False,
+        smooth: bool = False,
+        window_size: int = 50,
+        reset_start: int = 500,
+    ) -> None:
+        self.warmup, self.verbose = warmup, verbose
+        self.smooth, self.window_size, self.window = smooth, window_size, []
+        self.reset_start = self.resets_in = reset_start
+        self.initial_lrs = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps)
+        self.max_lrs = list(max_lr) if isinstance(max_lr, (list, tuple)) else [max_lr] * len(self.min_lrs)
+        if len(self.max_lrs) != len(self.min_lrs):
+            raise ValueError(f"max_lr holds {len(self.max_lrs)} rates for {len(self.min_lrs)} parameter groups")
+
+    def step(self, metrics: Any, epoch: int | None = None) -> None:
+        current = float(metrics)
+        if self.smooth:
+            self.window = [*self.window, current][-self.window_size :]
+            current = sum(self.window) / len(self.window)
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        if self.cooldown_counter or self.warmup_counter:
+            if self.cooldown_counter:
+                self.cooldown_counter -= 1
+            else:
+                self.warmup_counter -= 1
+            self.num_bad_epochs = self.num_good_epochs = 0
+        elif self._is_better(current, self.best):
+            self.best = current
+            self.num_good_epochs, self.num_bad_epochs = self.num_good_epochs + 1, 0
+            if self.num_good_epochs > self.patience:
+                self._raise()
+                self.warmup_counter, self.num_good_epochs = self.warmup, 0
+        else:
+            self.num_good_epochs, self.num_bad_epochs = 0, self.num_bad_epochs + 1
+            if self.num_bad_epochs > self.patience:
+                self._lower()
+                self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _raise(self) -> None:
+        for group, highest in zip(self.optimizer.param_groups, self.max_lrs, strict=True):
+            self._change(group, min(group["lr"] / self.factor, highest), direction=1)
+        self.resets_in = self.reset_start
+
+    def _lower(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, lowest in zip(groups, self.min_lrs, strict=True):
+            self._change(group, max(group["lr"] * self.factor, lowest), direction=-1)
+        if all(group["lr"] <= lowest for group, lowest in zip(groups, self.min_lrs, strict=True)):
+            self.resets_in -= 1
+            if self.resets_in <= 0:
+                self._start_afresh()
+
+    def _change(self, group: dict[str, Any], rate: float, direction: int) -> None:
+        if direction * (rate - group["lr"]) > self.eps:
+            if self.verbose:
+                logger.info("GreedyLR: evaluation %d, learning rate %.4g -> %.4g", self.last_epoch, group["lr"], rate)
+            group["lr"] = rate
+
+    def _start_afresh(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
+            group["lr"] = rate
+        self._reset()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.num_good_epochs = self.warmup_counter = 0
+        self.resets_in, self.window = self.reset_start, []
+
+
+# ------------------------------------------------------------------------------------------------------------- by name
+
+
+SCHEDULES: dict[str, Callable[..., Curve] | type[LRScheduler]] = {
+    "linear": linear,
+    "cosine": cosine,
+    "cosine_with_restarts": cosine_with_restarts,
+    "polynomial": polynomial,
+    "constant": constant,
+    "constant_with_warmup": constant_with_warmup,
+    "inverse_sqrt": inverse_sqrt,
+    "reduce_lr_on_plateau": ReduceLROnPlateau,
+    "cosine_with_min_lr": cosine_with_min_lr,
+    "cosine_warmup_with_min_lr": cosine_warmup_with_min_lr,
+    "warmup_stable_decay": warmup_stable_decay,
+    "greedy": GreedyLR,
+}
+
+
+@dataclass
+class ScheduleArguments:
+    """How the learning rate changes over a run."""
+
+    lr_scheduler_type: str = opt(
+        "linear", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
+    )
+    lr_scheduler_kwargs: dict | str | None = opt(
+        None, "Options of that curve, as a dict or a JSON object, such as a `min_lr_rate` or `num_decay_steps`."
+    )
+    warmup_steps: float = opt(
+        0,
+        "Updates over which the learning rate climbs to its peak; below 1, a share of all updates.",
+        min=0,
+        old_flags=("warmup_ratio",),
+    )
+
+    def _normalize(self) -> None:
+        if isinstance(self.lr_scheduler_kwargs, dict):
+            # YAML 1.1 reads 1e-6, without a point, as a string.
+            self.lr_scheduler_kwargs = {key: _number(value) for key, value in self.lr_scheduler_kwargs.items()}
+
+    def _problems(self) -> Iterator[str]:
+        name, options = _plain(self.lr_scheduler_type), self.lr_scheduler_kwargs or {}
+        if not isinstance(options, dict):
+            yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
+        elif name in SCHEDULES:
+            yield from problems(name, options, lr=getattr(self, "learning_rate", 1.0))
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Decorator: add a curve like those above, or an `LRScheduler` class, as ``lr_scheduler_type=name``."""
+
+    def add(schedule: Any) -> Any:
+        SCHEDULES[name] = schedule
+        ScheduleArguments.__dataclass_fields__["lr_scheduler_type"].metadata["help"].bounds["choices"] = tuple(
+            SCHEDULES
+        )
+        return schedule
+
+    return add
+
+
+def warmup_steps(args: Any, num_training_steps: int) -> int:
+    """Warm-up updates in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up."""
+    given = args.warmup_steps
+    return int(given) if given >= 1 else math.ceil(num_training_steps * given)
+
+
+def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
+    """What is wrong with the options of a schedule, as sentences.
+
+    Args:
+        lr: the peak learning rate.
+    """
+    schedule, known = SCHEDULES[name], _options(SCHEDULES[name])
+    open_ended = any(option.kind is option.VAR_KEYWORD for option in known.values())
+    unknown = [] if open_ended else [key for key in options if key not in known]
+    missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
+    for key in unknown:
+        takes = f"which takes {', '.join(known)}" if known else "which takes none"
+        yield f"lr_scheduler_kwargs: {key!r} is not an option of {name!r}, {takes}{did_you_mean(key, known)}"
+    for key in () if open_ended else missing:
+        yield f"lr_scheduler_type={name!r} needs {key}; set lr_scheduler_kwargs={{{key!r}: ...}}"
+    if not unknown and not missing and not isinstance(schedule, type):
+        try:
+            curve = schedule(10, 1000, **_peak(schedule, lr), **options)
+            [curve(step) for step in (0, 10, 1000)]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            yield f"lr_scheduler_kwargs of {name!r}: {error}"
+
+
+def follows_a_metric(scheduler: Any) -> bool:
+    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs one."""
+    return _needs_metrics(type(scheduler))  # asked in each update, so that the answer is kept
+
+
+@cache
+def _needs_metrics(kind: type) -> bool:
+    metrics = inspect.signature(kind.step).parameters.get("metrics")
+    return issubclass(kind, ReduceLROnPlateau) or (metrics is not None and metrics.default is metrics.empty)
+
+
+def build(
+    name: str, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, **options: Any
+) -> LRScheduler:
+    """The scheduler called `name`. Step it once an update; those that follow a metric, with it after an evaluation.
+
+    Args:
+        name: a key of `SCHEDULES`.
+        num_warmup_steps, num_training_steps: updates of the warm-up and of the whole run, which includes it.
+        options: of the schedule, by name.
+
+    Raises:
+        ConfigError: no such schedule, or options that it does not take.
+    """
+    name = _plain(name)
+    if name not in SCHEDULES:
+        known = f"{', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
+        raise ConfigError("schedules", [f"lr_scheduler_type={name!r} is not one of {known}"])
+    schedule, lr = SCHEDULES[name], optimizer.defaults["lr"]
+    wrong = list(problems(name, options, lr))
+    if wrong:
+        raise ConfigError("schedules", wrong)
+    if isinstance(schedule, type):
+        return schedule(optimizer, **options)
+    return LambdaLR(optimizer, schedule(num_warmup_steps, num_training_steps, **_peak(schedule, lr), **options))
+
+
+def _options(schedule: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a schedule that a user sets."""
+    given = ("self", "optimizer", "num_warmup_steps", "num_training_steps", "lr")
+    return {name: option for name, option in inspect.signature(schedule).parameters.items() if name not in given}
+
+
+def _peak(schedule: Callable[..., Curve], lr: float) -> dict[str, float]:
+    return {"lr": lr} if "lr" in inspect.signature(schedule).parameters else {}
+
+
+def _plain(name: str) -> str:
+    return getattr(name, "value", name)  # an enum of strings hashes by its own name
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -1,0 +1,1 @@
+"""Commands beside training: migration of scripts, the memory plan, the preview of data."""

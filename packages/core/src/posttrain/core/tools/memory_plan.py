@@ -1,0 +1,460 @@
+"""How much memory a run will need at its peak, and the cheapest change that makes it fit. Nothing is computed or loaded.
+
+The model is made from its config of fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device, and no
+numbers. One micro-batch goes forward and backward through it and one update follows, by the code that trains, while every
+tensor that torch makes is counted from its birth to its death. So weights, gradients and the state of the optimizer are exact; what is
+kept for the backward and the peak are estimates: see `Footprint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from posttrain.core.cli.registry import Run
+from posttrain.core.data.segments import Segments
+from posttrain.core.errors import ConfigError
+from posttrain.core.losses import language_modeling
+from posttrain.core.models import bf16_emulation, lm_head, preparation, varlen_attention
+from posttrain.core.optim import builder
+
+aten = torch.ops.aten
+TILE = 512  # rows of the largest tile of `posttrain.core.losses.language_modeling`
+STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
+
+# Bytes that bitsandbytes keeps for each number of a weight, by the field of `ModelConfig` that asks for it: a 4-bit number with a
+# float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits, with a scale for each row.
+QUANTIZED = {"load_in_4bit": 0.5 + 4 / 64, "use_bnb_nested_quant": 0.5 + 1 / 64 + 4 / 64 / 256, "load_in_8bit": 1.0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one micro-batch is to the model, as a method trains it.
+
+    Args:
+        rows: of one forward. length: tokens of each, the most there can be.
+        loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the model's own loss,
+            which does; "score": one number a row.
+        target_length: tokens that an encoder-decoder writes.
+        reference: a frozen copy of the model is asked too, where there is no adapter to switch off.
+        generated: tokens in the key/value cache, where the model itself generates between updates.
+        auto_class: of transformers, with which the method loads models.
+    """
+
+    rows: int
+    length: int
+    loss: str = "logits"
+    target_length: int | None = None
+    reference: bool = False
+    generated: int = 0
+    auto_class: str = "AutoModelForCausalLM"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes in one process, sharded over none.
+
+    weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
+    `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most. cache: keys and
+    values in generation. peak: the most that lives at one time. Not in it: what kernels use inside, the fragments between
+    tensors, batches that are waiting, CUDA's own libraries, Python.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    peak: int
+    reference: int = 0
+    average: int = 0
+    cache: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are; they add up to `peak`."""
+        found = {
+            "weights": self.weights,
+            "reference model": self.reference,
+            "average of the weights": self.average,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "activations": self.activations,
+            "loss and logits": self.head,
+            "generation cache": self.cache,
+        }
+        rest = self.peak - sum(found.values())
+        found["passing tensors" if rest > 0 else "not at the same time"] = rest
+        return {name: size for name, size in found.items() if size or name == "weights"}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Arguments to set, what that costs, and the footprint of the run with them."""
+
+    changes: dict[str, Any]
+    price: str
+    footprint: Footprint
+
+
+def longest_row(*lengths: int | None) -> int:
+    """The first of `lengths` that there is, in tokens.
+
+    Raises:
+        ConfigError: none is.
+    """
+    found = next((length for length in lengths if length), None)
+    if found is None:
+        raise ConfigError(
+            "posttrain plan", ["the config does not bound the length of rows; say it, as in --length 2048"]
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make while they live; `high` is the most since it was last set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.high = self.peak = 0
+        self.most = sys.maxsize
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
+            found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
+        elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
+            return 1
+        else:
+            found = func(*args, **(kwargs or {}))
+        self.add(found)
+        return found
+
+    def add(self, tree: Any) -> int:
+        """Count the tensors in `tree` that are not counted yet; returns the bytes."""
+        before = self.now
+        for tensor in tree_leaves(tree):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
+        return self.now - before
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
+    """The footprint of `run`.
+
+    Args:
+        device: type of the device that it would be on; None: that on which it would train here.
+
+    Raises:
+        ConfigError: there is no such model, or it does not say what it makes without numbers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = load_config(run)
+    try:
+        with torch.device("meta"):
+            model, quantized = _make(run, work, config)
+        # Made on the meta device, for peft cannot convert fake tensors; they know in turn which kernels their device has.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_type(run.config)):
+            _make_fake(model)
+            return _measure(run, work, model, quantized)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise ConfigError("posttrain plan", [f"{run.model.model_name_or_path} cannot be run without numbers: "
+                          f"{type(error).__name__}: {reason[0]}"]) from error  # fmt: skip
+
+
+def device_type(config: Any) -> str:
+    """Where a run with `config` would train here."""
+    found = None if config.use_cpu else torch.accelerator.current_accelerator()
+    return found.type if found is not None else "cpu"
+
+
+def load_config(run: Run) -> Any:
+    """The config of the model that `run` trains, which for a folder is one file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    path, options = run.model.model_name_or_path, {"revision": run.model.model_revision}
+    options["trust_remote_code"] = getattr(run.config, "trust_remote_code", False)
+    try:
+        with preparation.explain_missing(path, "model"):
+            return AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError("posttrain plan", [str(error).strip().splitlines()[0]]) from error
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Put an empty tensor on the current device in the place of each of `model`; what is tied stays tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    trained = tensor.requires_grad
+                    made[tensor] = nn.Parameter(empty, trained) if tensors is module._parameters else empty
+                tensors[name] = None if tensor is None else made[tensor]
+
+
+@functools.cache
+def _register_attention() -> str:
+    """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is to hide."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, length, dropout = len(query), query.shape[2], kwargs.get("dropout")
+        if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
+            return sdpa(module, query, key, value, mask, *args, **kwargs)
+        flat = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+        segments = Segments((length,) * rows, (-1,) * rows)  # as trainers lay rows out on the CPU
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
+        out = varlen_attention.segment_attention(*flat, segments, scale=scale, window=window, softcap=softcap)
+        return out[0].transpose(0, 1).unflatten(0, (rows, length)), None
+
+    AttentionInterface.register("footprint", attend)
+    AttentionMaskInterface.register("footprint", lambda *args, **kwargs: None)
+    return "footprint"
+
+
+def _measure(run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear]) -> Footprint:
+    args, live = run.config, _Live()
+    weights = live.add([*model.parameters(), *model.buffers()])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.activation_checkpointing:
+        preparation.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+    with live:
+        optimizer = builder.build(model, args)
+        if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        activations, head = _pass(model, args, work, live)
+        gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
+        early, in_pass = _state_bytes(optimizer), live.peak  # of optimizers that step in the backward
+        optimizer.step()
+    state = _state_bytes(optimizer)
+    saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
+    unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
+    reference = weights if work.reference and not preparation.is_peft_model(model) else 0
+    average = 0 if args.ema_decay is None else sum(4 * parameter.numel() for parameter in trained)
+    cache = _cache_bytes(lm_head.base_model(model).config, work.generated, next(model.parameters()).itemsize)
+    # The pass was measured before there was any state, which from the second update on lives all the time.
+    peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
+    return Footprint(weights - saved, gradients, state, activations, head, peak, reference, average, cache)
+
+
+def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Linear]]:
+    """(the model on the meta device, those of its layers that would be quantized)."""
+    import transformers
+
+    options, quantized = run.model, []
+    if work.loss == "score":
+        config.num_labels, config.pad_token_id = 1, config.pad_token_id or 0
+    config.use_cache = run.config.use_cache
+    dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype or "float32")
+    kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": getattr(run.config, "trust_remote_code", False)}
+    if options.attn_implementation:
+        kwargs["attn_implementation"] = options.attn_implementation
+    model = getattr(transformers, work.auto_class).from_config(config, **kwargs).train()
+    if model.config._attn_implementation == "sdpa" and not getattr(config, "is_encoder_decoder", False):
+        model.set_attn_implementation(_register_attention())
+    if options.load_in_4bit or options.load_in_8bit:
+        model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
+        head = lm_head.output_embedding(model)
+        quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    if (adapter := options.peft_config()) is not None:
+        if getattr(config, "is_encoder_decoder", False):
+            adapter.task_type = "SEQ_2_SEQ_LM"
+        model = preparation.add_adapter(model, adapter)
+    if getattr(run.config, "disable_dropout", False):
+        preparation.disable_dropout(model)
+    return model, quantized
+
+
+def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int, int]:
+    """One micro-batch forward and backward: (activations, head) of `Footprint`. Leaves the gradients at the parameters."""
+    before = reached = live.now
+    head = lm_head.output_embedding(lm_head.base_model(model))
+    inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
+    labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
+    in_tiles = work.loss in ("tokens", "logps") and type(head) is nn.Linear
+    if not in_tiles and work.loss != "score":
+        inputs["labels"] = labels
+
+    def arrive(*_: Any) -> None:
+        nonlocal reached
+        reached = live.high = live.now
+
+    def loss_in_tiles(hidden: torch.Tensor) -> torch.Tensor:
+        # A tile takes the same memory whatever follows it, so as many labelled positions as fill the largest are enough.
+        targets, live.most = language_modeling.shift_labels(labels), TILE
+        if work.loss == "logps":
+            return torch.stack(language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS))
+        loss, stats = language_modeling.linear_cross_entropy(
+            hidden, head.weight, targets, bias=head.bias, return_stats=True
+        )
+        return torch.stack([loss, *stats])
+
+    low, emulated = bool(args.bf16 or args.fp16), bf16_emulation.makes_emulated_products(model, bool(args.bf16))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bf16_emulation.float32_products(emulated))
+        if head is not None:
+            stack.enter_context(head.register_forward_pre_hook(arrive))
+        if in_tiles:
+            head.forward = loss_in_tiles
+            stack.callback(vars(head).pop, "forward")
+        with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
+            output = model(**inputs)
+            loss = output.loss if "labels" in inputs else output.logits[0].sum()
+            activations, taken = reached - before, live.high - reached
+            if work.loss == "score" or head is None:
+                activations, taken = live.now - before, 0
+            output = None
+            if work.reference:
+                with torch.no_grad():
+                    model(**inputs)
+        loss.backward()
+    return activations, taken
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(tensor.nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor))
+
+
+def _quantized_rate(options: Any) -> float:
+    if options.load_in_8bit:
+        return QUANTIZED["load_in_8bit"]
+    return QUANTIZED["use_bnb_nested_quant" if options.use_bnb_nested_quant else "load_in_4bit"]
+
+
+def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
+    """Of the keys and values of `tokens` in each layer."""
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads_kept = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads_kept * width * tokens * itemsize
+
+
+# ------------------------------------------------------------------------------------------------------ what would help
+
+
+def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
+    """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
+
+    Those that are enough alone; where none is, one on top of the other until they are. What is yielded last fits, or nothing
+    that is known does.
+
+    Args:
+        workload: of a run, as its method says.
+        memory: bytes that there are.
+    """
+
+    def try_rung(run: Run, rung: Rung) -> Proposal | None:
+        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot be."""
+        found = None
+        for changes, price in rung(run, workload(run)):
+            changed = with_changes(run, changes)
+            try:
+                found = Proposal(changes, price, measure(changed, workload(changed)))
+            except ConfigError:  # this model cannot have it, such as an adapter on layers that peft does not know
+                continue
+            if found.footprint.peak <= memory:
+                break
+        return found
+
+    alone = [try_rung(run, rung) for rung in RUNGS]
+    if enough := [found for found in alone if found and found.footprint.peak <= memory]:
+        yield from enough
+        return
+    least, changes = measure(run, workload(run)).peak, {}
+    for rung, first in zip(RUNGS, alone, strict=True):
+        found = try_rung(with_changes(run, changes), rung) if changes else first
+        if found is not None and found.footprint.peak < least:
+            changes, least = changes | found.changes, found.footprint.peak
+            yield dataclasses.replace(found, changes=changes)
+        if least <= memory:
+            return
+
+
+def with_changes(run: Run, changes: dict[str, Any]) -> Run:
+    """`run` with other arguments of its config and its model."""
+    of_model = {field.name for field in dataclasses.fields(run.model)} & set(changes)
+    config = dataclasses.replace(run.config, **{name: changes[name] for name in changes if name not in of_model})
+    return dataclasses.replace(
+        run, config=config, model=dataclasses.replace(run.model, **{n: changes[n] for n in of_model})
+    )
+
+
+Rung = Callable[[Run, Workload], Iterator[tuple[dict[str, Any], str]]]
+
+
+def _checkpointing(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not run.config.activation_checkpointing:
+        changes = {"activation_checkpointing": True, "gradient_checkpointing": True}
+        yield changes, "the same update, about a third slower"
+
+
+def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    rows, accumulation = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
+    for smaller in sorted({n for n in (rows // 2, rows // 4, 1) if n and rows % n == 0} - {rows}, reverse=True):
+        times = rows // smaller
+        changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}
+        if getattr(run.config, "steps_per_generation", None):
+            changes["steps_per_generation"] = run.config.steps_per_generation * times
+        yield changes, "the same update in smaller parts"
+
+
+def _half_precision(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not (run.config.bf16 or run.config.fp16) and run.model.dtype in (None, "float32"):
+        yield {"bf16": True}, "products in bfloat16, weights as they are"
+
+
+def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if builder.plain(run.config.optim).startswith("adamw_torch") and importlib.util.find_spec("bitsandbytes"):
+        yield {"optim": "adamw_8bit"}, "the optimizer's state is rounded to 8 bits"
+
+
+def _adapter(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not run.model.use_peft:
+        changes: dict[str, Any] = {"use_peft": True, "lora_target_modules": ["all-linear"]}
+        if work.loss == "score":
+            changes["lora_task_type"] = "SEQ_CLS"
+        yield changes, "trains an adapter, not the weights"
+
+
+def _four_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not (run.model.load_in_4bit or run.model.load_in_8bit) and importlib.util.find_spec("bitsandbytes"):
+        changes = dict(next(_adapter(run, work), ({}, ""))[0])
+        yield changes | {"load_in_4bit": True}, "trains an adapter on weights that are rounded to 4 bits"
+
+
+RUNGS: tuple[Rung, ...] = (_checkpointing, _smaller_batches, _half_precision, _eight_bits, _adapter, _four_bits)

@@ -1,0 +1,160 @@
+"""What the model is trained on, shown: each token of a row, which of them the loss predicts, and where documents begin.
+
+In colour on a terminal, between brackets where there is none, and as a page that opens anywhere and fetches nothing.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from posttrain.core.logging.plots import PAGE
+
+TRAINED = ("\x1b[30;42m", "\x1b[30;102m")  # two greens in turn, so that the borders of tokens show
+READ = ("\x1b[90m", "\x1b[37m")  # and two greys
+RULE, RESET = "\x1b[36m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One token; or several, where letters of several bytes lie across them.
+
+    text: what it reads. ids: its tokens. trained: the loss predicts it. label: what the loss wants instead, where the label
+    is another token.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    trained: bool
+    label: str | None = None
+
+
+@dataclass
+class Document:
+    """A text of a row: `title` says which it is."""
+
+    title: str
+    cells: list[Cell] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """A row of a batch: one document, or several that are packed."""
+
+    title: str
+    documents: list[Document]
+
+
+def cells_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[Cell]:
+    """The cells of one document.
+
+    Args:
+        ids: its tokens. labels: aligned with them, -100 where nothing is trained; nothing predicts the first.
+        tokenizer: has ``decode``.
+    """
+    cells: list[Cell] = []
+    start = 0
+    for i, token in enumerate(ids):
+        trained = i > 0 and labels[i] != -100
+        # Some tokenizers drop the space that a text begins with: it is decoded after a few tokens more, which are taken off.
+        before = list(ids[max(0, start - 4) : start])
+        text = tokenizer.decode([*before, *ids[start : i + 1]])[len(tokenizer.decode(before)) :]
+        last = i + 1 == len(ids)
+        next_differs = not last and (labels[i + 1] != -100) != trained
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and i - start < 4 and not last and not next_differs:
+            continue  # the first bytes of a letter
+        other = tokenizer.decode([labels[i]]) if trained and labels[i] != token else None
+        cells.append(Cell(text, tuple(int(one) for one in ids[start : i + 1]), trained, other))
+        start = i + 1
+    return cells
+
+
+def as_text(rows: Sequence[Row], color: bool) -> str:
+    """The rows for a terminal; without `color` what is trained on stands between ⟦ and ⟧."""
+    lines = []
+    for row in rows:
+        lines.append(_rule(f"━━ {row.title} ", "━", color))
+        for document in row.documents:
+            if len(row.documents) > 1:
+                lines.append(_rule(f"── {document.title} ", "─", color))
+            lines.append(_colored(document.cells) if color else _bracketed(document.cells))
+    return "\n".join(lines)
+
+
+def legend(color: bool) -> str:
+    """What the colours or brackets of `as_text` mean."""
+    if color:
+        return f"{TRAINED[0]} trained {TRAINED[1]} on {RESET}  {READ[0]}read {READ[1]}only{RESET}  (a change of shade is a token's end)"
+    return "⟦trained on⟧  read only"
+
+
+def _rule(text: str, line: str, color: bool) -> str:
+    text += line * max(3, 78 - len(text))
+    return f"{RULE}{text}{RESET}" if color else text
+
+
+def _colored(cells: Sequence[Cell]) -> str:
+    parts = []
+    for number, cell in enumerate(cells):
+        style = (TRAINED if cell.trained else READ)[number % 2]
+        # A style ends before a line break and begins again after it: terminals paint the rest of the line else.
+        text = _visible(_with_label(cell)).replace("\n", f"↵{RESET}\n{style}")
+        parts.append(f"{style}{text}{RESET}")
+    return "".join(parts)
+
+
+def _bracketed(cells: Sequence[Cell]) -> str:
+    text, inside = "", False
+    for cell in cells:
+        if cell.trained != inside:
+            text, inside = text + ("⟦" if cell.trained else "⟧"), cell.trained
+        text += _visible(_with_label(cell))
+    return text + ("⟧" if inside else "")
+
+
+def _with_label(cell: Cell) -> str:
+    return cell.text if cell.label is None else f"{cell.text}→{cell.label}"
+
+
+def _visible(text: str) -> str:
+    """`text` with control characters as their codes: data must not steer the terminal."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else f"\\x{ord(c):02x}" for c in text
+    )
+
+
+def as_html(rows: Sequence[Row], report: Sequence[str], title: str = "What is trained on") -> str:
+    """The rows as a page, under the lines of a `report`; pointing at a token shows its id."""
+    body = [f"<h1>{escape(title)}</h1>", f"<pre>{escape(chr(10).join(report))}</pre>"]
+    body.append('<p><span class="t">trained on</span> <span>read only</span></p>')
+    for row in rows:
+        body.append(f"<h2>{escape(row.title)}</h2>")
+        for document in row.documents:
+            if len(row.documents) > 1:
+                body.append(f"<h3>{escape(document.title)}</h3>")
+            body.append(f'<div class="row">{"".join(_span(cell) for cell in document.cells)}</div>')
+    return PAGE.format(title=escape(title), style=STYLE, body="\n".join(body))
+
+
+def _span(cell: Cell) -> str:
+    text = escape(_visible(_with_label(cell))).replace("\n", "<i>↵</i>\n")
+    kind = ' class="t"' if cell.trained else ""
+    return f'<span{kind} title="{" ".join(map(str, cell.ids))}">{text}</span>'
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1d21; --soft: #6a7076; --page: #fff; --trained: #b7ebc3; --edge: #8fd3a0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --soft: #9aa0a6; --page: #16181b; --trained: #1f5b31; --edge: #2f7d47; }
+}
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.25rem; } h2 { font-size: 1rem; margin: 1.5rem 0 .5rem; } h3 { font-size: .85rem; color: var(--soft); }
+pre, .row { font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
+.row span { color: var(--soft); border-right: 1px dotted var(--soft); }
+span.t, .row span.t { background: var(--trained); color: var(--ink); border-right: 1px solid var(--edge); }
+i { opacity: .5; font-style: normal; }
+"""

@@ -1,0 +1,274 @@
+"""Search for hyperparameters: many runs of one trainer, each with other arguments, and the best of them.
+
+The runner stands above the trainer. It lends it the arguments, the folder and the callbacks of one trial, lets it train,
+and takes them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from posttrain.core.callbacks import CallbackHandler, TrainerCallback
+from posttrain.core.checkpoint import Store
+from posttrain.core.config import translate_old_names
+from posttrain.core.distributed import Distributed
+from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
+from posttrain.core.logging.metrics import is_timing
+from posttrain.core.logging.trackers import afresh
+from posttrain.core.state import has_state
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+DIRECTIONS = ("minimize", "maximize")
+# What a trainer has used by the time that it is built: to change it between trials would do nothing, silently.
+FIXED = {
+    "output_dir", "resume_from_checkpoint", "report_to", "disable_tqdm", "full_determinism",
+    "log_level", "log_level_replica", "log_on_each_node",
+}  # fmt: skip
+OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
+
+
+class BestRun(NamedTuple):
+    """The best trial of a search.
+
+    Args:
+        run_id: number of the trial; its files lie in ``run-<run_id>`` below the output folder, unless ``hp_name`` named it.
+        objective: what it reached; a list where there are several objectives.
+        hyperparameters: what was suggested to it.
+        run_summary: the whole `optuna.Study`, on the main process.
+    """
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+def default_hp_space(trial: Any) -> dict[str, Any]:
+    """Learning rate, epochs, seed and batch size, within the bounds that transformers searches."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
+
+
+def default_compute_objective(metrics: dict[str, float]) -> float | None:
+    """The sum of all metrics but the loss and those of speed and progress; ``eval_loss`` where there is no other."""
+    beside = ("eval_loss", "epoch", "num_input_tokens_seen")
+    others = [value for name, value in metrics.items() if name not in beside and not is_timing(name)]
+    return sum(others) if others else metrics.get("eval_loss")
+
+
+def search(
+    trainer: Trainer,
+    hp_space: Callable[[Any], dict[str, Any]] | None = None,
+    compute_objective: Callable[[dict[str, float]], Any] | None = None,
+    n_trials: int | None = 20,
+    direction: str | list[str] = "minimize",
+    backend: str | None = None,
+    hp_name: Callable[[Any], str] | None = None,
+    **kwargs: Any,
+) -> BestRun | list[BestRun]:
+    """Train `trainer` again and again with arguments that optuna suggests.
+
+    Each trial has a fresh model, fresh states of the callbacks and a folder of its own. Every evaluation along the way is
+    reported, and a trial that the study's pruner gives up ends there, with its trackers closed. A trial whose loss is not
+    finite counts as failed, and the search goes on. With several processes, the first one runs the study and all train;
+    suggest everything in `hp_space` then, nothing in ``model_init``.
+
+    Args:
+        trainer: a trainer with a ``model_init``, which may take the trial. Afterwards it has its own arguments again.
+        hp_space: ``trial -> {argument: value}``; by default `default_hp_space`.
+        compute_objective: ``metrics -> number``, or one number for each direction. By default the evaluation loss, or
+            `default_compute_objective` where the trainer computes metrics.
+        n_trials: how many runs; None goes on until ``timeout``.
+        direction: "minimize" or "maximize"; a list for several objectives.
+        backend: "optuna", the only one.
+        hp_name: ``trial -> name`` of its folder and its run in the trackers; by default ``run-<number>``.
+        **kwargs: for `optuna.create_study` (sampler, pruner, storage, ...) and `optuna.Study.optimize` (timeout, catch,
+            callbacks, gc_after_trial, show_progress_bar).
+
+    Returns:
+        The best run; of several objectives, the list of those that no other run beats in all of them.
+
+    Raises:
+        ConfigError: a suggested argument does not exist, or cannot have that value.
+        RuntimeError: not one trial was completed.
+    """
+    _check(trainer, compute_objective, direction, backend, kwargs)
+    optuna = require("optuna", "optuna", why="a search for hyperparameters")
+    several = not isinstance(direction, str)
+    objective = compute_objective or _default_objective(trainer)
+    hp_space, dist = hp_space or default_hp_space, trainer.dist
+    options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
+    borne = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
+    goal = {"directions": list(direction)} if several else {"direction": direction}
+
+    def run(trial: Any, name: str, values: dict[str, Any]) -> Any:
+        reporter = _Reporter(trial, name, objective, trainer, reports=not several)
+        with _lent(trainer, _trial_arguments(trainer, name, values), reporter):
+            trainer.train(trial=trial)
+            if reporter.value is None:
+                metrics = trainer.evaluate()
+                reporter.value = reporter.measure(metrics) if reporter.value is None else reporter.value
+        if reporter.pruned:
+            raise optuna.TrialPruned
+        return reporter.value
+
+    def run_everywhere(trial: Any) -> Any:
+        values = hp_space(trial)
+        if not isinstance(values, dict):
+            raise TypeError(f"hp_space must return a dict of arguments, but returned {values!r}.")
+        name = f"run-{trial.number}" if hp_name is None else str(hp_name(trial))
+        dist.broadcast_object(((trial.number, trial.params, name, values), None))
+        return run(trial, name, values)
+
+    best = None
+    if not dist.is_main:
+        while (message := dist.broadcast_object(None))[0] is not None:
+            number, params, name, values = message[0]
+            with contextlib.suppress(optuna.TrialPruned, *borne):
+                run(optuna.trial.FixedTrial(params, number), name, values)
+        if message[1] is None:
+            raise RuntimeError("The search failed on the main process; its message says why.")
+        return message[1]
+    try:
+        study = optuna.create_study(**goal, **kwargs)
+        study.optimize(run_everywhere, n_trials=n_trials, catch=borne, **options)
+        best = _best(study, several)
+    finally:
+        dist.broadcast_object((None, best))
+    return [one._replace(run_summary=study) for one in best] if several else best._replace(run_summary=study)
+
+
+def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: Any, kwargs: dict[str, Any]) -> None:
+    backend = getattr(backend, "value", backend)
+    if backend not in (None, "optuna"):
+        raise ValueError(f"search: backend={backend!r} is not supported; use 'optuna', or leave it out.")
+    if trainer.model_init is None:
+        raise ValueError("search: each trial needs a fresh model; build the trainer with model_init instead of model.")
+    if trainer.eval_dataset is None:
+        raise ValueError("search: trials are compared by their evaluations; build the trainer with an eval_dataset.")
+    if kwargs.pop("n_jobs", 1) != 1:
+        raise ValueError(
+            "search: a trainer runs one trial at a time (n_jobs=1); start the program several times with one `storage`, "
+            "study_name and load_if_exists=True to share the trials between processes."
+        )
+    for one in [direction] if isinstance(direction, str) else direction:
+        if one not in DIRECTIONS:
+            raise ValueError(f"search: direction={one!r} is not minimize or maximize{did_you_mean(one, DIRECTIONS)}")
+    if not isinstance(direction, str) and compute_objective is None:
+        raise ValueError(
+            f"search: direction={direction!r} asks for {len(direction)} objectives; pass compute_objective, which returns "
+            "one number for each."
+        )
+
+
+def _default_objective(trainer: Trainer) -> Callable[[dict[str, float]], float | None]:
+    if trainer.compute_metrics is not None:
+        return default_compute_objective
+    # Not the sum of whatever a trainer logs of its own: of a token count, more would be worse.
+    sets = trainer.eval_dataset
+    losses = [f"eval_{name}_loss" for name in sets] if isinstance(sets, dict) else ["eval_loss"]
+    return lambda metrics: sum(metrics[name] for name in losses) if metrics.keys() >= set(losses) else None
+
+
+def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any:
+    """The trainer's arguments with those of one trial in their place, checked."""
+    args = trainer.args
+    values, problems = translate_old_names(type(args), values)
+    fixed = FIXED | set(getattr(trainer, "fixed_at_construction", ()))
+    problems += [
+        f"{field} is used when the trainer is built, so a trial cannot change it" for field in values if field in fixed
+    ]
+    if problems:
+        raise ConfigError(f"Trial {name}", problems)
+    # Trackers group the trials of a search by the name of the run.
+    mine = {"output_dir": os.path.join(args.output_dir, name), "run_name": args.run_name or args.output_dir}
+    return dataclasses.replace(args, **mine, resume_from_checkpoint=None, **values)
+
+
+class _Reporter(TrainerCallback):
+    """Hands each whole evaluation to the trial, and ends the run when the study gives it up."""
+
+    def __init__(
+        self, trial: Any, name: str, objective: Callable[[dict[str, float]], Any], trainer: Trainer, reports: bool
+    ) -> None:
+        self.trial, self.name, self.objective, self.dist = trial, name, objective, trainer.dist
+        self.reports = reports  # studies of several objectives take no reports
+        self.num_sets = len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else 1
+        self.value: Any = None
+        self.pruned = False
+        self._parts: list[dict[str, float]] = []
+
+    def measure(self, metrics: dict[str, float]) -> Any:
+        """The objective as plain numbers. It gets a copy, for it may pop what it does not want."""
+        value = self.objective(dict(metrics))
+        if value is None:
+            raise ValueError(
+                f"search: the evaluation gave no objective, only {', '.join(metrics)}; pass compute_objective."
+            )
+        return [float(one) for one in value] if isinstance(value, (list, tuple)) else float(value)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.trial_name, state.trial_params = self.name, dict(self.trial.params)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if not any(name.startswith("eval_") for name in metrics):
+            return  # of another dataset, by somebody else's wish
+        self._parts.append(metrics)
+        if len(self._parts) < self.num_sets:
+            return
+        self.value = self.measure({name: value for part in self._parts for name, value in part.items()})
+        self._parts = []
+        if self.reports:
+            self.trial.report(self.value, state.global_step)
+            # Only the main process knows the study, and all must stop together.
+            self.pruned = self.dist.broadcast_object(self.trial.should_prune())
+            control.should_training_stop = control.should_training_stop or self.pruned
+
+
+@contextlib.contextmanager
+def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
+    """`trainer` with everything that hangs on its arguments made anew for one trial; put back at the end."""
+    names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size", "_kept_loaders")
+    own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
+    handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
+    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else afresh(cb) for cb in handler.callbacks]
+    trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
+    trainer.dist = Distributed(args)
+    trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size
+    trainer.callback_handler = CallbackHandler([reporter, *fresh], processing_class=trainer.processing_class)
+    try:
+        yield
+    except BaseException:  # the trackers of this trial must not take in the records of the next
+        trainer.callback_handler.call_event("on_train_end", args, trainer.state, trainer.control)
+        raise
+    finally:
+        vars(trainer).update(own)
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+
+
+def _best(study: Any, several: bool) -> BestRun | list[BestRun]:
+    states = Counter(trial.state.name for trial in study.trials)
+    if not states["COMPLETE"]:
+        counts = ", ".join(f"{count} {state.lower()}" for state, count in states.items()) or "there was none"
+        raise RuntimeError(f"search: no trial was completed ({counts}), so none is the best.")
+    if several:
+        return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
+    return BestRun(str(study.best_trial.number), study.best_value, study.best_params)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, type) else tuple(value)

@@ -1,0 +1,495 @@
+"""Whether a step may be applied: a loss or a gradient that is NaN or infinite is kept from the weights, and traced.
+
+`FiniteGuard` decides, step by step. `first_nonfinite` runs a batch again and says which module the numbers went bad in;
+`watched` looks at every module of every step, for runs that are being debugged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from posttrain.core.config import opt
+from posttrain.core.errors import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+# On an accelerator a step is judged this many steps later: the device is then done with it, so nothing is waited for.
+LAG = 4
+ROWS_NAMED = 16
+
+
+@dataclass
+class HealthArguments:
+    """What happens when numbers are no longer finite."""
+
+    on_nonfinite: str = opt(
+        "stop", "At a loss or gradient that is NaN or infinite: stop the run, skip that update, or warn and make it.",
+        choices=("stop", "skip", "warn"), old_flags=("logging_nan_inf_filter", "no_logging_nan_inf_filter"),
+    )  # fmt: skip
+    max_nonfinite_steps: int = opt(
+        5, "Such updates in a row after which the run stops even where `on_nonfinite` lets it go on.", min=1
+    )
+    debug: str | list[str] = opt(
+        "", "underflow_overflow: look at the output of every module in every step, and name the first that overflows."
+    )
+
+    def _normalize(self) -> None:
+        if self.debug is None or isinstance(self.debug, str):
+            self.debug = (self.debug or "").split()
+        self.debug = [str(getattr(name, "value", name)) for name in self.debug]
+
+    def _problems(self) -> Iterator[str]:
+        for name in self.debug:
+            if name == "tpu_metrics_debug":
+                yield "debug='tpu_metrics_debug': TPUs are not supported; leave it out"
+            elif name != "underflow_overflow":
+                yield f"debug holds {name!r}; it may hold 'underflow_overflow'"
+
+
+@dataclass(slots=True)
+class Update:
+    """An update of the weights, as long as it is not known whether its numbers are finite.
+
+    Attributes:
+        step: updates before it.
+        epoch, first_batch: the pass over the data, and how many of its micro-batches were drawn before.
+        window: its micro-batches.
+        losses: the share of each of them in the loss, shape () each.
+        loss, grad_norm: shape ().
+        num_items: items in the window, shape (), where they were counted.
+        origins: for each micro-batch, which of those that the loader gave for this window it is a part of; None: itself.
+    """
+
+    step: int
+    epoch: int
+    first_batch: int
+    window: list[Any]
+    losses: list[torch.Tensor]
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    num_items: torch.Tensor | None = None
+    origins: list[int] | None = None
+
+    @property
+    def lacks_labels(self) -> bool:
+        return self.num_items is not None and not int(self.num_items)
+
+    def origin(self, number: int) -> int:
+        return number if self.origins is None else self.origins[number]
+
+    def bad_batches(self) -> list[int]:
+        """Which micro-batches of the window had a loss that is not finite; all of them where only the gradient is bad."""
+        bad = [number for number, loss in enumerate(self.losses) if not math.isfinite(float(loss))]
+        return bad or list(range(len(self.losses)))
+
+
+class FiniteGuard:
+    """Keeps updates that are not finite from the weights, without waiting for the device where that can be.
+
+    On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are looked at before each step. A fused
+    optimizer on another device is handed a flag instead, which its kernel reads: it leaves weights and moments as they are,
+    and the flag is read some steps later.
+
+    Args:
+        policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
+        limit: such updates in a row after which the run stops in any case.
+        report: ``(update, stops, steps since) -> text``: what to say of an update. Called on every process at once.
+        total: the sum of a number or a tensor over all processes.
+        lag: steps after which a flag is read.
+    """
+
+    def __init__(
+        self,
+        policy: str = "stop",
+        limit: int = 5,
+        report: Callable[[Update, bool, int], str] | None = None,
+        total: Callable[[Any], Any] | None = None,
+        lag: int = LAG,
+    ) -> None:
+        self.policy, self.limit, self.lag = policy, limit, lag
+        self._report, self._total = report or (lambda update, stops, late: describe(update, policy, late)), total
+        self._pending: deque[tuple[_Flag, Update]] = deque()
+        self._flagged: torch.optim.Optimizer | None = None
+        self.in_a_row = self.since_log = self.count = 0
+        self._seen_labels, self._without_labels, self._has_warned = False, "", False
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
+    ) -> bool:
+        """Whether `optimizer` may make `update` now.
+
+        Args:
+            loss_scale: gives the scale of a loss scaler that is in use. It skips steps whose gradients overflow and
+                lowers the scale, which is no fault as long as there is a scale to lower.
+
+        Raises:
+            NonFiniteError: the update is not finite, or an earlier one was not, and the run is to stop.
+        """
+        if loss_scale is not None:
+            bad = not math.isfinite(update.loss.item())
+            bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
+        elif update.grad_norm.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            bad = not (math.isfinite(update.loss.item()) and math.isfinite(update.grad_norm.item()))
+        else:
+            self.flag(optimizer, update)
+            return True
+        if self._total is not None:
+            bad = bool(self._total(int(bad)))
+        return self._judge(bad, update, 0)
+
+    def flag(self, optimizer: torch.optim.Optimizer, update: Update) -> None:
+        """Let a fused `optimizer` skip its next step if `update` is not finite; nothing is waited for.
+
+        Raises:
+            NonFiniteError: an update `lag` steps ago was not, and the run is to stop.
+        """
+        bad = (~(torch.isfinite(update.loss) & torch.isfinite(update.grad_norm))).float()
+        if self._total is not None:
+            bad = self._total(bad).clamp_(max=1)
+        if self.policy != "warn":
+            optimizer.found_inf, optimizer.grad_scale = bad, None
+            self._flagged = optimizer
+        self._pending.append((_Flag.of(bad), update))
+        if len(self._pending) > self.lag:
+            self._judge_oldest()
+
+    def settle(self) -> None:
+        """Judge every update that was flagged: before a log record, an evaluation, a checkpoint.
+
+        Raises:
+            NonFiniteError: one was not finite, and the run is to stop.
+        """
+        try:
+            while self._pending:
+                self._judge_oldest()
+        finally:
+            self._pending.clear()
+            if self._flagged is not None:  # or a step that somebody makes by hand would be skipped too
+                self._flagged.found_inf = self._flagged = None
+
+    def _judge_oldest(self) -> None:
+        flag, update = self._pending.popleft()
+        self._judge(flag.read(), update, len(self._pending))
+
+    def _judge(self, bad: bool, update: Update, late: int) -> bool:
+        if not bad:
+            self.in_a_row, self._seen_labels = 0, True
+            return True
+        if self._lacks_labels(update):
+            return self._leave_out(update, late)
+        self._seen_labels = True
+        self.in_a_row, self.since_log, self.count = self.in_a_row + 1, self.since_log + 1, self.count + 1
+        stops = self.policy == "stop" or self.in_a_row >= self.limit
+        text = self._report(update, stops, late)
+        if stops:
+            if self.policy != "stop":
+                text += f" The run stops: max_nonfinite_steps={self.limit} of them came in a row."
+            raise NonFiniteError(text)
+        logger.warning("%s", text)
+        return self.policy == "warn"
+
+    def _lacks_labels(self, update: Update) -> bool:
+        """Whether no process has a label in its part of `update`."""
+        lacks = update.lacks_labels
+        return lacks if self._total is None else not self._total(int(not lacks))
+
+    def _leave_out(self, update: Update, late: int) -> bool:
+        """Which labels there are may be drawn at random: a window without one is no fault, unless that goes on and on."""
+        self.in_a_row += 1
+        self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
+        logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
+        self._has_warned = True
+        return False
+
+    def finish(self) -> None:
+        """At the end of a run: judge what was flagged.
+
+        Raises:
+            NonFiniteError: one update was not finite and the run is to stop, or not one had a label.
+        """
+        self.settle()
+        if self._without_labels and not self._seen_labels:
+            raise NonFiniteError(f"{self._without_labels} It was so in every update of this run: nothing was learned.")
+
+    def logged(self) -> dict[str, int]:
+        """``{"nonfinite_steps": how many}`` since the last call, if there were any."""
+        count, self.since_log = self.since_log, 0
+        return {"nonfinite_steps": count} if count else {}
+
+    def state_dict(self) -> dict[str, int]:
+        counts = {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
+        return counts | {"seen_labels": self._seen_labels}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
+        self._seen_labels = state.get("seen_labels", True)  # earlier checkpoints do not say
+
+
+class _Flag(NamedTuple):
+    """A number on its way from the device to the host."""
+
+    value: torch.Tensor
+    event: Any = None
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> _Flag:
+        if value.is_cpu:
+            return cls(value)
+        host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.Event(device=value.device)
+        event.record()
+        return cls(host, event)
+
+    def read(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.value)
+
+
+# --------------------------------------------------------------------------------------------------- what is said of it
+
+
+def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
+    """What went wrong with `update` and what became of it, without naming the place.
+
+    Args:
+        late: updates that were made since.
+    """
+    if policy == "warn" and not update.lacks_labels:
+        fate = "The update was made all the same, as on_nonfinite='warn' asks."
+    elif late:
+        fate = "The update was not applied; those that followed were."
+    else:
+        fate = f"The update was not applied: the weights are those of update {update.step}."
+    if update.lacks_labels:
+        return (
+            f"Update {update.step + 1}: not one label of its rows is to be learned (all are -100), so there is no loss. {fate} "
+            "Where labels are drawn at random, larger batches have some; else leave such rows out of the dataset, or look at what "
+            "masks their labels."
+        )
+    loss, norm = float(update.loss), float(update.grad_norm)
+    return f"Update {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
+
+
+REMEDY = (
+    "Lower the learning rate, look at the rows of this batch, or use bf16 where fp16 overflows; on_nonfinite='skip' leaves "
+    "such updates out."
+)
+
+
+def name_batches(update: Update, rows_of: Callable[[int], list[int] | None]) -> str:
+    """The micro-batches of `update` that are at fault, with the rows in them: ``"batch 7 of epoch 0 (rows 3, 19)"``.
+
+    Args:
+        rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: not known.
+    """
+    named = []
+    for number in dict.fromkeys(update.first_batch + update.origin(bad) for bad in update.bad_batches()):
+        rows = rows_of(number)
+        shown = ", ".join(map(str, (rows or [])[:ROWS_NAMED])) + (", ..." if len(rows or []) > ROWS_NAMED else "")
+        named.append(f"batch {number} of epoch {update.epoch}{f' (rows {shown})' if rows else ''}")
+    return "; ".join(named)
+
+
+def plain_batch(batch: Any) -> Any:
+    """`batch` as dicts, lists, tensors and numbers alone, for a file; anything else as its text."""
+    if isinstance(batch, torch.Tensor):
+        return batch.detach()
+    if isinstance(batch, Mapping):
+        return {str(name): plain_batch(value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [plain_batch(value) for value in batch]
+    return batch if isinstance(batch, (str, bool, int, float, type(None))) else str(batch)
+
+
+# ------------------------------------------------------------------------------------------------------ float16 weights
+
+
+def has_float16(model: nn.Module) -> bool:
+    """Whether weights that are trained are in float16."""
+    return any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in model.parameters())
+
+
+def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
+    """Say what weights in float16 need before they are trained.
+
+    Args:
+        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
+        has_engine: DeepSpeed keeps float32 copies of the weights and scales the loss by itself.
+
+    Raises:
+        ValueError: with fp16, whose loss scaler needs gradients in float32.
+    """
+    if has_engine or not has_float16(model):
+        return
+    what = f"The weights of this {type(model).__name__} that are trained are in float16"
+    remedy = "Load the model in float32 (dtype=torch.float32), with fp16=True for products in float16, or in bfloat16."
+    if precision == "fp16":
+        raise ValueError(
+            f"{what}, and fp16=True scales the loss, for which gradients must be in float32. {remedy} An adapter on a "
+            "float16 model is fine, if it is in float32 itself."
+        )
+    logger.warning(
+        "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses overflow, and Adam "
+        "divides by 0. Updates that are not finite are left out, as a loss scaler would; after max_nonfinite_steps in a row the "
+        "run stops. %s", what, remedy,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- where it started
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and not value.is_meta:
+            yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+
+
+def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, whatever is found first; minus infinity only where there is nothing else, since
+    masks hold it rightly."""
+    lowest = None
+    for tensor in tensors:
+        values = tensor.detach()
+        if bool(torch.isfinite(values).all()):
+            continue
+        if bool(values.isnan().any()):
+            return "NaN"
+        if bool(values.isposinf().any()):
+            return "inf"
+        lowest = "-inf"
+    return lowest
+
+
+@dataclass
+class _Trace:
+    """What the hooks of `first_nonfinite` have seen; the first of each kind stays."""
+
+    forward: str | None = None
+    lowest: str | None = None
+    backward: str | None = None
+    handles: list[Any] = field(default_factory=list)
+
+    def saw_output(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        fault = _fault(_tensors(output))
+        if fault == "-inf":
+            self.lowest = self.lowest or f"the output of {where} is the first to hold -inf"
+        elif fault is not None and self.forward is None:
+            before = _fault(_tensors(given))
+            if before in ("NaN", "inf"):
+                self.forward = f"what reaches {where} holds {before} already, from outside of any module"
+            else:
+                self.forward = f"the output of {where} is the first to hold {fault}"
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.saw_gradient(grad, f"the gradient at the output of {where}"))
+
+    def saw_gradient(self, gradient: torch.Tensor, what: str) -> None:
+        if self.backward is None and (fault := _fault(iter([gradient]))) is not None:
+            self.backward = f"{what} is the first in the backward pass to hold {fault}"
+
+
+def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> str | None:
+    """Where the numbers go bad when `run` is called with each of `batches` in turn; None where they stay finite.
+
+    Parameters and batches are looked at first, then the output of each module in the order of the forward pass, then what
+    `run` returns (the loss), then the gradients in the order of the backward pass, if `run` makes one. Waits for the device at each of them.
+    """
+    for name, parameter in model.named_parameters():
+        if (fault := _fault(_tensors(parameter))) in ("NaN", "inf"):
+            return f"the parameter {name} holds {fault} already"
+    for batch in batches:
+        for name, value in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
+            if (fault := _fault(_tensors(value))) in ("NaN", "inf"):
+                return f"the batch itself holds {fault}{f', in {name}' if name else ''}"
+    trace = _Trace()
+    try:
+        for name, module in model.named_modules():
+            hook = _hook(trace, name)
+            trace.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                what = f"the gradient of {name}"
+                trace.handles.append(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
+        loss = _fault(_tensors([run(batch) for batch in batches]))
+    finally:
+        for handle in trace.handles:
+            handle.remove()
+    itself = (
+        loss
+        and f"the loss itself is {loss}, where every module's output is finite: look at how it is computed from them"
+    )
+    return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
+
+
+def spoilt_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that hold NaN, as running statistics do after one bad batch: no skipped update mends them."""
+    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())]
+
+
+def _hook(trace: _Trace, name: str) -> Callable[..., None]:
+    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        trace.saw_output(name, module, (args, kwargs), output)
+
+    return saw
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
+    """Look at the output of every module on each forward pass in here; slow, for finding where numbers overflow.
+
+    Args:
+        frames: how many modules are listed, up to the one at fault, with the smallest and largest magnitude of their
+            weights and outputs: the smallest show where fp16 underflows.
+
+    Raises:
+        NonFiniteError: at the first module whose output holds NaN or an infinity.
+    """
+    seen: deque[str] = deque(maxlen=frames)
+
+    def look(name: str) -> Callable[..., None]:
+        def saw(module: nn.Module, given: Any, output: Any) -> None:
+            weights = "".join(f", {n} {_range(p)}" for n, p in module.named_parameters(recurse=False))
+            outputs = ", ".join(_range(tensor) for tensor in _tensors(output))
+            seen.append(f"  {name or 'the model'} ({type(module).__name__}): output {outputs or 'no tensor'}{weights}")
+            if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
+                listing = "\n".join(seen)
+                raise NonFiniteError(
+                    f"debug='underflow_overflow': the output of {name or 'the model'} ({type(module).__name__}) holds {fault}. "
+                    f"The last modules, with the smallest and largest magnitude of their numbers:\n{listing}"
+                )
+
+        return saw
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _range(tensor: torch.Tensor) -> str:
+    if not tensor.numel():
+        return "empty"
+    magnitude = tensor.detach().float().abs()
+    return f"{float(magnitude.min()):.2e} to {float(magnitude.max()):.2e}"

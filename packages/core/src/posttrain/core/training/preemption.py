@@ -1,0 +1,225 @@
+"""Ends that come from outside: signals and a time limit, noticed at once and answered where a run can be gone on from.
+
+A run asks at the end of each update, and between the batches of an evaluation. Several processes must leave at the same
+update: about four times a second they hold a ballot, which costs none of them a wait, and act on the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.config import opt
+from posttrain.core.data import workers
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Flags of the control that a run which is left has not answered; it does when it goes on.
+LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
+#: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
+TIME_IS_UP = 1
+
+
+@dataclass
+class InterruptArguments:
+    """What happens when a run is to end before it is done."""
+
+    save_on_signal: bool | None = opt(
+        None,
+        "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a second "
+        "signal ends at once. None: unless save_strategy is 'no'.",
+        flag=True,
+    )
+    enable_jit_checkpoint: bool = opt(
+        False, "transformers' name for `save_on_signal`: on, signals are answered with save_strategy='no' too."
+    )
+    save_on_exception: bool = opt(
+        False,
+        "When training raises, save the last whole update first. Costs a copy of the random state at each update.",
+    )
+    max_time: float | str | None = opt(
+        None,
+        "Save a checkpoint and stop after so long: seconds, or '[days:]hours:minutes:seconds'. Updates are finished first, so "
+        "leave room for one and for the save.",
+    )
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            value = None if self.max_time is None else seconds(self.max_time)
+        except ValueError:
+            yield f"max_time={self.max_time!r} is neither seconds nor '[days:]hours:minutes:seconds'"
+        else:
+            if value is not None and value <= 0:
+                yield f"max_time={self.max_time!r} must be more than nothing"
+
+
+def seconds(duration: float | str) -> float:
+    """``"1:30:00"`` -> 5400.0; a number, or its text, is seconds already.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
+        return float(duration)
+    match = re.fullmatch(r"\s*(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)\s*", duration)
+    if match is None:
+        raise ValueError(f"{duration!r} is no duration")
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+class Left(BaseException):
+    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an error.
+
+    Args:
+        reason: the number of the signal, or `TIME_IS_UP`.
+    """
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def exit(self) -> BaseException | None:
+        """What ends the program, with 128 + the number of the signal, by which a scheduler tells it from success. None
+        where the time was up."""
+        if self.reason == TIME_IS_UP:
+            return None
+        return (Interrupted if self.reason == signal.SIGINT else SystemExit)(128 + self.reason)
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Ctrl-C, after the checkpoint: scripts and notebooks catch it as the `KeyboardInterrupt` that they expect, and a
+    program that does not catch it ends with its exit code."""
+
+    def __init__(self, code: int) -> None:
+        SystemExit.__init__(self, code)
+
+
+class EvaluationLeft(Left):
+    """An evaluation is given up because the run is to end; it is done when the run goes on."""
+
+
+class Watch:
+    """Notices signals and a time limit from `begin` to `end`.
+
+    Handlers are set in the main thread only, and only where the program has none of its own.
+
+    Args:
+        on_signals: whether signals are noticed.
+        limit: seconds after `begin`; None: no limit.
+        world_size: processes, which answer `due` alike.
+        device: that of this process.
+    """
+
+    def __init__(
+        self,
+        on_signals: bool = True,
+        limit: float | None = None,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.on_signals, self.limit, self.world_size = on_signals, limit, world_size
+        self._device = torch.device(device)
+        self._number = 0
+        self._until: float | None = None
+        self._before: dict[int, Any] = {}
+        self._ballot: _Ballot | None = None
+        self._calls, self._every, self._asked = 0, 1, time.monotonic()
+        self._process = os.getpid()
+
+    def begin(self) -> None:
+        """Notice from now on."""
+        self._until = None if self.limit is None else time.monotonic() + self.limit
+        if self.on_signals and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = before
+                    signal.signal(number, self._notice)
+        workers.keep_through_sigterm(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+
+    def end(self) -> None:
+        """Give the signals back; the run is over."""
+        self._give_back()
+        workers.keep_through_sigterm(False)
+
+    def _give_back(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _notice(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a forked worker: the process that it works for decides
+        self._number = number
+        self._give_back()  # the next signal does what it did before: it ends the program at once
+        # Not by `logging`, whose locks the interrupted code may hold.
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: finishing this update and saving a checkpoint; a second one ends at once.\n".encode())
+
+    @property
+    def own(self) -> int:
+        """The reason of this process to leave; 0: none."""
+        if self._number == 0 and self._until is not None and time.monotonic() >= self._until:
+            return TIME_IS_UP
+        return self._number
+
+    def due(self) -> int:
+        """The reason to leave now; 0: none. The processes get the same answer: what they knew at the ballot before."""
+        if self.world_size == 1:
+            return self.own
+        self._calls += 1
+        if self._calls < self._every:
+            return 0
+        reason, now = self._count(), time.monotonic()
+        # In whole milliseconds since the last ballot, so that all know how often to ask for about four a second.
+        self._ballot = _Ballot([self.own, int(1000 * (now - self._asked))], self._device)
+        self._calls, self._asked = 0, now
+        return reason
+
+    def settle(self, gather: Callable[[Any], list[Any]]) -> int:
+        """The reason to leave at the end of the run, after which nothing is asked."""
+        self._count()
+        return max(gather(self.own))
+
+    def _count(self) -> int:
+        if self._ballot is None:
+            return 0
+        ballot, self._ballot = self._ballot, None
+        reason, milliseconds = ballot.read()
+        self._every = min(max(self._every * 250 // max(milliseconds, 1), 1), 64)
+        return reason
+
+
+class _Ballot:
+    """The largest of each of `numbers` over the processes, which is on its way while they go on.
+
+    It takes the processes' own group: over the host's network where that carries tensors of the host, else on the device, beside
+    its work.
+    """
+
+    def __init__(self, numbers: list[int], device: torch.device) -> None:
+        self._numbers, self._event = torch.tensor(numbers), None
+        maximum, on_host = torch.distributed.ReduceOp.MAX, "cpu:gloo" in torch.distributed.get_backend_config()
+        if on_host or device.type == "cpu":
+            self._work = torch.distributed.all_reduce(self._numbers, maximum, async_op=True)
+            return
+        self._on_device = self._numbers.pin_memory().to(device, non_blocking=True)
+        work = torch.distributed.all_reduce(self._on_device, maximum, async_op=True)
+        self._numbers = self._numbers.pin_memory()
+        beside = torch.Stream(device=device)
+        with beside:
+            work.wait()  # this stream does, not the host
+            self._numbers.copy_(self._on_device, non_blocking=True)
+            self._event = beside.record_event()
+
+    def read(self) -> list[int]:
+        """The largest, once they are here: as a rule they are, since a ballot is read when the next is held."""
+        self._work.wait() if self._event is None else self._event.synchronize()
+        return self._numbers.tolist()

@@ -1,0 +1,318 @@
+"""What can be known of a run before a model is loaded: from its arguments, paths, packages and data. All of it in one message.
+
+A problem is a sentence, or an exception where code may wait for its type. Checks are generators of problems. There are three
+places to add one:
+
+- ``_preflight(self)`` of a class of arguments, for what these alone say; every class in the method resolution order has its own;
+- a function of this module, for what they say together with what the trainer was handed (`Parts`);
+- ``Trainer.preflight``, which calls the two and which subclasses extend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.callbacks import problems_of_callbacks
+from posttrain.core.data import chat_template, pipeline
+from posttrain.core.errors import ConfigError, missing
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.models import preparation
+from posttrain.core.optim import builder
+
+Problem = str | Exception
+
+#: Metrics that every evaluation has, besides those of the trainer.
+EVERY_EVALUATION = ("loss", "runtime", "samples_per_second", "steps_per_second", "mem_*")
+
+
+class PreflightError(ConfigError):
+    """Several things stand against a run, all found before a model was loaded. The message lists them, one a line.
+
+    Where one of them has a type of its own, such as `DataError`, the error is of that type too.
+    """
+
+    @classmethod
+    def of(cls, where: str, problems: Iterable[Problem]) -> PreflightError:
+        """The error that holds `problems`."""
+        found = list(problems)
+        sentences = dict.fromkeys(_sentence(problem) for problem in found)
+        kinds = dict.fromkeys(type(problem) for problem in found if isinstance(problem, Exception))
+        # Not those, such as OSError, that keep fields of their own: Python cannot lay two of them into one.
+        plain = [kind for kind in kinds if kind.__basicsize__ <= cls.__basicsize__ and not issubclass(cls, kind)]
+        try:
+            return type(cls.__name__, (cls, *plain), {"__module__": cls.__module__})(where, sentences)
+        except TypeError:  # kinds that contradict each other in their order
+            return cls(where, sentences)
+
+    def __reduce__(self):
+        return PreflightError, (self.where, self.problems)
+
+
+def _sentence(problem: Problem) -> str:
+    """`problem` as one line of a list."""
+    text = str(problem) or type(problem).__name__
+    return "; ".join(problem.problems) if isinstance(problem, ConfigError) else text
+
+
+@dataclass
+class Parts:
+    """What a trainer was handed beside its arguments.
+
+    Attributes:
+        trainer_class: the class that is being made.
+        model: a module, or the name or folder of one; None where `model_init` makes it.
+        train_dataset, eval_dataset: as they were passed.
+        datasets: ``{name in messages: dataset}`` of those that must be readable; None: made of the two.
+        processing_class: filled in by `tokenizer_problems` where it was not passed and the model was named.
+        auto_class: what a named model's `processing_class` is loaded with.
+    """
+
+    trainer_class: type | None = None
+    model: Any = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    data_collator: Any = None
+    model_init: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+    callbacks: Any = None
+    optimizers: tuple[Any, Any] = (None, None)
+    optimizer_cls_and_kwargs: Any = None
+    quantization_config: Any = None
+    peft_config: Any = None
+    ref_model: Any = None
+    datasets: dict[str, Any] | None = None
+    auto_class: str = "AutoTokenizer"
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, old_names: dict[str, Any], **given: Any) -> Parts:
+        """Those `given`, with what ``tokenizer=`` and ``callback=``, the earlier names of two of them, say among `old_names`."""
+        for old, new in (("tokenizer", "processing_class"), ("callback", "callbacks")):
+            if given.get(new) is None:
+                given[new] = old_names.get(old)
+        return cls(**given)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is given by name and still has to be loaded."""
+        return isinstance(self.model, (str, os.PathLike))
+
+    def is_ours(self, *methods: str) -> bool:
+        """Whether the trainer has none of `methods` from a class other than posttrain's."""
+        owners = (next((c for c in (self.trainer_class or object).__mro__ if m in vars(c)), None) for m in methods)
+        return all(owner is None or owner.__module__.startswith("posttrain.") for owner in owners)
+
+
+def raise_together(where: str, problems: Iterable[Problem]) -> None:
+    """Nothing, where there are none; the exception itself, where it is the only one.
+
+    Raises:
+        PreflightError: listing all, each once.
+    """
+    found = list({str(problem): problem for problem in problems}.values())
+    if len(found) == 1 and isinstance(found[0], Exception):
+        raise found[0]
+    if found:
+        raise PreflightError.of(where, found)
+
+
+def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exception]:
+    """What `check`, a function that raises, has to say."""
+    try:
+        check(*args, **kwargs)
+    except (TypeError, ValueError, OSError, ImportError, RuntimeError) as error:
+        yield error
+
+
+def of_arguments(*configs: Any) -> Iterator[Problem]:
+    """What the arguments ask for that this machine does not have: packages, files, folders, hardware."""
+    for config in configs:
+        for owner in reversed(type(config).__mro__):
+            if "_preflight" in vars(owner):
+                yield from vars(owner)["_preflight"](config)
+
+
+def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with what every trainer takes."""
+    yield from model_problems(args, parts)
+    yield from dataset_problems(args, parts)
+    yield from optimizer_problems(args, parts)
+    yield from metric_problems(args, parts)
+    yield from problems_of_callbacks(parts.callbacks, args)
+    if parts.data_collator is not None and not callable(parts.data_collator):
+        name = type(parts.data_collator).__name__
+        yield TypeError(f"data_collator must be callable with a list of rows; {name} is not.")
+    for name in ("compute_loss_func", "model_init"):
+        if (value := getattr(parts, name)) is not None and not callable(value):
+            yield TypeError(f"{name} must be a function; {value!r} is none.")
+
+
+def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
+    """What a command line asks for that cannot be had: of the config of its method, its model and its data."""
+    yield from of_arguments(config, *others)
+    yield from builder.package_problems(config)
+
+
+def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with a model that is given by name, with how it is to be loaded, and with its adapter."""
+    kwargs = getattr(args, "model_init_kwargs", None)
+    if parts.is_named:
+        yield from preparation.loading_problems(parts.model, kwargs, parts.quantization_config)
+        bits = preparation.asked_bits(kwargs, parts.quantization_config)
+        is_adapter = os.path.isfile(os.path.join(os.fspath(parts.model), "adapter_config.json"))
+        if bits and parts.peft_config is None and parts.train_dataset is not None and not is_adapter:
+            yield (
+                f"{bits}=True loads quantized weights, which cannot be trained themselves. Pass peft_config (e.g. "
+                "peft.LoraConfig()) to train an adapter on them, or load the model unquantized"
+            )
+    elif kwargs is not None or parts.quantization_config is not None:
+        yield ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+    if isinstance(parts.ref_model, nn.Module) and parts.ref_model is parts.model:
+        yield ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
+    if isinstance(parts.ref_model, (str, os.PathLike)):
+        yield from preparation.loading_problems(parts.ref_model, kwargs, None)
+    if parts.peft_config is not None:
+        yield from caught(preparation.check_peft_config, parts.peft_config)
+
+
+def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with the tokenizer or the tokens that the arguments name; loads that of a named model, which is small."""
+    if parts.processing_class is None and parts.is_named and preparation.missing_folder(parts.model) is None:
+        try:
+            parts.processing_class = preparation.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
+        except (OSError, ValueError, ImportError) as error:
+            yield error
+    if parts.processing_class is not None:
+        yield from chat_template.token_problems(parts.processing_class, args)
+    if (template := getattr(args, "chat_template_path", None)) is not None:
+        yield from caught(chat_template.load_template, template, args.trust_remote_code)
+
+
+def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with the rows, as far as it shows without reading them."""
+    sets = parts.datasets
+    if sets is None:
+        sets = {}
+        if parts.is_ours("get_train_dataloader"):
+            sets["train_dataset"] = parts.train_dataset
+        if parts.is_ours("get_eval_dataloader"):
+            sets |= named_sets(parts.eval_dataset)
+    for name, dataset in sets.items():
+        if dataset is not None:
+            yield from caught(pipeline.check_dataset, dataset, name)
+    if args.eval_strategy != "no" and (parts.eval_dataset is None or parts.eval_dataset == {}):
+        if parts.is_ours("get_eval_dataloader", "evaluate"):
+            yield ValueError(
+                f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
+            )
+    rows = parts.train_dataset
+    if args.train_sampling_strategy == "group_by_length" and rows is not None and not isinstance(rows, Mapping):
+        if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler"):
+            yield (
+                f"train_sampling_strategy='group_by_length' has no effect on a stream ({type(rows).__name__}), whose rows come in "
+                "their own order: leave it out, or pass rows that can be read by index"
+            )
+    if rows is not None and args.max_steps <= 0 and not isinstance(rows, Mapping) and pipeline.is_stream(rows):
+        if not pipeline.has_length(rows) and parts.is_ours("get_train_dataloader", "make_plan"):
+            yield ValueError(
+                f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of updates "
+                "cannot be computed from num_train_epochs. Set max_steps."
+            )
+
+
+def no_dataset_problems(parts: Parts) -> Iterator[ValueError]:
+    """Says that there is nothing to train or to evaluate on."""
+    if parts.train_dataset is None and parts.eval_dataset is None:
+        yield ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
+
+
+def named_sets(eval_dataset: Any) -> dict[str, Any]:
+    """``{name in messages: dataset}`` of one or several sets to evaluate on."""
+    if isinstance(eval_dataset, Mapping):
+        return {f"{name}_dataset": dataset for name, dataset in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
+
+
+def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with the optimizer that was passed, or with the one that is named."""
+    if not isinstance(parts.optimizers, (tuple, list)) or len(parts.optimizers) != 2:
+        yield TypeError(f"optimizers={parts.optimizers!r} must be a pair (optimizer, lr_scheduler); each may be None.")
+        return
+    optimizer, scheduler = parts.optimizers
+    chosen = parts.optimizer_cls_and_kwargs
+    if optimizer is not None and chosen is not None:
+        yield ValueError(
+            "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
+        )
+    if parts.model_init is not None and (optimizer is not None or scheduler is not None):
+        yield ValueError(
+            "model_init makes new parameters at each train, which the optimizer in optimizers does not know; pass a "
+            "model, or optimizer_cls_and_kwargs, or override create_optimizer."
+        )
+    if chosen is not None and not (isinstance(chosen, (tuple, list)) and len(chosen) == 2):
+        yield TypeError(f"optimizer_cls_and_kwargs={chosen!r} must be a pair (class, dict of its arguments).")
+    own = optimizer is None and chosen is None and parts.train_dataset is not None
+    if own and parts.is_ours("create_optimizer", "get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"):
+        yield from builder.package_problems(args)
+
+
+def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """What is wrong with `compute_metrics`, or with the metric that the best model is chosen by."""
+    yield from caught(eval_loop.check_metrics, parts.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
+    wanted, sets = args.metric_for_best_model, parts.eval_dataset
+    if wanted is None or args.eval_strategy == "no" or not parts.is_ours("evaluate", "evaluation_loop", "log"):
+        return
+    if any(hasattr(type(callback), "on_evaluate") for callback in _others_callbacks(parts.callbacks)):
+        return  # it may add to the metrics
+    key = eval_loop.metric_key(wanted).removeprefix("eval_")
+    if isinstance(sets, Mapping) and sets:
+        prefix = next((f"{name}_" for name in sets if key.startswith(f"{name}_")), None)
+        if prefix is None:
+            names = ", ".join(f"{name}_{key}" for name in sets)
+            yield (
+                f"metric_for_best_model={wanted!r} cannot exist: eval_dataset holds several sets, and each has metrics of its "
+                f"own. Set it to one of {names}"
+            )
+            return
+        key = key.removeprefix(prefix)
+    known = getattr(parts.trainer_class, "evaluation_metrics", None)
+    open_ended = parts.compute_loss_func is not None or not parts.is_ours("compute_loss", "prediction_step")
+    computes = parts.compute_metrics is not None and not args.prediction_loss_only
+    if known is None or open_ended or computes or getattr(args, "predict_with_generate", False):
+        return
+    if not any(fnmatch(key, pattern) for pattern in (*EVERY_EVALUATION, *known)):
+        why = "prediction_loss_only=True keeps compute_metrics from being called" if parts.compute_metrics else (
+            "there is no compute_metrics to return it"
+        )  # fmt: skip
+        names = ", ".join(name for name in ("loss", *known) if "*" not in name)
+        yield f"metric_for_best_model={wanted!r} cannot exist: {why}. Without it, evaluations give {names}"
+
+
+def _others_callbacks(callbacks: Any) -> Iterator[Any]:
+    """The callbacks that classes other than ours define."""
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    for callback in given:
+        kind = callback if isinstance(callback, type) else type(callback)
+        owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
+        if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):
+            yield callback
+
+
+def package_problem(module: str, package: str, why: str) -> Iterator[Problem]:
+    """Says which command installs `module`, where it is not there."""
+    if (error := missing(module, package, why)) is not None:
+        yield error
+
+
+def model_type_problems(parts: Parts, wanted: str) -> Iterator[Problem]:
+    """Says what the model should be, where it is neither a module nor the name of one."""
+    if not parts.is_named and not isinstance(parts.model, nn.Module):
+        yield TypeError(f"model is of type {type(parts.model).__name__}; {wanted}")

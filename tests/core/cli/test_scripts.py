@@ -1,0 +1,128 @@
+"""Scripts written for trl parse their arguments as before."""
+
+import dataclasses
+import os
+
+import pytest
+from transformers import HfArgumentParser
+
+from posttrain.core import ModelConfig, ScriptArguments, ScriptParser, TrainingArguments
+from posttrain.core.cli import parse
+from posttrain.core.cli.scripts import get_kbit_device_map, get_peft_config, get_quantization_config
+from posttrain.core.errors import ConfigError
+
+WORDS = [
+    "--dataset_name", "imdb", "--dataset_config", "plain", "--dataset_streaming", "--output_dir", "out", "--learning_rate", "1e-3",
+    "--model_name_or_path", "some/model", "--torch_dtype", "bfloat16", "--use_peft", "--lora_r", "4",
+    "--lora_target_modules", "q_proj", "v_proj", "--ignore_bias_buffers",
+]  # fmt: skip
+
+
+def check(script, args, model):
+    assert (script.dataset_name, script.dataset_config, script.dataset_streaming) == ("imdb", "plain", True)
+    assert script.ignore_bias_buffers and script.dataset_train_split == "train" and script.dataset_test_split == "test"
+    assert args.learning_rate == 1e-3 and model.dtype == model.torch_dtype == "bfloat16"
+    lora = get_peft_config(model)
+    assert (lora.r, lora.lora_alpha, set(lora.target_modules)) == (4, 32, {"q_proj", "v_proj"})
+
+
+def test_hf_argument_parser_reads_the_classes_together():
+    check(*HfArgumentParser((ScriptArguments, TrainingArguments, ModelConfig)).parse_args_into_dataclasses(WORDS))
+
+
+def test_the_script_parser_reads_flags():
+    check(*ScriptParser((ScriptArguments, TrainingArguments, ModelConfig)).parse_args_and_config(WORDS))
+
+
+def test_flags_go_before_a_file_and_a_file_may_set_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_SETTING", "old")
+    file = tmp_path / "run.yaml"
+    file.write_text("output_dir: out\nlearning_rate: 1e-4\nseed: 7\nenv:\n  A_SETTING: 12\n")
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(file), "--learning_rate", "2e-4"])
+    (args,) = ScriptParser(TrainingArguments).parse_args_and_config()
+    assert (args.learning_rate, args.seed, os.environ["A_SETTING"]) == (2e-4, 7, "12")
+
+
+def test_a_scripts_own_dataclass_and_unknown_words():
+    @dataclasses.dataclass
+    class Own:
+        depth: int = 2
+        shout: bool = False
+
+    words = ["--depth", "3", "--shout", "--colour", "red", "blue"]
+    own, rest = ScriptParser((Own,)).parse_args_and_config(words, return_remaining_strings=True)
+    assert own == Own(3, True) and rest == ["--colour", "red", "blue"]
+    assert ScriptParser(Own).parse_args_and_config(words, fail_with_unknown_args=False) == (Own(3, True),)
+    with pytest.raises(ConfigError, match="unknown argument 'dept', did you mean 'depth'"):
+        ScriptParser(Own).parse_args_and_config(["--dept", "3"])
+
+
+# finding_E
+def test_of_a_flag_that_is_given_twice_the_last_counts():
+    words = ["--seed", "1", "--output_dir", "a", "--bf16", "--seed", "2", "--output-dir=b", "--no_bf16"]
+    (args,) = ScriptParser(TrainingArguments).parse_args_and_config(words)
+    assert (args.seed, args.output_dir, args.bf16) == (2, "b", False)
+    (theirs,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words[:2] + words[5:7])
+    assert theirs.seed == 2  # as argparse has it
+    settings, problems = parse.read_words(words)
+    assert problems == [] and settings["seed"].value == "2"  # and the command line
+
+
+# finding_E
+def test_the_parser_is_made_as_argparse_makes_one(capsys):
+    parser = ScriptParser(TrainingArguments, prog="trl sft", description="Fine-tunes.", allow_abbrev=False)
+    with pytest.raises(ConfigError, match="trl sft: --sed: unknown argument 'sed', did you mean 'seed'"):
+        parser.parse_args_and_config(["--sed", "3"])
+    with pytest.raises(SystemExit) as left:
+        parser.parse_args_and_config(["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and said.startswith("usage: trl sft") and "Fine-tunes." in said and "--seed INT" in said
+    with pytest.raises(TypeError, match="no argument progam"):
+        ScriptParser(TrainingArguments, progam="x")
+    assert ScriptParser().parse_args_and_config([]) == ()
+    assert parser.parse_args_into_dataclasses(["--seed", "5"])[0].seed == 5
+
+
+# finding_E
+def test_a_field_named_config_is_refused():
+    @dataclasses.dataclass
+    class Own:
+        config: str = ""
+
+    with pytest.raises(ValueError, match="Own has a field named 'config'"):
+        ScriptParser((Own,))
+
+
+# finding_E
+def test_unknown_words_of_files_and_of_flags_come_apart_if_asked(tmp_path):
+    (tmp_path / "run.yaml").write_text("seed: 3\ncolour: red\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--size", "2"]
+    parse_it = ScriptParser(TrainingArguments).parse_args_and_config
+    args, of_file, of_flags = parse_it(words, return_remaining_strings=True, separate_remaining_strings=True)
+    assert (args.seed, of_file, of_flags) == (3, ["--colour", "red"], ["--size", "2"])
+    assert parse_it(words, return_remaining_strings=True)[1] == ["--colour", "red", "--size", "2"]
+
+
+def test_no_quantization_and_no_adapter_unless_asked_for():
+    assert get_peft_config(ModelConfig()) is None and get_quantization_config(ModelConfig()) is None
+    with pytest.raises(ConfigError, match="set use_peft=True"):
+        ModelConfig(load_in_4bit=True)
+
+
+def test_a_quantised_model_goes_whole_to_the_gpu_of_its_process(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_kbit_device_map() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert get_kbit_device_map() == {"": 3}
+
+
+def test_the_names_are_where_scripts_look_for_them():
+    import posttrain.sft as sft
+
+    for name in ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config"):
+        assert getattr(sft, name).__module__.startswith("posttrain.core")
+    with pytest.raises(AttributeError, match=r"SFTConfig\(packing=True\)"):
+        sft.ConstantLengthDataset  # noqa: B018

@@ -1,0 +1,135 @@
+import math
+
+import pytest
+import torch
+
+from posttrain.core.logging.metrics import Clock, Metrics, is_timing, means, peak_flops, speed_metrics
+
+
+def test_a_mean_weighs_what_it_was_given():
+    metrics = Metrics()
+    metrics.add("loss", 2.0, weight=1)
+    metrics.add("loss", torch.tensor(4.0), weight=3)
+    assert means(metrics.drain()) == {"loss": 3.5}
+    assert metrics.drain() == {}
+
+
+def test_two_processes_give_the_mean_of_one():
+    whole, halves = Metrics(), [Metrics(), Metrics()]
+    for number, (value, weight) in enumerate([(1.0, 5), (3.0, 2), (10.0, 1)]):
+        whole.add("x", value, weight)
+        halves[number % 2].add("x", value, weight)
+    parts = [half.state_dict() for half in halves]
+    assert means(halves[0].drain(lambda mine: parts)) == pytest.approx(means(whole.drain()))
+
+
+def test_a_metric_that_only_one_process_has_is_kept():
+    assert means(Metrics().drain(lambda mine: [mine, {"rare": (6.0, 2)}])) == {"rare": 3.0}
+
+
+def test_a_restored_sum_goes_on_from_the_same_bits():
+    values = torch.rand(20, generator=torch.Generator().manual_seed(0))
+    straight, first, second = Metrics(), Metrics(), Metrics()
+    for value in values:
+        straight.add("loss", value)
+        straight.add_sum("tokens", torch.tensor(2**24 + 1), 7)
+    for number, value in enumerate(values):
+        target = first if number < 11 else second
+        if number == 11:
+            second.load_state_dict(first.state_dict())
+        target.add("loss", value)
+        target.add_sum("tokens", torch.tensor(2**24 + 1), 7)
+    assert second.drain() == straight.drain()
+
+
+def test_extremes_are_those_of_all_processes_and_pass_nan_over():
+    first, second = Metrics(), Metrics()
+    for metrics, values in ((first, [3.0, math.nan, 2.0]), (second, [math.nan, 7.0])):
+        for value in values:
+            metrics.add_extreme("low", torch.tensor(value), "min")
+            metrics.add_extreme("high", value, "max")
+        metrics.add_extreme("never", math.nan, "min")
+    resumed = Metrics()
+    resumed.load_state_dict(first.state_dict())
+    resumed.add_extreme("low", 1.0, "min")
+    parts = [resumed.state_dict(), second.state_dict()]
+    assert means(resumed.drain(lambda mine: parts)) == {"low": 1.0, "high": 7.0}
+    assert resumed.drain() == {}
+    with pytest.raises(ValueError, match="is a max"):
+        second.add_extreme("high", 1.0, "min")
+
+
+def test_nothing_counted_is_nan_not_an_error():
+    metrics = Metrics()
+    metrics.add("loss", 1.0, weight=0)
+    assert math.isnan(means(metrics.drain())["loss"])
+
+
+def test_a_tensor_of_values_is_averaged():
+    metrics = Metrics()
+    metrics.add("reward", torch.tensor([1.0, 3.0]), weight=2)
+    assert means(metrics.drain()) == {"reward": 2.0}
+
+
+def test_performance_counts_training_time_alone():
+    clock = Clock()
+    clock._last -= 10  # ten seconds ago
+    clock.add("eval", 6.0)
+    clock.count(tokens=400, slots=800)
+    values = clock.performance(steps=4, steps_left=8)
+    assert values["perf/tokens_per_second"] == pytest.approx(100, rel=0.01)
+    assert values["perf/real_token_share"] == 0.5
+    assert values["perf/step_seconds"] == pytest.approx(1, rel=0.01)
+    assert values["perf/time_left_seconds"] == pytest.approx(20, rel=0.01)
+    assert clock.performance(1, 0).keys() == {"perf/step_seconds", "perf/time_left_seconds", "perf/peak_host_mib"}
+
+
+def test_a_clock_divides_a_step_into_its_laps():
+    clock = Clock()
+    clock.begin()
+    clock._mark -= 3
+    clock.lap("forward_backward")
+    clock._mark -= 1
+    clock.lap("optimizer")
+    values = clock.performance(1, 0)
+    assert values["perf/forward_backward_seconds"] == pytest.approx(3, abs=0.1)
+    assert values["perf/optimizer_seconds"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_share_of_the_peak_is_operations_by_time_and_peak():
+    clock = Clock(peak_flops=1000.0)
+    clock._last -= 10
+    clock.count(tokens=1, slots=1, flops=2500)
+    assert clock.performance(1, 0)["perf/mfu"] == pytest.approx(0.25, rel=0.01)
+    clock.count(tokens=1, slots=1, flops=2500)
+    clock._peak_flops = None
+    assert "perf/mfu" not in clock.performance(1, 0)
+
+
+def test_the_peak_of_a_device_is_known_by_its_name_and_for_16_bits_alone(monkeypatch):
+    device = torch.device("cuda")
+    for name, peak in [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L4", 121e12),
+        ("X1", None),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(device, torch.bfloat16) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    assert peak_flops(device, torch.float32) is None and peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_a_copy_of_the_metrics_is_left_alone_by_the_original():
+    metrics = Metrics()
+    metrics.add("loss", 1.0)
+    before = metrics.copy()
+    metrics.add("loss", torch.tensor(3.0))
+    assert (before.total("loss"), metrics.total("loss"), metrics.total("other")) == (1.0, 4.0, 0)
+
+
+def test_speed_metrics_are_per_second_and_known_as_timings():
+    metrics = speed_metrics("eval", 2.0, num_samples=10, num_steps=4)
+    assert metrics == {"eval_runtime": 2.0, "eval_samples_per_second": 5.0, "eval_steps_per_second": 2.0}
+    assert all(is_timing(name) for name in metrics)
+    assert not any(is_timing(name) for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"))

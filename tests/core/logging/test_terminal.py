@@ -1,0 +1,115 @@
+"""What a terminal shows of a run: bars, records and messages, each in lines of its own."""
+
+import fcntl
+import logging
+import os
+import struct
+import sys
+import termios
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments
+from posttrain.core.callbacks import PrinterCallback
+from posttrain.core.logging import terminal
+from posttrain.core.logging.trackers import set_verbosity
+from tests import tiny
+from tests.contract.trainers import arguments, pad
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows: a bar is drawn over itself, and text that follows one stands beside it."""
+    lines, row, column = [""], 0, 0
+    written = written.replace("\x1b[A", "\x01")
+    for letter in written:
+        if letter == "\r":
+            column = 0
+        elif letter == "\x01":
+            row = max(row - 1, 0)
+        elif letter == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        else:
+            line = lines[row].ljust(column)
+            lines[row], column = line[:column] + letter + line[column + 1 :], column + 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch):
+    """`on_a_terminal(function)`: the lines on the terminal after it was called."""
+
+    def run(function):
+        reader, writer = os.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+        stream, parts = os.fdopen(writer, "w", buffering=1), []
+
+        def read():
+            while part := os.read(reader, 4096):
+                parts.append(part)
+                if b"\x04" in part:
+                    return
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        log = logging.getLogger("posttrain")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream), patch.setattr(sys, "stderr", stream)
+            patch.setattr(log, "handlers", []), patch.setattr(log, "propagate", False)
+            function()
+            stream.write("\x04"), stream.flush()
+            thread.join()
+            stream.close()
+        os.close(reader)
+        return screen(b"".join(parts).decode().replace("\x04", ""))
+
+    return run
+
+
+# finding_F2
+def test_messages_and_records_do_not_run_into_the_bar(on_a_terminal, tmp_path):
+    class Talks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            logging.getLogger("posttrain.test").info("a message at step %d", state.global_step)
+            terminal.write(f"a table at step {state.global_step}")
+
+    def train():
+        set_verbosity(logging.INFO)
+        options = dict(max_steps=4, eval_strategy="steps", eval_steps=2, logging_steps=1, disable_tqdm=False)
+        args = arguments(TrainingArguments, tmp_path, **options)
+        Trainer(
+            tiny.causal_lm(), args, pad, tiny.token_rows(8), tiny.token_rows(4, seed=1), callbacks=[Talks()]
+        ).train()
+
+    lines = on_a_terminal(train)
+    for step in range(1, 5):
+        assert f"INFO a message at step {step}" in lines and f"a table at step {step}" in lines
+    assert len([line for line in lines if line.startswith("eval_loss ")]) == 2
+    bars = [line for line in lines if "step" in line and "%|" in line]
+    assert len(bars) == 1, lines
+    assert "4/4" in bars[0] and bars[0].startswith("100%")
+
+
+RECORD = {f"eval_completions/{name}": 0.5 for name in ("mean_length", "min_length", "max_length", "clipped_ratio")}
+RECORD |= {f"eval_{name}": 0.25 for name in ("runtime", "samples_per_second", "steps_per_second", "loss", "reward")}
+RECORD |= {f"eval_sampling/{name}": 1.0 for name in "abcdef"} | {"eval_rewards/right/mean": 0.125, "epoch": 1.0}
+
+
+# finding_F2
+def test_a_record_of_many_numbers_is_shown_by_those_that_people_read():
+    shown = terminal.line(RECORD)
+    assert len(shown) < 240 and "runtime" not in shown and "per_second" not in shown
+    for text in ("eval_loss 0.25", "eval_reward 0.25", "eval_rewards/right/mean 0.125", "epoch 1"):
+        assert text in shown.split("  ")
+    assert shown.endswith(f"({len(RECORD) - 3 - terminal.SHOWN} more in log.jsonl)")
+    assert terminal.line({"loss": 1.23456, "learning_rate": 1e-5}) == "loss 1.235  learning_rate 1e-05"
+    assert terminal.line({"train_runtime": 2.0}) == "train_runtime 2"  # there is nothing else to show
+
+
+def test_lines_without_a_bar_end_with_the_pace(capsys):
+    state = SimpleNamespace(is_local_process_zero=True)
+    logs = {"loss": 2.0, "perf/tokens_per_second": 1234.0, "perf/time_left_seconds": 61.0, "perf/step_seconds": 0.1}
+    PrinterCallback().on_log(None, state, None, logs=logs)
+    assert capsys.readouterr().out == "loss 2  (1,234 tok/s, 1:01 left)\n"

@@ -1,0 +1,219 @@
+"""Whether a loss is divided by the count of items: declared, known, or tried once, with nothing left of the trial."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.losses import scale_check
+from tests import tiny
+from tests.contract.trainers import arguments, pad, weights
+
+NOTHING = [-100]
+
+
+def token_losses(model, inputs):
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def mean_loss(model, inputs):
+    return token_losses(model, inputs) / (inputs["labels"][:, 1:] != -100).sum()
+
+
+class Scaled(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return token_losses(model, inputs) / num_items_in_batch
+
+
+class ScaledByHand(Scaled):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return token_losses(model, inputs) * (1 / max(float(num_items_in_batch), 1))
+
+
+class Mean(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return mean_loss(model, inputs)
+
+
+class MeanThatLooks(Trainer):
+    """Only looks at the count, for a log."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        items = int(num_items_in_batch)
+        self.log_metric("items", items + 0.0)
+        return mean_loss(model, inputs)
+
+
+class MeanThatReturnsEarly(Trainer):
+    """As code that meets empty micro-batches has it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not (inputs["labels"][:, 1:] != -100).any():
+            return model.lm_head.weight.sum() * 0
+        return mean_loss(model, inputs)
+
+
+class ScaledThatReturnsEarly(MeanThatReturnsEarly):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not (inputs["labels"][:, 1:] != -100).any():
+            return model.lm_head.weight.sum() * 0
+        return token_losses(model, inputs) / num_items_in_batch
+
+
+def rows_with(unlabelled=()):
+    rows = tiny.token_rows(16, seed=3)
+    return [{**r, "labels": NOTHING * len(r["labels"]) if i in unlabelled else r["labels"]} for i, r in enumerate(rows)]
+
+
+def fit(kind, folder, rows=None, model=None, **changes):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2} | changes
+    options |= {"train_sampling_strategy": "sequential"}
+    args = arguments(TrainingArguments, folder, **options)
+    trainer = kind(model or tiny.causal_lm(), args, pad, rows or rows_with())
+    trainer.train()
+    return trainer
+
+
+def losses(trainer):
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+# finding_A10
+@pytest.mark.parametrize("unlabelled", [(), (0, 1, 5)], ids=["all labelled", "first micro-batch unlabelled"])
+@pytest.mark.parametrize(
+    "kind", [Scaled, ScaledByHand, Mean, MeanThatLooks, MeanThatReturnsEarly, ScaledThatReturnsEarly]
+)
+def test_every_way_to_write_one_loss_gives_the_weights_of_the_models_own(kind, unlabelled, tmp_path):
+    rows = rows_with(unlabelled)
+    own = fit(Trainer, tmp_path / "own", rows)
+    mine = fit(kind, tmp_path / "mine", rows)
+    assert losses(mine) == pytest.approx(losses(own), rel=1e-5)
+    for name, value in weights(own).items():
+        torch.testing.assert_close(weights(mine)[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+# finding_A10
+def test_the_count_that_a_loss_is_given_is_a_plain_tensor(tmp_path):
+    kinds = []
+
+    class Looks(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            kinds.append(type(num_items_in_batch))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    fit(Looks, tmp_path, max_steps=1)
+    assert set(kinds) == {torch.Tensor}
+
+
+# finding_A10
+def test_a_loss_that_neither_halves_nor_stays_is_an_error_that_says_what_to_set(tmp_path):
+    class Mixed(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return token_losses(model, inputs) / num_items_in_batch + 1.0
+
+    with pytest.raises(ValueError, match="Mixed.loss_is_scaled_for_ga = True") as caught:
+        fit(Mixed, tmp_path)
+    assert "times what it was" in str(caught.value)
+    Mixed.loss_is_scaled_for_ga = True
+    scaled = fit(Mixed, tmp_path / "scaled", max_steps=1)
+    assert losses(scaled)[0] == pytest.approx(losses(fit(Scaled, tmp_path / "plain", max_steps=1))[0] + 4, rel=1e-5)
+
+
+# finding_A10
+def test_what_is_declared_is_taken_at_its_word_and_nothing_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale_check, "loss_ratio", lambda *args: pytest.fail("tried"))
+    for kind, is_scaled in ((Scaled, True), (Mean, False)):
+        declared = type("Declared", (kind,), {"loss_is_scaled_for_ga": is_scaled})
+        fit(declared, tmp_path / kind.__name__, max_steps=1)
+
+
+class Noisy(nn.Module):
+    """A loss with dropout and running statistics, random numbers of three generators, and a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.norm, self.drop = nn.Linear(4, 1), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        self.calls += 1
+        noise = random.random() + np.random.rand()
+        losses = (self.line(self.drop(self.norm(x)))[:, 0] - labels).square() * (1 + 0.1 * noise)
+        return {"loss": losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch}
+
+
+class Logs(Trainer):
+    seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.seen += 1
+        self.history["all"].append(self.seen)
+        self.log_metric("seen", self.seen)
+        if self.seen == 2:
+            self.log({"second": 2.0})
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+# finding_A10
+def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
+    """Weights, running statistics, random numbers, records and counters are those of a run that declares its loss."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=generator).tolist(), "labels": float(i % 3)} for i in range(16)]
+    tried, ends = [], []
+    real = scale_check.loss_ratio
+    monkeypatch.setattr(scale_check, "loss_ratio", lambda *args: tried.append(real(*args)) or tried[-1])
+    for said in (True, None):
+        torch.manual_seed(0)
+        kind = type("Logs", (Logs,), {"loss_is_scaled_for_ga": said, "history": {"all": []}})
+        kind.__init__ = lambda self, *a, **k: (setattr(self, "history", {"all": []}), Logs.__init__(self, *a, **k))[1]
+        args = arguments(TrainingArguments, tmp_path / str(said), per_device_train_batch_size=4, max_steps=3)
+        args.gradient_accumulation_steps = 2
+        trainer = kind(Noisy(), args, None, rows)
+        trainer.train()
+        buffers = {name: value.clone() for name, value in trainer.model.named_buffers()}
+        ends.append((weights(trainer), buffers, trainer, torch.rand(2), random.random(), np.random.rand()))
+    assert len(tried) == 1 and tried[0][0] == pytest.approx(0.5)
+    (declared, found) = ends
+    for which in (0, 1):
+        assert all(torch.equal(declared[which][name], value) for name, value in found[which].items())
+    assert found[1]["calls"] == 6
+    assert torch.equal(declared[3], found[3]) and declared[4:] == found[4:]
+    (one, other) = (end[2] for end in ends)
+    assert one.seen == other.seen == 6 and one.history == other.history == {"all": [1, 2, 3, 4, 5, 6]}
+    times = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    records = [
+        [{n: v for n, v in record.items() if n not in times} for record in end.state.log_history]
+        for end in (one, other)
+    ]
+    assert records[0] == records[1] and any("second" in record for record in records[0])
+
+
+# finding_A10
+def test_it_is_found_out_again_after_a_resume(tmp_path):
+    whole = fit(Scaled, tmp_path / "whole", max_steps=4, save_steps=2, save_strategy="steps")
+    args = arguments(
+        TrainingArguments, tmp_path / "whole", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=4,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    again = Scaled(tiny.causal_lm(seed=9), args, pad, rows_with())
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert again._objective.returns_mean is False
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
+
+
+# finding_A10
+def test_our_own_losses_are_known_and_one_that_replaces_them_is_not():
+    from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
+
+    for kind in (DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer):
+        bare = kind.__new__(kind)
+        assert bare._declared_mean() is False
+        replaced = type("Mine", (kind,), {"compute_loss": Mean.compute_loss})
+        assert replaced.__new__(replaced)._declared_mean() is None
+        bare.compute_loss = lambda *args: None
+        assert bare._declared_mean() is None
