@@ -366,7 +366,9 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
     if environment_factory is not None:
         return  # whose get_reward may be one more
     if not functions:
-        yield ValueError("No reward source: pass reward_funcs, or an environment_factory whose class has get_reward().")
+        yield ValueError(
+            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+        )
     elif weights is not None and len(weights) != len(functions):
         yield ValueError(
             f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "

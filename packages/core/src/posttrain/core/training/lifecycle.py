@@ -545,8 +545,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
         self._count_inputs(rest)
         loss_sum, loss_count = self._loss_so_far(rest.get("loss", (0.0, 0)))
         done = self.state.global_step - self._first_step
-        # Of losses that were all NaN or infinite there is no mean, least of all 0.
-        train_loss = loss_sum / loss_count if loss_count else math.nan if done else 0.0
+        # Of losses that were all NaN or infinite there is no mean, least of all 0; where nothing was learned from, it is 0.
+        train_loss = loss_sum / loss_count if loss_count else math.nan if self._guard.count else 0.0
         metrics = speed_metrics("train", self.clock.total(), self._rows_read, done)
         metrics |= {"total_flos": float(self.state.total_flos), "train_loss": train_loss}
         metrics |= {"nonfinite_steps": self._guard.count} if self._guard.count else {}
