@@ -99,6 +99,7 @@ def test_trainers_that_take_the_loss_in_the_head_train_compiled(name, counters, 
 
 
 # finding_B1
+@pytest.mark.slow
 def test_dropout_draws_as_it_does_uncompiled_and_a_resumed_run_is_the_whole_one(counters, tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3, "save_strategy": "steps"}
     options |= {"save_steps": 2, "activation_checkpointing": True}
