@@ -540,6 +540,14 @@ for name, rows, names, libraries in (
     row("07", name, libraries)(lambda bench, rows=rows, names=names, how=how: bad_data(bench, rows, names, **how))
 
 
+row("07", "a prompt that is a number", GRPO)(
+    lambda bench: bad_data(bench, [TEXT] * 3 + [{"text": None}], r"prompt is null.*rows? 3")
+)
+row("07", "a row cut to nothing", SFT)(
+    lambda bench: bad_data(bench, [{"prompt": "one " * 90, "completion": " two"}] * 4, "max_length")
+)
+
+
 # ---- 08: reward functions that fail are named with what they returned
 
 
@@ -627,7 +635,9 @@ row("09", "a chat template that reaches for attributes", SFT)(template)
 
 
 def bad_argument(bench: Bench, name: str, value: Any) -> str:
-    done = bench.run(bench.folder(), arguments={name: value, **({} if name == "max_steps" else {"max_steps": 1})})
+    more = {} if name == "max_steps" else {"max_steps": 1}
+    more |= {"eval_strategy": "steps"} if name == "metric_for_best_model" else {}
+    done = bench.run(bench.folder(), arguments={name: value, **more})
     if "error" not in done:
         return "accepted"
     if done["error"] in RAW or name not in done["message"]:
@@ -641,6 +651,22 @@ for name, value in (
     ("optim_args", "betta=3"), ("save_strategy", "stpes"), ("fp16", True), ("num_train_epochs", 0),
 ):  # fmt: skip
     row("10", f"{name}={value!r}", BASIC)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
+for name, value in (
+    ("learning_rate", 1e400), ("max_steps", 10**30), ("warmup_steps", 1.5), ("logging_steps", float("inf")),
+    ("torch_compile_mode", "max-autotun"), ("label_names", [5]), ("gradient_checkpointing_kwargs", {"use_reentrnt": True}),
+    ("resume_from_checkpoint", "/no/checkpoint-3"), ("report_to", "tensorbord"), ("output_dir", "/proc/nothing/here"),
+    ("metric_for_best_model", "accuracy"),
+):  # fmt: skip
+    row("10", f"{name}={value!r}", BASIC)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
+for name, value in (
+    ("num_generations", 0), ("max_completion_length", None), ("include_for_metrics", ["inputs"]), ("generation_kwargs", {"zz": 1}),
+    ("reward_weights", ["a"]), ("loss_type", "gropo"), ("temperature", 0.0), ("beta", -1.0),
+):  # fmt: skip
+    row("10", f"{name}={value!r}", GRPO)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
+row("10", "eos_token='<nope>'", SFT)(lambda bench: bad_argument(bench, "eos_token", "<nope>"))
+row("10", "dataset_kwargs={'skip_prepare': True}", SFT)(
+    lambda bench: bad_argument(bench, "dataset_kwargs", {"skip_prepare": True})
+)
 row("10", "max_length=-3", SFT)(lambda bench: bad_argument(bench, "max_length", -3))
 row("10", "packing_strategy='bdf'", SFT)(lambda bench: bad_argument(bench, "packing_strategy", "bdf"))
 

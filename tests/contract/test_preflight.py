@@ -175,6 +175,27 @@ def test_online_trainers_say_what_their_rewards_and_engines_lack(trainer_class, 
 
 
 # finding_D1
+@pytest.mark.parametrize(("changes", "part"), [
+    ({"generation_kwargs": {"zzz": 1}}, "'zzz' is neither stop nor a field of GenerationConfig"),
+    ({"generation_kwargs": {"stop": 5}}, "stop=5 must be a text or a list of texts"),
+    ({"generation_kwargs": {"stop": ["a", 5]}}, "must be a text or a list of texts"),
+    ({"cache_implementation": "statik"}, "did you mean 'static'"),
+], ids=str)  # fmt: skip
+def test_settings_that_the_engine_would_not_know_are_said_before_a_model_is_loaded(changes, part, make):
+    with pytest.raises(ConfigError, match=part.replace("(", "[(]")):
+        make(GRPOTrainer, **changes)
+
+
+# finding_D1
+@pytest.mark.parametrize("given", [{"num_beems": 2}, "/no/such/config"], ids=str)
+def test_a_generation_config_that_cannot_be_used_is_said_before_a_model_is_loaded(given, make):
+    with pytest.raises(
+        (ValueError, FileNotFoundError), match="generation_config.*(did you mean 'num_beams'|neither a file)"
+    ):
+        make(SFTTrainer, generation_config=given)
+
+
+# finding_D1
 def test_a_metric_that_cannot_exist_is_said_before_an_evaluation(make):
     rows, options = text_rows(4), {"eval_strategy": "steps"}
     for trainer_class, dataset in ((Trainer, tiny.token_rows(2)), (SFTTrainer, rows)):

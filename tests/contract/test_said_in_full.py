@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from datasets import Dataset
 
 from posttrain.core.errors import DataError
 from posttrain.rl import DPOTrainer, GRPOTrainer, RewardTrainer
@@ -57,6 +58,15 @@ def test_a_prompt_that_is_none_is_named_with_its_row_and_type_before_training(pr
     with pytest.raises(DataError) as caught:
         make(GRPOTrainer, tmp_path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": prompt}, {"prompt": "c"}])
     assert part in str(caught.value) and "train_dataset" in str(caught.value)
+
+
+# finding_D3
+@pytest.mark.parametrize("margin", [None, float("nan"), float("inf")])
+def test_a_margin_that_is_no_number_is_named_with_its_row_before_training(margin, tmp_path):
+    rows = [{"prompt": "a", "chosen": " b c", "rejected": " d e", "margin": m} for m in (0.5, margin, 1.0)]
+    for dataset in (rows, Dataset.from_list(rows)):
+        with pytest.raises(DataError, match="train: margin is no finite number in rows 1 "):
+            make(RewardTrainer, tmp_path, dataset)
 
 
 # finding_D3

@@ -114,8 +114,11 @@ def _check_each(dataset: Any, name: str) -> None:
     if not isinstance(rows, list) and not hasattr(rows, "select_columns"):
         return  # where reading a row may cost much, it is judged when its turn comes
     faults: dict[str, list[int]] = {}
-    for number in range(len(rows)):
-        prompt = rows[number].get("prompt") if isinstance(rows[number], Mapping) else None
+    if isinstance(rows, list):
+        prompts = (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
+    else:
+        prompts = (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
+    for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             continue
         try:

@@ -11,9 +11,10 @@ https://arxiv.org/abs/2312.09244, eq. 2).
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from posttrain.core import opt
 from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import pad_rows
+from posttrain.core.errors import DataError
 from posttrain.core.models import preparation
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
@@ -154,6 +156,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         return 0 if pipeline.is_filler(inputs) else len(inputs["input_ids"]) // 2
 
     def _prepare(self, dataset: Any, name: str) -> Any:
+        _check_margins(dataset, name)
         return super()._prepare(_with_prompt_ids(dataset), name)
 
     def arrange(self, dataset: Any) -> Any:
@@ -201,6 +204,24 @@ class RewardTrainer(ReferenceFreeTrainer):
         self.metrics.add_sum("margin", differences.sum(), pairs)
         self.metrics.add_sum("min_reward", rewards.min() * pairs, pairs)
         self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)
+
+
+def _check_margins(dataset: Any, name: str) -> None:
+    """Raise DataError where the column `margin` holds no finite number, with the first such rows."""
+    if isinstance(dataset, list):
+        rows = [row for row in dataset if isinstance(row, Mapping)]
+        margins = [row["margin"] for row in rows if "margin" in row]
+        margins = margins if len(margins) == len(dataset) else []
+    elif "margin" in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "__len__"):
+        margins = dataset["margin"][:]
+    else:
+        return
+    wrong = [at for at, value in enumerate(margins) if not isinstance(value, (int, float)) or not math.isfinite(value)]
+    if wrong:
+        raise DataError(
+            f"{name}: margin is no finite number in rows {', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} "
+            f"(the first holds {margins[wrong[0]]!r}). Mend or filter those rows, or drop the column."
+        )
 
 
 def _with_prompt_ids(dataset: Any) -> Any:

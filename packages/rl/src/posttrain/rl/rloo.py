@@ -27,7 +27,8 @@ class RLOOConfig(RolloutConfig):
 
     def _problems(self) -> Iterator[str]:
         bounds = self.reward_clip_range
-        if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        numbers = bounds is None or (len(bounds) == 2 and all(isinstance(bound, (int, float)) for bound in bounds))
+        if not numbers or (bounds is not None and not bounds[0] < bounds[1]):  # nor where one is NaN
             yield f"reward_clip_range={bounds!r} must be two numbers, the lower one first"
 
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import Removed, Renamed, opt
-from posttrain.core.errors import missing
+from posttrain.core.errors import did_you_mean, missing
+from posttrain.core.evaluation.generate import unknown_options
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.rewards import RewardArguments
 
@@ -93,6 +94,31 @@ class GenerationArguments:
     def _preflight(self) -> Iterator[ImportError]:
         if self.use_vllm and (error := missing("vllm", "vllm", "use_vllm=True")):
             yield error
+        yield from self._engine_problems()
+
+    def _engine_problems(self) -> Iterator[str]:
+        """What transformers' generate would not know; vLLM has fields of its own."""
+        from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+        stop = ("stop", "stop_strings")
+        settings = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        for name in stop:
+            words = settings.get(name)
+            if words is not None and not (
+                isinstance(words, str) or all(isinstance(word, str) for word in _listed(words))
+            ):
+                yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
+        for name in [] if self.use_vllm else unknown_options(settings):
+            if name not in stop:
+                yield f"generation_kwargs: {name!r} is neither stop nor a field of GenerationConfig, and would have no effect"
+        if self.cache_implementation is not None and self.cache_implementation not in ALL_CACHE_IMPLEMENTATIONS:
+            near = did_you_mean(self.cache_implementation, ALL_CACHE_IMPLEMENTATIONS)
+            known = ", ".join(ALL_CACHE_IMPLEMENTATIONS)
+            yield f"cache_implementation={self.cache_implementation!r} is not one of {known}{near}"
+
+
+def _listed(words: Any) -> list[Any]:
+    return list(words) if isinstance(words, (list, tuple)) else [words]
 
 
 @dataclass

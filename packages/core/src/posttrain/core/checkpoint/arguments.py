@@ -109,7 +109,7 @@ class CheckpointArguments:
             try:
                 Store(self.output_dir, remote).look_for(wanted)
             except (CheckpointError, TypeError) as error:
-                yield error
+                yield type(error)(f"resume_from_checkpoint={self.resume_from_checkpoint!r}: {error}")
 
 
 def asked_for(resume_from_checkpoint: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from posttrain.core.config import opt
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import EpochSampler, is_stream
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.lm_head import unwrap
 
@@ -58,6 +58,21 @@ class GenerationArguments:
         if given is not None and not (isinstance(given, (str, Path, Mapping)) or hasattr(given, "validate")):
             yield f"generation_config={given!r} is no GenerationConfig, dict, path or name"
 
+    def _preflight(self) -> Iterator[Exception]:
+        given = self.generation_config
+        if isinstance(given, Mapping) or (isinstance(given, (str, Path)) and str(given).startswith((".", "/", "~"))):
+            try:
+                load_generation_config(given)
+            except (OSError, ValueError) as error:
+                yield error
+
+
+def unknown_options(given: Mapping[str, Any]) -> list[str]:
+    """The keys of `given` that name no field of transformers' GenerationConfig, which takes any in silence."""
+    from transformers import GenerationConfig
+
+    return [name for name in given if name not in vars(GenerationConfig())]
+
 
 def load_generation_config(source: Any) -> Any:
     """The `transformers.GenerationConfig` that `source` is or names; always a copy.
@@ -73,11 +88,20 @@ def load_generation_config(source: Any) -> Any:
     if isinstance(source, GenerationConfig):
         config = copy.deepcopy(source)
     elif isinstance(source, Mapping):
+        for name in unknown_options(source):
+            raise ValueError(
+                f"generation_config: {name!r} is no field of GenerationConfig{did_you_mean(name, vars(GenerationConfig()))}."
+            )
         config = GenerationConfig(**source)
     elif isinstance(source, (str, Path)):
         path = Path(source).expanduser()
         place = (path.parent, path.name) if path.is_file() else (path if path.is_dir() else str(source), None)
-        config = GenerationConfig.from_pretrained(*place)
+        try:
+            config = GenerationConfig.from_pretrained(*place)
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"generation_config={str(source)!r} is neither a file or folder here nor a model's name on the Hub: {error}"
+            ) from error
     else:
         raise TypeError(
             f"generation_config is of type {type(source).__name__}; pass a GenerationConfig, a dict, a path or a name."

@@ -66,6 +66,10 @@ __all__ = [
 ]
 
 BITS = ("load_in_4bit", "load_in_8bit")
+#: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, and two of transformers.
+CHECKPOINT_OPTIONS = (
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers", "offload",
+)  # fmt: skip
 #: What torch.compile takes as `mode`.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -138,6 +142,13 @@ class ModelSideArguments:
                 "a JSON object; "
                 "give a dict or a string such as '{\"use_reentrant\": false}'"
             )
+        elif self.activation_checkpointing_kwargs:
+            for name in self.activation_checkpointing_kwargs:
+                if name not in CHECKPOINT_OPTIONS:
+                    yield (
+                        f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
+                        f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
+                    )
         if isinstance(self.liger_kernel_config, str):
             yield f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written as JSON"
         elif self.liger_kernel_config and not self.use_liger_kernel:

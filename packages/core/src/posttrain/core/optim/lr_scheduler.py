@@ -387,6 +387,8 @@ class ScheduleArguments:
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
             yield from problems(name, options, lr=getattr(self, "learning_rate", 1.0))
+        if self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
+            yield f"warmup_steps={self.warmup_steps} must be whole above 1; below 1 it is a share of all updates"
 
 
 def register(name: str) -> Callable[[Any], Any]:
