@@ -257,9 +257,10 @@ def test_fewer_rows_than_a_batch_are_trained_on_unless_they_are_all_dropped(tmp_
 
 
 def test_no_data_at_all_is_said_when_they_are_needed(tmp_path):
-    for trainer in (base(tmp_path, None), sft(tmp_path, None)):
-        refused(ValueError, "training requires a train_dataset", run=trainer.train)
-        refused(ValueError, "evaluation requires an eval_dataset", run=trainer.evaluate)
+    trainer = base(tmp_path, None)
+    refused(ValueError, "training requires a train_dataset", run=trainer.train)
+    refused(ValueError, "evaluation requires an eval_dataset", run=trainer.evaluate)
+    refused(ValueError, "`train_dataset` is required", "eval_dataset", run=lambda: sft(tmp_path, None))
 
 
 # ---------------------------------------------------------------------------------------------------- rows for Trainer

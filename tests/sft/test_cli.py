@@ -59,8 +59,10 @@ def test_adapters_are_trained_when_asked_for(run_file, tmp_path):
     assert config["r"] == 4 and set(config["target_modules"]) == {"q_proj", "v_proj"}
 
 
-def test_evaluations_without_rows_are_refused_before_the_model_is_loaded(run_file, capsys):
-    words = ["sft", "run.yaml", "--eval_dataset_name", "null", "--model_name_or_path", "/nowhere/at/all"]
+def test_evaluations_without_rows_are_refused_before_the_model_is_loaded(run_file, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")  # nothing that could be loaded
+    words = ["sft", "run.yaml", "--eval_dataset_name", "null", "--model_name_or_path", str(tmp_path / "bare")]
     assert main(words) == 1
     assert "Set eval_dataset_name or eval_share" in capsys.readouterr().err
 

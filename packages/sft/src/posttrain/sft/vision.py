@@ -27,6 +27,8 @@ def has_pictures(dataset: Any) -> bool:
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()), None)
     columns = getattr(dataset, "column_names", None)
+    if isinstance(dataset, (dict, str)):  # said of the dataset itself
+        return False
     if columns is None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
         columns = dataset[0].keys() if isinstance(dataset[0], dict) else ()
     return bool({"images", "image"} & set(columns or ()))
