@@ -375,9 +375,8 @@ class PreferenceTrainer(Trainer):
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
         prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.dist.gathered(self.model))
-            if isinstance(self.ref_model, nn.Module):
-                stack.enter_context(self.dist.gathered(self.ref_model))
+            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+            stack.enter_context(self.dist.gathered(*models))
             if not self.dist.is_main:
                 return
             stack.enter_context(self.compute_loss_context_manager())

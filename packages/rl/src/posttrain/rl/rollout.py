@@ -362,9 +362,9 @@ class RolloutTrainer(Trainer):
         with self._weights_to_generate():
             temperature = self.args.eval_temperature
             self._sample(samples, self.temperature if temperature is None else temperature)
-            with self.dist.gathered(
-                self.model
-            ):  # processes with fewer prompts, or shorter completions, wait for nobody
+            # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
+            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+            with self.dist.gathered(*models):
                 if samples:
                     self._log_evaluation(samples, self._timed_score(samples))
         return None, None, None

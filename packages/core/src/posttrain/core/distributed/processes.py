@@ -272,9 +272,16 @@ class Distributed:
         return contextlib.nullcontext() if self.engine is None else self.engine.gathered(model)
 
     @contextlib.contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process holds the weights of `model` whole, as for generating with it, and need not keep
-        in step with the others."""
+    def gathered(self, *models: nn.Module) -> Iterator[None]:
+        """Within this context every process holds the weights of all `models` whole, as for generating with them, and need not
+        keep in step with the others."""
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self._one_gathered(model))
+            yield
+
+    @contextlib.contextmanager
+    def _one_gathered(self, model: nn.Module) -> Iterator[None]:
         if self.engine is not None:
             with self.engine.gathered(model):
                 yield
