@@ -78,7 +78,9 @@ def rows_of(kind, how):
     stream = table.to_iterable_dataset(num_shards=2)
     if kind == "stream":
         return stream.shuffle(seed=0, buffer_size=4)
-    return datasets.interleave_datasets([stream, stream.map(lambda row: row)], probabilities=[0.5, 0.5], seed=0)
+    return datasets.interleave_datasets(
+        [stream, table.to_iterable_dataset(num_shards=3)], probabilities=[0.5, 0.5], seed=0
+    )
 
 
 class At(TrainerCallback):
