@@ -65,7 +65,7 @@ def samples_elsewhere(trainer, package):
         trainer.use_vllm, trainer.vllm_generation = True, types.SimpleNamespace(sync_weights=lambda: None)
         trainer._last_loaded_step = -1
     else:
-        trainer.args.use_vllm = True
+        trainer.args.use_vllm, trainer.generator = True, types.SimpleNamespace(sync_weights=lambda model: None)
 
 
 def with_adapter(model):

@@ -11,7 +11,7 @@ from typing import Any
 
 #: How many numbers of a record a line shows.
 SHOWN = 8
-_MACHINE = ("perf/", "total_flos")
+_MACHINE = ("perf/", "total_flos", "step_time")
 _MACHINE_ENDS = ("_runtime", "_per_second", "_preparation_time", "_alloc_delta", "_peaked_delta")
 
 
