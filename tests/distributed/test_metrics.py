@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tests.core.test_evaluation import Accuracy, classifier
 
+from tests.core.evaluation.test_eval_loop import Accuracy, classifier
 from tests.distributed.jobs import ROOT, torchrun
 
 

@@ -308,7 +308,7 @@ def uneven_vllm(out, **changes):
     metrics = [trainer.evaluate()]  # before anything was synced, and of the last prompt one process has none
     gathered = []
     inside = trainer.dist.gathered
-    trainer.dist.gathered = lambda model: gathered.append(trainer.is_in_train) or inside(model)
+    trainer.dist.gathered = lambda *models: gathered.append(trainer.is_in_train) or inside(*models)
     trainer.train()
     metrics.append(trainer.evaluate())
     return {

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.core.test_health import stops_at_the_third_update
 
 from tests.contract.trainers import TRAINERS, weights
+from tests.core.training.test_nonfinite import stops_at_the_third_update
 
 pytestmark = pytest.mark.gpu
 

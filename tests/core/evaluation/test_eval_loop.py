@@ -184,7 +184,7 @@ def test_predictions_near_the_free_memory_are_warned_of_once(monkeypatch, caplog
 def test_the_peak_is_all_predictions_once(ragged):
     code = f"""
 import torch
-from posttrain.core import evaluation
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import Metrics
 
 def peak():
@@ -198,7 +198,7 @@ batches = [{{"x": torch.zeros(4)}}] * 40
 numbers = iter(range(40))
 predict = lambda inputs: (torch.zeros(()), batch(next(numbers)), inputs["x"])
 before = peak()
-kept, _, _ = evaluation.run(batches, predict, count_items=lambda b: 4, metrics=Metrics(), keep=True)
+kept, _, _ = eval_loop.run(batches, predict, count_items=lambda b: 4, metrics=Metrics(), keep=True)
 print((peak() - before) / (kept.predictions.nbytes / 2**20))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -278,7 +278,7 @@ def test_trackio_goes_on_with_its_run(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from tests.core.test_trackers import stop_and_go
+from tests.core.logging.test_trackers import stop_and_go
 first, again = stop_and_go(Path({str(tmp_path / "out")!r}), "trackio", project="my-project")
 again.train(resume_from_checkpoint=True)
 assert first.state.tracker_runs == again.state.tracker_runs and first.state.tracker_runs["trackio"]
@@ -335,7 +335,7 @@ def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run
 def test_trackio_gets_the_run_name_and_the_losses(tmp_path):
     # Trackio keeps its folder and its run for the process, and a thread that writes: a process of its own.
     code = f"""
-from tests.core.test_trackers import make
+from tests.core.logging.test_trackers import make
 trainer = make({str(tmp_path / "out")!r}, "trackio", run_name="my-run", project="my-project")
 trainer.train()
 """

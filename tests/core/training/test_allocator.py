@@ -13,7 +13,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glib
 FAULTS = """
 import logging, resource, torch
 logging.basicConfig(level="DEBUG")
-from posttrain.core import allocator
+from posttrain.core.training import allocator
 def step():
     x = torch.ones(2**24)  # 64 MiB, which are 16,384 pages
     for _ in range(2):

@@ -321,7 +321,7 @@ ROOT = Path(__file__).parents[3]
 PAIR = """
 import json, os, sys
 import torch
-from tests.core import test_search as t
+from tests.core.training import test_hyperparameter_search as t
 
 trainer = t.make(sys.argv[1], per_device_train_batch_size=2)
 best = t.try_each(trainer, 0.2, 1e30, 0.01, pruner=t.StopAfterTwo())

@@ -165,7 +165,7 @@ CHILD = """
 import sys, time, torch
 from tests.contract.test_resume import ARGS
 from tests.contract.trainers import TRAINERS
-from tests.core import test_interrupts as here
+from tests.core.training import test_preemption as here
 out, mode, workers = sys.argv[1:]
 class Slow(torch.utils.data.Dataset):
     def __init__(self, rows): self.rows = rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ class CheckpointArguments:
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
         if is_url(getattr(self, "output_dir", None)):
             yield f"output_dir={self.output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
-        if self.save_steps > 1 and not float(self.save_steps).is_integer():
+        if 1 < self.save_steps < math.inf and not float(self.save_steps).is_integer():
             yield f"save_steps={self.save_steps!r} must be a whole number of updates, or a share below 1"
 
     def _preflight(self) -> Iterator[str | Exception]:

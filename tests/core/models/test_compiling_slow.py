@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract.trainers import TRAINERS, weights
-from tests.core.test_compiling import counters, losses  # noqa: F401
+from tests.core.models.test_compiling import counters, losses  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
