@@ -45,7 +45,7 @@ def _describe(name: str, value: Any) -> Iterator[str]:
         known = {f.name: _default(f) for f in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else {}
         for field in dataclasses.fields(value):
             if known.get(field.name) != _default(field):
-                yield f"{name}.{field.name}: {field.type} = {_default(field)}"
+                yield f"{name}.{field.name}: {_annotation(value, field.name)} = {_default(field)}"
     # A class between two public ones, such as a mixin, is no name of its own: what it brings counts as the lower one's.
     between = [base for base in value.__mro__ if base.__module__.startswith("posttrain.")]
     between = [base for base in between if base is value or not issubclass(parent, base)]
@@ -75,6 +75,13 @@ def _signature(value: Any) -> str:
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _annotation(value: type, field: str) -> str:
+    # As it is written. `field.type` is not: HfArgumentParser puts the evaluated type there.
+    return next(
+        inspect.get_annotations(base)[field] for base in value.__mro__ if field in inspect.get_annotations(base)
+    )
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -2,6 +2,9 @@
 
 import difflib
 
+from transformers import HfArgumentParser
+
+from posttrain.core import TrainingArguments
 from tests import public_api
 
 
@@ -12,6 +15,11 @@ def test_the_public_names_are_those_on_record():
         "The public API has changed. If that is meant, record it with `python -m tests.public_api --write` and add a line to "
         "CHANGELOG.md."
     )
+
+
+def test_reading_arguments_from_a_command_line_leaves_the_record_as_it_is():
+    HfArgumentParser(TrainingArguments)  # evaluates the annotations of the fields in place
+    assert "posttrain.core.TrainingArguments.learning_rate: float = 5e-05" in public_api.lines()
 
 
 def test_the_record_covers_every_face():
