@@ -1,7 +1,7 @@
 """Rewards become advantages: how much better a completion is than the others of its prompt, or of its rollout. Pure.
 
-N completions, those of one prompt next to each other: rows ``i * G`` to ``(i + 1) * G`` are group i of size G. A reward of
-NaN means that no reward function applied to the completion: it enters no mean, and its advantage is 0.
+N completions, those of one prompt next to each other: rows ``i * G`` to ``(i + 1) * G`` are group i of size G. A reward
+of NaN means that no reward function applied to the completion: it enters no mean, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def total_rewards(rewards: torch.Tensor, weights: torch.Tensor | None = None) ->
 
 
 def standard_deviation(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """With n - 1 in the divisor, over `dim`, which is kept; NaN does not count. 0 where fewer than two values are left."""
+    """With n - 1 in the divisor, over `dim`, which is kept; NaN does not count. 0 where fewer than two values are
+    left.
+    """
     known = ~values.isnan()
     count = known.sum(dim, keepdim=True)
     mean = values.nansum(dim, keepdim=True) / count.clamp(min=1)
@@ -28,7 +30,8 @@ def standard_deviation(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:
-    r"""GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2: :math:`(r_i - \bar r) / (\sigma + 10^{-4})`.
+    r"""GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2:
+    :math:`(r_i - \bar r) / (\sigma + 10^{-4})`.
 
     Args:
         rewards: (N,). group_size: G.
@@ -63,8 +66,8 @@ def whitened(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    r"""RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, equation 8: the baseline of a completion is the mean
-    reward of the others of its group, :math:`r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`. (N,) -> (N,)."""
+    r"""RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, equation 8: the baseline of a completion is the
+    mean reward of the others of its group, :math:`r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`. (N,) -> (N,)."""
     groups = rewards.view(-1, group_size)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     baseline = (groups.nansum(1, keepdim=True) - groups) / others
@@ -72,7 +75,8 @@ def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Te
 
 
 def reinforce_plus_plus_advantages(rewards: torch.Tensor, group_size: int, baseline: bool = True) -> torch.Tensor:
-    """REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: normalised over the whole batch, not in each group.
+    """REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: normalised over the whole batch, not in each
+    group.
 
     Args:
         baseline: first subtract the mean of the group (the paper's variant for several completions a prompt).
@@ -84,5 +88,7 @@ def reinforce_plus_plus_advantages(rewards: torch.Tensor, group_size: int, basel
 
 
 def equal_groups(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Which groups teach nothing, because all their rewards are equal (or fewer than two are known): (N,) -> (N / G,) bool."""
+    """Which groups teach nothing, because all their rewards are equal (or fewer than two are known): (N,) -> (N / G,)
+    bool.
+    """
     return (standard_deviation(rewards.view(-1, group_size)) < 1e-8).squeeze(1)

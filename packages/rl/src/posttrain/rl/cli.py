@@ -1,4 +1,6 @@
-"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command line."""
+"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from posttrain.core.errors import DataError
 
 
 def train_with(trainer: str) -> Callable[[Run], None]:
-    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in ``output_dir``."""
+    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in
+    ``output_dir``.
+    """
 
     def run(run: Run) -> None:
         module, _, name = trainer.partition(":")
@@ -20,8 +24,9 @@ def train_with(trainer: str) -> Callable[[Run], None]:
         train_rows, eval_rows = run.data.load()
         if config.eval_strategy != "no" and eval_rows is None:
             raise DataError(
-                f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on: the "
-                f"dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
+                f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate "
+                f"on: the dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, "
+                "or eval_strategy=no."
             )
         extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
         # On a command line "true" stands for the newest checkpoint and "false" for none; anything else is a path.
@@ -43,7 +48,9 @@ def train_with(trainer: str) -> Callable[[Run], None]:
 
 
 def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> Callable[[Run, int | None], Any]:
-    """A method's `workload`: `sides` completions of each row, each behind a prompt of its own as if none were shared."""
+    """A method's `workload`: `sides` completions of each row, each behind a prompt of its own as if none were
+    shared.
+    """
 
     def workload(run: Run, length: int | None) -> Any:
         from posttrain.core.tools.memory_plan import Workload, longest_row
@@ -61,7 +68,9 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
-    """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they are."""
+    """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they
+    are.
+    """
     from posttrain.core.tools.memory_plan import Workload, longest_row
 
     config = run.config

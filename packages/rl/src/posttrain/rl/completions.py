@@ -65,8 +65,8 @@ class Summary:
         return sum(self.prompt_lengths) + sum(self.lengths)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
-        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; those that cannot be
-        told are left out. Standard deviations are over all completions."""
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; those that cannot
+        be told are left out. Standard deviations are over all completions."""
         total = total_rewards(self.rewards, weights)
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.finished)
@@ -140,16 +140,19 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
 
 
 def learning_problem(logs: Mapping[str, float]) -> str | None:
-    """One sentence where a log record shows that nothing can have been learned, or that something is badly wrong; else None."""
+    """One sentence where a log record shows that nothing can have been learned, or that something is badly wrong; else
+    None.
+    """
     if logs.get("frac_reward_zero_std") == 1:
         return (
-            f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was nothing to "
-            "learn: make the prompts easier or harder, sample more completions, or give rewards in between."
+            f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
+            "nothing to learn: make the prompts easier or harder, sample more completions, or give rewards in "
+            "between."
         )
     if logs.get("completions/clipped_ratio") == 1:
         return (
-            "No completion ended by itself: all were cut at max_completion_length. Raise it, or see whether the model writes "
-            "an end-of-sequence token at all."
+            "No completion ended by itself: all were cut at max_completion_length. Raise it, or see whether the "
+            "model writes an end-of-sequence token at all."
         )
     gap = logs.get("sampling/sampling_logp_difference/mean", 0.0)
     if gap > 0.1:
@@ -249,7 +252,10 @@ def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:
-    """Put a written file into the dataset `repo` on the Hub, private where it is made here. A failure is told, and no more."""
+    """Put a written file into the dataset `repo` on the Hub, private where it is made here.
+
+    A failure is told, and no more.
+    """
     from huggingface_hub import HfApi
 
     try:

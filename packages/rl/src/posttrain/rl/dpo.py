@@ -64,7 +64,8 @@ class Pairs:
 def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
     r"""DPO, eq. 7; with smoothing conservative DPO, :math:`-(1-\epsilon)\log\sigma(d) - \epsilon\log\sigma(-d)`.
 
-    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf: `label_smoothing` is the share of pairs labelled the wrong way round.
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf: `label_smoothing` is the share of pairs labelled the wrong way
+    round.
     """
     d = beta * pairs.margin
     if not label_smoothing:
@@ -88,7 +89,8 @@ def ipo(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
 
 
 def exo_pair(pairs: Pairs, beta: float, label_smoothing: float, **_: Any) -> torch.Tensor:
-    r"""EXO, Ji et al. 2024, https://arxiv.org/abs/2402.00856, eq. 16: KL of the policy's preference from the smoothed label.
+    r"""EXO, Ji et al. 2024, https://arxiv.org/abs/2402.00856, eq. 16: KL of the policy's preference from the smoothed
+    label.
 
     .. math:: p\log\frac{p}{1-\epsilon} + (1-p)\log\frac{1-p}{\epsilon}, \quad p = \sigma(\beta(r_w - r_l))
     """
@@ -98,7 +100,9 @@ def exo_pair(pairs: Pairs, beta: float, label_smoothing: float, **_: Any) -> tor
 
 
 def nca_pair(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
-    r"""NCA, Chen et al. 2024, https://arxiv.org/abs/2402.05369: :math:`-\log\sigma(r_w) - \frac12\sum_i\log\sigma(-r_i)`."""
+    r"""NCA, Chen et al. 2024, https://arxiv.org/abs/2402.05369:
+    :math:`-\log\sigma(r_w) - \frac12\sum_i\log\sigma(-r_i)`.
+    """
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
@@ -118,12 +122,15 @@ def bco_pair(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
 
 
 def sppo_hard(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
-    r"""SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7 with wins of 1 and 0: ratios to :math:`\pm 1/2\beta`."""
+    r"""SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7 with wins of 1 and 0: ratios to
+    :math:`\pm 1/2\beta`.
+    """
     return (pairs.chosen_ratio - 0.5 / beta) ** 2 + (pairs.rejected_ratio + 0.5 / beta) ** 2
 
 
 def aot(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
-    """AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882: the sorted margins of the policy beside the reference's.
+    """AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882: the sorted margins of the policy beside the
+    reference's.
 
     Pairs are sorted within a micro-batch, so the loss depends on how a window is cut.
     """
@@ -151,13 +158,16 @@ def apo_zero(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
 
 
 def apo_down(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
-    r"""APO, eq. 8: :math:`\sigma(r_w) + 1 - \sigma(r_w - r_l)`; for a model that is better than the chosen completions."""
+    r"""APO, eq. 8: :math:`\sigma(r_w) + 1 - \sigma(r_w - r_l)`; for a model that is better than the chosen
+    completions.
+    """
     ratio = pairs.chosen_ratio
     return torch.sigmoid(beta * ratio) + 1 - torch.sigmoid(beta * (ratio - pairs.rejected_ratio))
 
 
 def discopop(pairs: Pairs, beta: float, discopop_tau: float = 0.05, **_: Any) -> torch.Tensor:
-    r"""DiscoPOP, Lu et al. 2024, https://arxiv.org/abs/2406.08414, eq. 5: logistic and exponential loss, mixed by the margin.
+    r"""DiscoPOP, Lu et al. 2024, https://arxiv.org/abs/2406.08414, eq. 5: logistic and exponential loss, mixed by the
+    margin.
 
     .. math:: (1 - m)(-\log\sigma(d)) + m e^{-d}, \quad m = \sigma(d / \tau)
     """
@@ -167,7 +177,9 @@ def discopop(pairs: Pairs, beta: float, discopop_tau: float = 0.05, **_: Any) ->
 
 
 def sft(pairs: Pairs, pairs_per_token: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Cross-entropy of the chosen completion, so weighted that the mean over the window's pairs is that over its tokens."""
+    """Cross-entropy of the chosen completion, so weighted that the mean over the window's pairs is that over its
+    tokens.
+    """
     return pairs.chosen_nll * pairs_per_token
 
 
@@ -227,8 +239,8 @@ def length_desensitized(scores: CompletionScores, alpha: float) -> torch.Tensor:
 def pair_weights(chosen: CompletionScores, rejected: CompletionScores) -> torch.Tensor:
     r"""(B,) how much the policy would have written both completions itself; 1 where each token is what it expects.
 
-    WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827, eq. 2 with sampled alignment: the product over both sides of
-    the geometric mean over their tokens of :math:`\pi(y_t) / \sum_v \pi(v)^2`.
+    WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827, eq. 2 with sampled alignment: the product over both sides
+    of the geometric mean over their tokens of :math:`\pi(y_t) / \sum_v \pi(v)^2`.
     """
     logs = (
         (side.logps - side.stats["log_collision"]).sum(1) / side.lengths.clamp_min(1) for side in (chosen, rejected)
@@ -294,7 +306,10 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
             if name not in LOSSES:
                 yield f"loss_type={name!r} is not one of {', '.join(LOSSES)}{did_you_mean(name, LOSSES)}"
         if self.loss_weights is not None and len(self.loss_weights) != len(losses):
-            yield f"loss_weights={self.loss_weights} has {len(self.loss_weights)} numbers for {len(losses)} losses ({', '.join(losses)})"
+            yield (
+                f"loss_weights={self.loss_weights} has {len(self.loss_weights)} numbers for {len(losses)} losses "
+                f"({', '.join(losses)})"
+            )
         if not losses:
             yield f"loss_type=[] names no loss; name one of {', '.join(LOSSES)}"
         if "exo_pair" in losses and not self.label_smoothing:
@@ -302,8 +317,8 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
         others = [name for name in losses if name not in OF_THE_MARGIN]
         if self.f_divergence_type != "reverse_kl" and others:
             yield (
-                f"f_divergence_type={self.f_divergence_type!r} has no meaning for {', '.join(others)}, which are not of the margin "
-                "alone; set reverse_kl"
+                f"f_divergence_type={self.f_divergence_type!r} has no meaning for {', '.join(others)}, which are not "
+                "of the margin alone; set reverse_kl"
             )
         if self.use_weighting and (sorting := [name for name in losses if name in SORTING]):
             yield f"use_weighting=True weighs pairs, which {', '.join(sorting)} takes apart; set it to False"
@@ -317,8 +332,8 @@ class DPOTrainer(PreferenceTrainer):
         ref_model: another model to compare with; by default the model as it is when it is passed.
         args: a `DPOConfig`; plain `TrainingArguments` are taken over, with the defaults of `DPOConfig` for the rest.
         data_collator: makes a batch of prepared rows; by default `PreferenceCollator`.
-        train_dataset: rows with `prompt`, `chosen` and `rejected` as text or messages, without `prompt` where both begin with
-            it, or `prompt_ids`, `chosen_ids` and `rejected_ids`; unpaired rows are paired by prompt.
+        train_dataset: rows with `prompt`, `chosen` and `rejected` as text or messages, without `prompt` where both
+            begin with it, or `prompt_ids`, `chosen_ids` and `rejected_ids`; unpaired rows are paired by prompt.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
         compute_metrics: of the rewards (N, 2) of chosen and rejected completions; the labels are zeros.

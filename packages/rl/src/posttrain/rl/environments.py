@@ -1,4 +1,5 @@
-"""Completions of several turns: the policy calls tools, reads what they say, and goes on; environments that own the tools.
+"""Completions of several turns: the policy calls tools, reads what they say, and goes on; environments that own the
+tools.
 
 What a tool has written is part of the completion, and the policy does not learn from it: `Sample.learn` is False there.
 """
@@ -30,10 +31,11 @@ class Environments:
     """What the policy can act on: tools for all, and an environment for each completion.
 
     Args:
-        tools: functions with type hints and a docstring, of which their description for the model is made; sync or async.
+        tools: functions with type hints and a docstring, of which their description for the model is made; sync or
+            async.
         factory: makes an environment, or ``{name: factory}`` for rows with a column ``environment``. An environment has
-            ``reset(**row)``, which may return what is added to the prompt; its other public methods are tools of its own;
-            ``get_reward()``, if it has one, is a reward function. It is made once and reset for each completion.
+            ``reset(**row)``, which may return what is added to the prompt; its other public methods are tools of its
+            own; ``get_reward()``, if it has one, is a reward function. It is made once and reset for each completion.
 
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
@@ -79,14 +81,15 @@ class Environments:
             sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
 
     def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
-        """Try the chat template on every tool, before anything is sampled. Returns the tokens that end a turn with calls.
+        """Try the chat template on every tool, before anything is sampled. Returns the tokens that end a turn with
+        calls.
 
         Args:
             row: the first of the dataset, where it is known.
 
         Raises:
-            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`; or the row has
-                no conversation.
+            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`; or the row
+                has no conversation.
         """
         everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
         tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
@@ -105,8 +108,9 @@ class Environments:
         _require_messages(sample.prompt)
         if not codec.protocol(schemas).describes and not names_all(codec.tokenizer.decode(sample.prompt_ids), schemas):
             raise DataError(
-                "The chat template does not tell the model which tools there are, and the prompt does not name all of them. "
-                "Describe them in a message of the role 'system', or set chat_template_path to a template that shows tools."
+                "The chat template does not tell the model which tools there are, and the prompt does not name all "
+                "of them. Describe them in a message of the role 'system', or set chat_template_path to a template "
+                "that shows tools."
             )
 
     def tools_of(self, sample: Sample) -> dict[str, Callable[..., Any]]:
@@ -148,7 +152,8 @@ class Environments:
         """Let `samples`, whose first turn is written, call tools and go on until they ask for none, or are full.
 
         Args:
-            go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` are all that was said so far.
+            go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` are all that was said so
+                far.
             max_tokens: of a completion, what tools write included. An answer that does not fit is left out.
         """
         for sample in samples:
@@ -212,8 +217,8 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:
         raise TypeError(
-            f"The tool {tool.__name__!r} cannot be described to the model: {error}. A tool has a type hint for each argument, and "
-            "a docstring with a section 'Args:' that says what each is."
+            f"The tool {tool.__name__!r} cannot be described to the model: {error}. A tool has a type hint for each "
+            "argument, and a docstring with a section 'Args:' that says what each is."
         ) from error
 
 
@@ -264,9 +269,9 @@ def _failure(error: Exception) -> tuple[str, bool]:
     """What the policy is told of an error of a tool, or of the arguments that it has given."""
     if problem := _of_threads(error):
         raise RuntimeError(
-            f"A tool failed because of the thread that it runs in, which is no fault of the policy: {problem}. Async tools run on "
-            "an event loop in a thread of their own, plain ones in the thread that trains. Make the tool a plain function, "
-            "or let it make what it uses itself."
+            f"A tool failed because of the thread that it runs in, which is no fault of the policy: {problem}. Async "
+            "tools run on an event loop in a thread of their own, plain ones in the thread that trains. Make the "
+            "tool a plain function, or let it make what it uses itself."
         ) from error
     return f"error: {type(error).__name__}: {error}", True
 
@@ -299,7 +304,8 @@ def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
     """A prompt, and what ``reset()`` of an environment said, behind its last words."""
     if not isinstance(told, (str, list, type(None))):
         raise TypeError(
-            f"reset() of {kind} returned a {type(told).__name__}; return a text, a list of parts of content, or nothing."
+            f"reset() of {kind} returned a {type(told).__name__}; return a text, a list of parts of content, or "
+            "nothing."
         )
     if prompt is None:
         if told is None:
@@ -318,8 +324,8 @@ def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
 @functools.cache
 def _warn_of_no_question(kind: str) -> None:
     logger.warning(
-        "A row has no prompt and reset() of %s returned nothing: the policy is asked an empty question, and knows no more than "
-        "which tools there are. Return a text from reset(), or give the rows a column 'prompt'.", kind,
+        "A row has no prompt and reset() of %s returned nothing: the policy is asked an empty question, and knows no "
+        "more than which tools there are. Return a text from reset(), or give the rows a column 'prompt'.", kind,
     )  # fmt: skip
 
 
@@ -335,8 +341,8 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
     """Put what a ``rollout_func`` returned into `samples`.
 
     Args:
-        output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at tokens that
-            the policy did not choose; whatever else it holds is for the reward functions.
+        output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at
+            tokens that the policy did not choose; whatever else it holds is for the reward functions.
 
     Raises:
         ValueError: something is missing, or of another length.
@@ -348,8 +354,8 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
     for name in (*needed[:2], *(["env_mask"] if output.get("env_mask") is not None else [])):
         if len(output[name]) != len(samples):
             raise ValueError(
-                f"rollout_func returned {len(output[name])} of {name} for {len(samples)} prompts; one for each is needed "
-                "(a prompt comes num_generations times)."
+                f"rollout_func returned {len(output[name])} of {name} for {len(samples)} prompts; one for each is "
+                "needed (a prompt comes num_generations times)."
             )
     for i, sample in enumerate(samples):
         sample.prompt_ids, sample.ids = list(output["prompt_ids"][i]), list(output["completion_ids"][i])

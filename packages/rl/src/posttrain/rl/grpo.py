@@ -1,4 +1,6 @@
-"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and the losses that came after it."""
+"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and the losses that came
+after it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class GRPOConfig(RolloutConfig):
         choices=("group", "batch", "none"),
     )  # fmt: skip
     multi_objective_aggregation: str = opt(
-        "sum_then_normalize", "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
+        "sum_then_normalize",
+        "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     delta: float | None = opt(
@@ -82,7 +85,8 @@ class GRPOConfig(RolloutConfig):
     )
     vllm_importance_sampling_correction: bool = opt(
         True,
-        "Weigh completions by how probable the trainer finds them against an engine with weights of its own that wrote them.",
+        "Weigh completions by how probable the trainer finds them against an engine with weights of its own that "
+        "wrote them.",
     )
     vllm_importance_sampling_mode: str = opt(
         "sequence_mask",
@@ -107,7 +111,9 @@ class GRPOConfig(RolloutConfig):
         if low is not None and high is not None and low >= high:
             yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
         if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
-            yield f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
+            yield (
+                f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
+            )
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True, else there is nothing to upload"
         if self.delta is not None and self.delta <= 1 + (
@@ -115,13 +121,18 @@ class GRPOConfig(RolloutConfig):
         ):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
         if self.delta is not None and self.loss_type in UNCLIPPED:
-            yield f"delta bounds the ratio of clipped losses, and loss_type={str(self.loss_type)!r} is none; leave it out"
+            yield (
+                f"delta bounds the ratio of clipped losses, and loss_type={str(self.loss_type)!r} is none; leave it out"
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
 
 class GRPOTrainer(RolloutTrainer):
-    """Trains a policy on completions that are compared with others of the same prompt. Arguments: see `RolloutTrainer`."""
+    """Trains a policy on completions that are compared with others of the same prompt.
+
+    Arguments: see `RolloutTrainer`.
+    """
 
     config_class = GRPOConfig
     _tag_names = ("trl", "grpo")
@@ -140,8 +151,9 @@ class GRPOTrainer(RolloutTrainer):
             )
         if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
             logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion length, since every "
-                "token brings the ratio of the whole; GSPO weighs all alike: set loss_type='grpo'.", config.loss_type,
+                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
+                "length, since every token brings the ratio of the whole; GSPO weighs all alike: set "
+                "loss_type='grpo'.", config.loss_type,
             )  # fmt: skip
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
 
@@ -162,7 +174,8 @@ class GRPOTrainer(RolloutTrainer):
     def _corrects_engine(self) -> bool:
         # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
         known = self.rollout_func is None or self.args.use_vllm
-        # What the policy writes itself is not of another distribution: in bfloat16 the ratios are rounding, and their product over
+        # What the policy writes itself is not of another distribution: in bfloat16 the ratios are rounding, and their
+        # product over
         # a long completion is noise that would mask it.
         return self.args.vllm_importance_sampling_correction and known and not shares_weights(self.generator)
 
@@ -265,10 +278,11 @@ class GRPOTrainer(RolloutTrainer):
 
 
 class EntropyBonus:
-    """Entropy times a weight; the weight may follow the entropy, as in Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.2.
+    """Entropy times a weight; the weight may follow the entropy, as in Skywork-OR1, https://arxiv.org/abs/2505.22312,
+    section 4.2.
 
-    It grows by a step after an update whose mean entropy is at or below the target, and falls by one after the others; it
-    works only while the entropy is at or below the target.
+    It grows by a step after an update whose mean entropy is at or below the target, and falls by one after the others;
+    it works only while the entropy is at or below the target.
     """
 
     def __init__(self, args: GRPOConfig) -> None:

@@ -1,11 +1,15 @@
-r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306: verdicts on single completions.
+r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306: verdicts on single
+completions.
 
-With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the point of reference, eq. 8:
+With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the point of reference, eq.
+8:
 
-.. math:: \lambda_D (1 - \sigma(\beta(r - z_0)))\ \text{for good } y, \quad \lambda_U (1 - \sigma(\beta(z_0 - r)))\ \text{for bad } y
+.. math:: \lambda_D (1 - \sigma(\beta(r - z_0)))\ \text{for good } y, \quad
+    \lambda_U (1 - \sigma(\beta(z_0 - r)))\ \text{for bad } y
 
-The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. Here it is
-one number for all rows of an update, over micro-batches and processes, so the loss does not depend on how these are cut.
+The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. Here
+it is one number for all rows of an update, over micro-batches and processes, so the loss does not depend on how these
+are cut.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ def kto(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: 
 
 
 def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, of rows that need not be pairs; no KL."""
+    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, of rows that need not be pairs; no
+    KL.
+    """
     return torch.sigmoid(beta * torch.where(is_good, -log_ratio, log_ratio))
 
 
@@ -50,9 +56,9 @@ WITH_KL = ("kto",)
 def others_of(prompts: Sequence[Sequence[int]]) -> list[int]:
     """For each prompt the number of the row whose completion is set beside it: of another prompt, where there is one.
 
-    Each completion is taken once: rows are put together by prompt and moved on by as many as the most frequent prompt has,
-    which is the row before where all prompts differ. Only if that prompt has more than half of the rows, its rows take
-    what the others have in turn, some of them more than once.
+    Each completion is taken once: rows are put together by prompt and moved on by as many as the most frequent prompt
+    has, which is the row before where all prompts differ. Only if that prompt has more than half of the rows, its rows
+    take what the others have in turn, some of them more than once.
     """
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -129,8 +135,8 @@ class KTOTrainer(PreferenceTrainer):
     """Trains a policy towards good completions and away from bad ones, which need not be pairs.
 
     Args:
-        train_dataset: rows with `prompt`, `completion` and `label` (True for a good one), as text or messages; pairs become
-            two rows each.
+        train_dataset: rows with `prompt`, `completion` and `label` (True for a good one), as text or messages; pairs
+            become two rows each.
         compute_metrics: of the rewards (N,); the labels are the verdicts.
 
     The other arguments are those of `posttrain.rl.dpo.DPOTrainer`.
@@ -199,8 +205,8 @@ class KTOTrainer(PreferenceTrainer):
         return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(B,) log-probability of each completion under the reference; where these are being precomputed, then (2B,) with
-        those of the others' completions."""
+        """(B,) log-probability of each completion under the reference; where these are being precomputed, then (2B,)
+        with those of the others' completions."""
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
         own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
@@ -209,7 +215,9 @@ class KTOTrainer(PreferenceTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the completions and of the others' completions where `inputs` has them, (B,) each, as `PreferenceTrainer`'s."""
+        """Of the completions and of the others' completions where `inputs` has them, (B,) each, as
+        `PreferenceTrainer`'s.
+        """
         with self.reference.use() as reference:
             asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
             own = self.completion_logp(score_completions(asked, _own(inputs)))
@@ -256,7 +264,10 @@ class KTOTrainer(PreferenceTrainer):
             self._kl = before
 
     def arrange(self, dataset: Any) -> Any:
-        """Rows with another's completion as ``kl_ids``, see `others_of`. A stream takes it from the batch: see `KTOCollator`."""
+        """Rows with another's completion as ``kl_ids``, see `others_of`.
+
+        A stream takes it from the batch: see `KTOCollator`.
+        """
         if not self.needs_kl or not hasattr(dataset, "__len__"):
             return dataset
         taken = dataset.select(others_of(dataset["prompt_ids"][:]))

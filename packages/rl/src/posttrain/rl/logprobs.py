@@ -20,8 +20,8 @@ ROWS_AT_ONCE = 512
 class CompletionLogps(NamedTuple):
     """Of N completions of up to C tokens: (N, C) each, 0 where there is nothing to learn.
 
-    logps: with the graph. entropies: of the predicted distributions, in nats; None where not asked for. aux_loss: of the
-    routers of a mixture of experts, shape (); None where the model gives none.
+    logps: with the graph. entropies: of the predicted distributions, in nats; None where not asked for. aux_loss: of
+    the routers of a mixture of experts, shape (); None where the model gives none.
     """
 
     logps: torch.Tensor
@@ -46,9 +46,9 @@ def lay_out(
         multiple: pad rows to a multiple of this.
 
     Returns:
-        ``input_ids``, (N, L), or (1, L) where shared, with what the model takes beside them; ``labels`` of the same shape, the
-        token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C): where in the flattened
-        predictions each completion's tokens are predicted.
+        ``input_ids``, (N, L), or (1, L) where shared, with what the model takes beside them; ``labels`` of the same
+        shape, the token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C):
+        where in the flattened predictions each completion's tokens are predicted.
     """
     if share:
         batch = shared_rows(groups(prompts, completions))
@@ -126,7 +126,9 @@ def completion_logps(
 def _from_logits(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
 ) -> list[torch.Tensor]:
-    """[(N, L) log-probabilities, (N, L) entropies if asked for] from whole logits, in float32 a few positions at a time."""
+    """[(N, L) log-probabilities, (N, L) entropies if asked for] from whole logits, in float32 a few positions at a
+    time.
+    """
     logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
     rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
     logps, entropies = [], []

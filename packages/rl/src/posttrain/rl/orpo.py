@@ -1,6 +1,7 @@
 r"""Odds Ratio Preference Optimization, Hong et al. 2024, https://arxiv.org/abs/2403.07691.
 
-With p the probability of a token on average (the geometric mean over a completion) and odds :math:`= p / (1 - p)`, eq. 6:
+With p the probability of a token on average (the geometric mean over a completion) and odds :math:`= p / (1 - p)`, eq.
+6:
 
 .. math:: -\log p_w - \lambda\log\sigma\left(\log\frac{odds_w}{odds_l}\right)
 

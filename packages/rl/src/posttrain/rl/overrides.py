@@ -1,18 +1,24 @@
-"""Inner methods of trl's trainers that a subclass may have overridden and that nothing calls here, and what to override instead."""
+"""Inner methods of trl's trainers that a subclass may have overridden and that nothing calls here, and what to override
+instead.
+"""
 
 from __future__ import annotations
 
 PREFERENCE_METHODS = dict.fromkeys(
     ("_compute_loss", "dpo_loss", "kto_loss", "get_batch_loss_metrics"), "override preference_loss or compute_loss"
 ) | dict.fromkeys(("concatenated_forward", "concatenated_inputs", "get_batch_logps"), "override score") | {
-    "_prepare_dataset": "pass rows of tokens", "tokenize_row": "pass rows of tokens", "_precompute_ref_logps": "pass ref_model",
+    "_prepare_dataset": "pass rows of tokens", "tokenize_row": "pass rows of tokens",
+    "_precompute_ref_logps": "pass ref_model",
     "compute_reference_log_probs": "override reference_logp",
 }  # fmt: skip
 
 ROLLOUT_METHODS = {
-    "_generate_and_score_completions": "override generate, score or compute_advantages", "_calculate_rewards": "override score",
-    "_compute_loss": "override policy_loss", "compute_liger_loss": "override policy_loss", "_generate": "override generate",
-    "_generate_single_turn": "override generate", "_tool_call_loop": "override generate", "_tokenize_prompts": "override generate",
+    "_generate_and_score_completions": "override generate, score or compute_advantages",
+    "_calculate_rewards": "override score",
+    "_compute_loss": "override policy_loss", "compute_liger_loss": "override policy_loss",
+    "_generate": "override generate",
+    "_generate_single_turn": "override generate", "_tool_call_loop": "override generate",
+    "_tokenize_prompts": "override generate",
     "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
     "get_high_entropy_mask": "override policy_loss", "get_off_policy_mask": "override policy_loss",
     "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",

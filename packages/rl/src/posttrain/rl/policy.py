@@ -40,7 +40,8 @@ def load_policy(
 def cast_head(model: nn.Module) -> None:
     """Keep the output head in float32, and give it float32 to read.
 
-    A weight that is also the input embedding's is kept in float32 there too; what is looked up in it is of the type it had.
+    A weight that is also the input embedding's is kept in float32 there too; what is looked up in it is of the type it
+    had.
     """
     base = preparation.base_model(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()

@@ -1,7 +1,7 @@
 """Losses of a policy on completions that it, or an earlier version of it, has sampled. Pure.
 
-Shapes: N completions of up to T tokens. What is per completion comes as (N, 1) and broadcasts. `mask` (N, T) is 1 at the
-tokens that the policy chose and is to learn from, and 0 at padding and at what a tool has written.
+Shapes: N completions of up to T tokens. What is per completion comes as (N, 1) and broadcasts. `mask` (N, T) is 1 at
+the tokens that the policy chose and is to learn from, and 0 at padding and at what a tool has written.
 
 A loss is two things: what it makes of each token (`LOSSES`), and what the sum over tokens is divided by (`Average`).
 """
@@ -34,10 +34,12 @@ def importance_ratio(
 
 
 def k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-    r"""An estimate of :math:`KL(\pi_\theta \| \pi_{ref})` at each token that is never negative: :math:`e^d - d - 1` with
-    :math:`d = \log\pi_{ref} - \log\pi_\theta` (Schulman 2020, http://joschu.net/blog/kl-approx.html). (N, T) -> (N, T).
+    r"""An estimate of :math:`KL(\pi_\theta \| \pi_{ref})` at each token that is never negative: :math:`e^d - d - 1`
+    with :math:`d = \log\pi_{ref} - \log\pi_\theta` (Schulman 2020, http://joschu.net/blog/kl-approx.html). (N, T) ->
+    (N, T).
 
-    Times the importance ratio, its gradient is unbiased too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1).
+    Times the importance ratio, its gradient is unbiased too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section
+    3.1).
     """
     d = ref_logps - logps
     return d.exp() - d - 1
@@ -50,9 +52,10 @@ def clipped(
     :math:`-\min(\rho A, \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A)`.
 
     Args:
-        high: a bound of its own above (clip-higher, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 10).
-        delta: also bounds the ratio above where A < 0 (two-sided clipping, INTELLECT-2, https://arxiv.org/abs/2505.07291,
-            section 3.4). Should be larger than ``1 + high``.
+        high: a bound of its own above (clip-higher, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation
+            10).
+        delta: also bounds the ratio above where A < 0 (two-sided clipping, INTELLECT-2,
+            https://arxiv.org/abs/2505.07291, section 3.4). Should be larger than ``1 + high``.
     """
     bounded = ratio.clamp(1 - low, 1 + high)
     if delta is not None:
@@ -61,7 +64,9 @@ def clipped(
 
 
 class Clipping(NamedTuple):
-    """Where `clipped` has no gradient: (N, T) each of 0 and 1. low: bad tokens made less likely. high: good ones made likelier."""
+    """Where `clipped` has no gradient: (N, T) each of 0 and 1. low: bad tokens made less likely. high: good ones made
+    likelier.
+    """
 
     low: torch.Tensor
     high: torch.Tensor
@@ -79,8 +84,9 @@ def share_of_rows(marks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
-    r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4: :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A
-    \log\pi_\theta`. The weight is bounded, not the gradient: every token goes on teaching."""
+    r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4:
+    :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A \log\pi_\theta`. The weight is bounded, not the gradient: every
+    token goes on teaching."""
     return -ratio.clamp(max=high).detach() * advantages * logps
 
 
@@ -100,7 +106,8 @@ def vespo_weight(
     positive: tuple[float, float],
     negative: tuple[float, float],
 ) -> torch.Tensor:
-    r"""VESPO, https://arxiv.org/abs/2602.10693: :math:`\phi(w) = w^k e^{\lambda(1 - w)}` of the whole sequence's ratio w.
+    r"""VESPO, https://arxiv.org/abs/2602.10693: :math:`\phi(w) = w^k e^{\lambda(1 - w)}` of the whole sequence's ratio
+    w.
 
     Args:
         log_ratio: (N, T) of each token. correction: (N, T) or (N, 1) ratios that multiply it, see `engine_correction`.
@@ -122,8 +129,8 @@ def vespo_weight(
 def off_policy_mask(
     logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9: 0 for completions that are both bad (A < 0) and far from
-    what sampled them (mean log-ratio above `threshold`), else 1. (N, 1), or (N, T) for advantages of tokens."""
+    """DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9: 0 for completions that are both bad (A < 0) and far
+    from what sampled them (mean log-ratio above `threshold`), else 1. (N, 1), or (N, T) for advantages of tokens."""
     gap = (sampling_logps - logps.detach()).nan_to_num(nan=0.0)
     mean_gap = (gap * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return ((advantages >= 0) | (mean_gap <= threshold)).to(logps.dtype)
@@ -150,7 +157,8 @@ def engine_correction(
     clip_min: float | None = None,
     clip_max: float | None = None,
 ) -> torch.Tensor:
-    r"""Weights for completions of an engine whose probabilities are not quite the trainer's: :math:`\pi_{old} / \pi_{engine}`.
+    r"""Weights for completions of an engine whose probabilities are not quite the trainer's:
+    :math:`\pi_{old} / \pi_{engine}`.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl: truncated (TIS) or masked (MIS) importance sampling.
 
@@ -193,7 +201,8 @@ class PolicyLoss:
     """A loss by name.
 
     Attributes:
-        of_tokens: ``(policy, options) -> (N, T) or (N, 1)``; options is a `GRPOConfig`, or whatever has the fields read.
+        of_tokens: ``(policy, options) -> (N, T) or (N, 1)``; options is a `GRPOConfig`, or whatever has the fields
+            read.
         average: what the sum over tokens is divided by, a name in `AVERAGES`.
         corrects_itself: the engine correction is part of it, and not multiplied to it.
     """

@@ -1,7 +1,7 @@
 """Log-probabilities under the reference, computed before training: over all processes, and kept for the next start.
 
-They lie beside the dataset's cache, or in the output folder of rows that have none, under a hash of all that they follow from:
-the weights, the tokens, and the settings.
+They lie beside the dataset's cache, or in the output folder of rows that have none, under a hash of all that they
+follow from: the weights, the tokens, and the settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SAMPLED = 512
 
 
 def of_model(model: nn.Module) -> str:
-    """A hash of a whole model: of each weight its shape, its sums and up to `SAMPLED` numbers; and of its configuration."""
+    """A hash of a whole model: of each weight its shape, its sums and up to `SAMPLED` numbers; and of its
+    configuration.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
         flat = tensor.detach().reshape(-1)

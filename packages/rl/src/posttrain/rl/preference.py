@@ -1,7 +1,7 @@
 """What every trainer of preferences shares: pairs in, scores of the policy and of a reference, a loss for each pair.
 
-An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which gives a loss for
-each of B pairs from the `Completions` of both sides.
+An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which gives a
+loss for each of B pairs from the `Completions` of both sides.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class PreferenceTrainer(Trainer):
         args = as_config(type(self), args, old_names)
         parts = Parts.of(
             old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics, callbacks=callbacks,
+            processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
+            callbacks=callbacks,
             optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
             quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
@@ -176,7 +177,10 @@ class PreferenceTrainer(Trainer):
         return tokenizer
 
     def arrange(self, dataset: Any) -> Any:
-        """Prepared rows, with whatever else the collator is to find in them. Called before anything is computed of them."""
+        """Prepared rows, with whatever else the collator is to find in them.
+
+        Called before anything is computed of them.
+        """
         return dataset
 
     # ------------------------------------------------------------------------------------------------ the doors
@@ -237,7 +241,9 @@ class PreferenceTrainer(Trainer):
         return torch.cat(self.compute_ref_log_probs(self.model, inputs))
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the policy."""
+        """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the
+        policy.
+        """
         with self.reference.use() as reference:
             asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
@@ -277,7 +283,9 @@ class PreferenceTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in samples.jsonl."""
+        """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in
+        samples.jsonl.
+        """
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         one = not isinstance(chosen, Mapping)  # a dict comes one by one
@@ -341,7 +349,9 @@ class PreferenceTrainer(Trainer):
             self.add_callback(references.SyncReference(self.reference, alpha, every))
 
     def _check_start(self, *sides: Completions) -> None:
-        """Once, before the first update: the policy is still what the reference was made of, so no margin may be there."""
+        """Once, before the first update: the policy is still what the reference was made of, so no margin may be
+        there.
+        """
         if not getattr(self, "_starts_at_reference", False):
             return
         self._starts_at_reference = False
@@ -352,9 +362,10 @@ class PreferenceTrainer(Trainer):
         scale = max(float(side.logp.detach().abs().max()) for side in sides)
         if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
             raise ValueError(
-                f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the log-probability "
-                "of a completion. The reference is the weights that the trainer was given: was the model changed since, or does "
-                "its adapter not start at zero (init_lora_weights)? Pass ref_model to compare with another model on purpose."
+                f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the "
+                "log-probability of a completion. The reference is the weights that the trainer was given: was the "
+                "model changed since, or does its adapter not start at zero (init_lora_weights)? Pass ref_model to "
+                "compare with another model on purpose."
             )
 
     def _log_pairs(self, chosen: Completions, rejected: Completions, rewards: torch.Tensor) -> None:
@@ -417,8 +428,8 @@ class PreferenceTrainer(Trainer):
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"{name}: precompute_ref_log_probs=True is not supported with IterableDataset, of which nobody knows where it ends. "
-                "Set it to False, or load the rows with streaming=False."
+                f"{name}: precompute_ref_log_probs=True is not supported with IterableDataset, of which nobody knows "
+                "where it ends. Set it to False, or load the rows with streaming=False."
             )
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
@@ -430,9 +441,10 @@ class PreferenceTrainer(Trainer):
                 logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
         elif self.reference.is_gone:
             raise ValueError(
-                f"{name}: Cannot compute reference log-probs for a dataset passed to the trainer after training has begun: with "
-                "precompute_ref_log_probs=True it was let go then, for the policy that it was is another one now. Pass these rows "
-                "as eval_dataset when the trainer is made, pass ref_model, or set precompute_ref_log_probs=False."
+                f"{name}: Cannot compute reference log-probs for a dataset passed to the trainer after training has "
+                "begun: with precompute_ref_log_probs=True it was let go then, for the policy that it was is "
+                "another one now. Pass these rows as eval_dataset when the trainer is made, pass ref_model, or set "
+                "precompute_ref_log_probs=False."
             )
         else:
             found = self._compute_logps(dataset)

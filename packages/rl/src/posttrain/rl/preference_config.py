@@ -88,15 +88,21 @@ class PreferenceConfig(TrainingArguments):
         if self.label_smoothing_factor:
             instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
             yield (
-                f"label_smoothing_factor={self.label_smoothing_factor} spreads the target of a cross-entropy over all classes, and "
-                f"the loss of {type(self).__name__} compares completions: it has no effect; {instead}"
+                f"label_smoothing_factor={self.label_smoothing_factor} spreads the target of a cross-entropy over "
+                f"all classes, and the loss of {type(self).__name__} compares completions: it has no effect; "
+                f"{instead}"
             )
         if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
-            yield f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as JSON"
+            yield (
+                f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as "
+                "JSON"
+            )
 
 
 def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> Any:
-    """The config that `args` and the arguments that earlier versions took elsewhere (taken out of `old_names`) amount to."""
+    """The config that `args` and the arguments that earlier versions took elsewhere (taken out of `old_names`) amount
+    to.
+    """
     config_class = trainer.config_class
     if args is not None and not isinstance(args, TrainingArguments):
         raise TypeError(f"args is of type {type(args).__name__}; pass a {config_class.__name__}(output_dir=...).")

@@ -43,9 +43,10 @@ REMEDIES = {
 class PreferenceReport:
     """What became of the rows of a dataset.
 
-    rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of the rows that were left
-    out for it, or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: those of them that lost the beginning of their prompt. prompt_tokens, completion_tokens: of the
-    kept rows. longest: tokens of the longest prompt with its completion.
+    rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of the rows that were
+    left out for it, or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: those of them that
+    lost the beginning of their prompt. prompt_tokens, completion_tokens: of the kept rows. longest: tokens of the
+    longest prompt with its completion.
     """
 
     name: str = "train"
@@ -82,8 +83,8 @@ class PreferenceReport:
         tokens = self.prompt_tokens + self.completion_tokens
         share = self.prompt_tokens / tokens if tokens else 0.0
         lines = [
-            f"{self.name}: {self.rows_in:,} rows read, {self.rows_kept:,} kept, {tokens:,} tokens of which {share:.0%} are "
-            f"prompt; longest {self.longest:,}"
+            f"{self.name}: {self.rows_in:,} rows read, {self.rows_kept:,} kept, {tokens:,} tokens of which "
+            f"{share:.0%} are prompt; longest {self.longest:,}"
         ]
         if self.truncated:
             cut = f", of which {self.prompts_cut:,} lost the beginning of their prompt" if self.prompts_cut else ""
@@ -117,26 +118,27 @@ def prepare_preferences(
     """Tokenize a dataset of pairs, or of completions with verdicts.
 
     Args:
-        dataset: a `datasets.Dataset`, a list of dicts, a torch dataset of dicts, or a stream. Rows of the other kind are
-            converted where that is possible: pairs become unpaired rows, and unpaired rows of the same prompt pairs.
+        dataset: a `datasets.Dataset`, a list of dicts, a torch dataset of dicts, or a stream. Rows of the other kind
+            are converted where that is possible: pairs become unpaired rows, and unpaired rows of the same prompt
+            pairs.
         tokenizer: or the processor that holds it.
         kind: "preference" or "unpaired_preference".
         max_length: tokens that a prompt with a completion may have, None for any number.
         truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, as much for
             both completions, and completions only where they alone are too long.
-        long_rows: what becomes of a row that is too long: "truncate", "drop" or "error". A row whose prompt alone is too
-            long is dropped where completions are to be cut.
+        long_rows: what becomes of a row that is too long: "truncate", "drop" or "error". A row whose prompt alone is
+            too long is dropped where completions are to be cut.
         faulty_rows: what becomes of a pair of equal completions, and of an empty completion: "drop", "keep" or "error".
         limits: what the model can read, as `posttrain.core.models.preparation.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:
-        A `datasets.Dataset` (an `IterableDataset` for a stream) with the columns `TOKEN_COLUMNS` of its kind and those of
-        `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
+        A `datasets.Dataset` (an `IterableDataset` for a stream) with the columns `TOKEN_COLUMNS` of its kind and those
+        of `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
 
     Raises:
-        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model does
-            not know.
+        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model
+            does not know.
     """
     import datasets
     from torch.utils.data import IterableDataset
@@ -198,8 +200,8 @@ def _of_kind(dataset: Any, kind: str, name: str) -> Any:
 def _detect(columns: list[str], name: str) -> str:
     if seen := {"image", "images"} & set(columns):
         raise DataError(
-            f"{name}: the column {min(seen)!r} is vision-related, and preferences are not trained on pictures here, not even with a "
-            "vision-language model. Leave it out to train on the texts alone."
+            f"{name}: the column {min(seen)!r} is vision-related, and preferences are not trained on pictures here, "
+            "not even with a vision-language model. Leave it out to train on the texts alone."
         )
     for kind, wanted in TOKEN_COLUMNS.items():
         if set(wanted) <= set(columns):

@@ -1,7 +1,7 @@
 """One row of preferences at a time: what its prompt is, and the tokens of prompt and completions.
 
-A *pair* has a prompt (or none, and then what both texts begin with), a chosen and a rejected completion. An *unpaired* row
-has a prompt, a completion and a label, True for a good one. Either may be text, conversations, or tokens already.
+A *pair* has a prompt (or none, and then what both texts begin with), a chosen and a rejected completion. An *unpaired*
+row has a prompt, a completion and a label, True for a good one. Either may be text, conversations, or tokens already.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FAULTY = ("drop", "keep", "error")
 def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     """A pair with an implicit prompt, as one with an explicit prompt: what both completions begin with.
 
-    Conversations are cut between messages, and texts after a space, so that no word is cut in two. A prompt that is there
-    as a text while the completions are conversations that begin with it, is one with them.
+    Conversations are cut between messages, and texts after a space, so that no word is cut in two. A prompt that is
+    there as a text while the completions are conversations that begin with it, is one with them.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -63,7 +63,9 @@ def to_unpaired(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def to_pairs(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Pairs of the completions of each prompt: good ones with bad ones, in their order; what is left over is left out."""
+    """Pairs of the completions of each prompt: good ones with bad ones, in their order; what is left over is left
+    out.
+    """
     by_prompt: dict[str, tuple[dict[str, Any], dict[bool, list[Any]]]] = {}
     for row in rows:
         rest = {name: value for name, value in row.items() if name not in ("completion", "label")}
@@ -256,8 +258,8 @@ class PreferencePreparation:
             return
         if self.long_rows == "error":
             raise DataError(
-                f"Row {draft.index} has {len(draft.prompt) + longest} tokens, more than max_length={most}. Raise max_length, or "
-                "set long_rows to truncate or drop."
+                f"Row {draft.index} has {len(draft.prompt) + longest} tokens, more than max_length={most}. Raise "
+                "max_length, or set long_rows to truncate or drop."
             )
         if self.long_rows == "drop":
             draft.fault = f"longer than max_length={most}"

@@ -92,9 +92,9 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
     check_dataset(dataset, name)
     if has_length(dataset) and len(dataset) < at_least:
         raise DataError(
-            f"{name} has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / num_generations), so "
-            "not one would be made. Give more prompts, a smaller per_device_train_batch_size or steps_per_generation, or a "
-            "larger num_generations."
+            f"{name} has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / "
+            "num_generations), so not one would be made. Give more prompts, a smaller per_device_train_batch_size "
+            "or steps_per_generation, or a larger num_generations."
         )
     if is_stream(dataset):
         return
@@ -144,13 +144,13 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         yield from caught(check_prompts, parts.train_dataset, "train_dataset", at_least, columns)
     elif not environments and parts.eval_dataset is None:
         yield ValueError(
-            "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes prompts, or an "
-            "eval_dataset to evaluate alone."
+            "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes "
+            "prompts, or an eval_dataset to evaluate alone."
         )
     elif environments and args.max_steps <= 0:
         yield ValueError(
-            "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how many: set "
-            "max_steps to the updates to make, or pass a train_dataset."
+            "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how "
+            "many: set max_steps to the updates to make, or pass a train_dataset."
         )
     sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}
     for name, dataset in sets.items():
@@ -167,8 +167,8 @@ class PromptCodec:
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
     def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
-        """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the beginning of
-        the assistant's turn, or with its last turn left open.
+        """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the
+        beginning of the assistant's turn, or with its last turn left open.
 
         Args:
             tools: schemas or functions that the chat template describes to the model.

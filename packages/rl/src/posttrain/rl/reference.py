@@ -47,8 +47,8 @@ class ReferenceArguments:
     def _problems(self) -> Iterator[str]:
         if self.sync_ref_model and self.precompute_ref_log_probs:
             yield (
-                "sync_ref_model=True moves the reference, and precompute_ref_log_probs=True fixes what it says; set one of "
-                "them to False"
+                "sync_ref_model=True moves the reference, and precompute_ref_log_probs=True fixes what it says; set "
+                "one of them to False"
             )
 
 
@@ -67,8 +67,8 @@ class FrozenReference:
         self._state = None if moves else _state(self.weights(), moves)
 
     def place(self, dist: Any) -> None:
-        """Put it where the policy is: on the device, in pieces if that is, and a copy that never moves in the precision that
-        its products have. Every process must call it."""
+        """Put it where the policy is: on the device, in pieces if that is, and a copy that never moves in the precision
+        that its products have. Every process must call it."""
         self.model = dist.prepare_frozen(self.model, rounds=self.is_copy and not self.moves)
 
     @contextlib.contextmanager
@@ -93,8 +93,8 @@ class FrozenReference:
         return dict(self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one. Every
-        process must call it."""
+        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one.
+        Every process must call it."""
         return _state(self.weights(), self.moves) if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
@@ -268,15 +268,18 @@ def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> st
     """Why the reference cannot be moved towards `policy`, as a sentence; None if it can."""
     if given is None and preparation.is_peft_model(policy) and alpha != 1:
         return (
-            f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' factors is not the "
-            "adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
+            f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' "
+            "factors is not the adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
         )
     if given is not None and preparation.is_peft_model(policy):
         return "sync_ref_model=True cannot move a ref_model towards a policy with an adapter. Leave ref_model out."
     if given is not None:
         own = {name: p.shape for name, p in given.named_parameters()}
         if own != {name: p.shape for name, p in preparation.unwrap(policy).named_parameters()}:
-            return "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, or set False."
+            return (
+                "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, "
+                "or set False."
+            )
     return None
 
 
@@ -297,7 +300,9 @@ SAMPLED = 512
 
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of up to `SAMPLED` numbers of each tensor, spread over it: enough to tell trained weights from untrained."""
+    """A hash of up to `SAMPLED` numbers of each tensor, spread over it: enough to tell trained weights from
+    untrained.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         flat = tensor.detach().reshape(-1)
@@ -308,8 +313,9 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
 
 ANOTHER = (
-    "The run in {where} had another reference than this one, which is the weights that the model had when the trainer was made. "
-    "Make the trainer from the weights that the run began with, not from its checkpoint, or pass ref_model."
+    "The run in {where} had another reference than this one, which is the weights that the model had when the "
+    "trainer was made. Make the trainer from the weights that the run began with, not from its checkpoint, or pass "
+    "ref_model."
 )
 
 

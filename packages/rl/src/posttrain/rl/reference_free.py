@@ -50,8 +50,8 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         )
 
     def arrange(self, dataset: Any) -> Any:
-        """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and collators of
-        earlier versions read."""
+        """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and
+        collators of earlier versions read."""
         return dataset.map(whole_texts, batched=True)
 
 

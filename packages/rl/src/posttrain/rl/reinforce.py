@@ -1,4 +1,6 @@
-"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages are normalised over the batch, not in each group."""
+"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages are normalised over the batch, not in each
+group.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ class ReinforcePlusPlusConfig(GRPOConfig):
     )
     group_baseline: bool = opt(
         True,
-        "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the baseline.",
+        "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the "
+        "baseline.",
     )
 
     def _problems(self) -> Iterator[str]:
         for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
             if getattr(self, name) != default:
                 yield (
-                    f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over the batch. "
-                    "Leave it out, or use GRPOTrainer"
+                    f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over "
+                    "the batch. Leave it out, or use GRPOTrainer"
                 )
 
 

@@ -1,5 +1,5 @@
-"""Reward functions that need no model: right answers, format, repetition, length. Each takes lists and gives one number a
-completion; completions are texts or lists of messages."""
+"""Reward functions that need no model: right answers, format, repetition, length. Each takes lists and gives one number
+a completion; completions are texts or lists of messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, or the last number; else None."""
+    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, or the last number; else
+    None.
+    """
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth, begin = 1, start + len("\\boxed{")
@@ -73,9 +75,11 @@ def same_answer(left: str, right: str) -> bool:
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: Callable[[str, list[Any]], None] | None = None
 ) -> list[float | None]:
-    """1 where the final answer of a completion equals that of the solution, else 0; None for solutions without an answer.
+    """1 where the final answer of a completion equals that of the solution, else 0; None for solutions without an
+    answer.
 
-    Answers are found by `final_answer` and compared by `same_answer`: numbers and fractions exactly, anything else as text.
+    Answers are found by `final_answer` and compared by `same_answer`: numbers and fractions exactly, anything else as
+    text.
     """
     gold = [final_answer(str(text)) or str(text).strip() or None for text in solution]
     given = [final_answer(text_of(completion)) for completion in completions]

@@ -67,7 +67,9 @@ class RewardConfig(PreferenceConfig):
 
 @dataclass
 class RewardCollator:
-    """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,) if there."""
+    """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,)
+    if there.
+    """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
@@ -89,8 +91,8 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     Args:
         model: such a classifier, or the name or folder of a model to put a head of one output on.
-        train_dataset: pairs as `posttrain.rl.dpo.DPOTrainer` takes them; a column `margin` says by how much the rewards of
-            each are to differ at least.
+        train_dataset: pairs as `posttrain.rl.dpo.DPOTrainer` takes them; a column `margin` says by how much the rewards
+            of each are to differ at least.
 
     The other arguments are those of `posttrain.rl.dpo.DPOTrainer`, without ``ref_model``.
     """
@@ -181,9 +183,9 @@ class RewardTrainer(ReferenceFreeTrainer):
             or "SequenceClassification" not in type(preparation.base_model(model)).__name__
         ):
             raise ValueError(
-                f"The model is a {type(preparation.base_model(model)).__name__} with {getattr(config, 'num_labels', 'unknown')} "
-                f"labels, and reward models require `num_labels=1`: one number for a text. Load it by "
-                f"{TASK}.from_pretrained(..., num_labels=1)."
+                f"The model is a {type(preparation.base_model(model)).__name__} with "
+                f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
+                f"number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
             )
         tokenizer = tokenizer or preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
@@ -219,8 +221,9 @@ def _check_margins(dataset: Any, name: str) -> None:
     wrong = [at for at, value in enumerate(margins) if not isinstance(value, (int, float)) or not math.isfinite(value)]
     if wrong:
         raise DataError(
-            f"{name}: margin is no finite number in rows {', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} "
-            f"(the first holds {margins[wrong[0]]!r}). Mend or filter those rows, or drop the column."
+            f"{name}: margin is no finite number in rows "
+            f"{', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} (the first holds "
+            f"{margins[wrong[0]]!r}). Mend or filter those rows, or drop the column."
         )
 
 
@@ -230,8 +233,8 @@ def _with_prompt_ids(dataset: Any) -> Any:
     earlier = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
     if set(earlier) <= set(columns):
         warnings.warn(
-            "The columns chosen_input_ids and rejected_input_ids are called chosen_ids and rejected_ids now; the earlier names "
-            "will not be supported in v1.", FutureWarning, stacklevel=2,
+            "The columns chosen_input_ids and rejected_input_ids are called chosen_ids and rejected_ids now; the "
+            "earlier names will not be supported in v1.", FutureWarning, stacklevel=2,
         )  # fmt: skip
         dataset = dataset.rename_columns(earlier)
         columns = dataset.column_names

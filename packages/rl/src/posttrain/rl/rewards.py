@@ -34,7 +34,8 @@ from posttrain.rl.reward_functions import (
 
 __all__ = [
     "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "reward_functions", "think_format_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "reward_functions",
+    "think_format_reward",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -53,22 +54,26 @@ class RewardArguments:
 
     reward_funcs: list[str] | None = opt(
         None,
-        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward models.",
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward "
+        "models.",
     )
     reward_weights: list[float] | None = opt(
         None, "Weight of each reward function in the sum; None: 1 each. A larger one pulls the policy its way."
     )
     reward_on_error: str = opt(
-        "raise", "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those completions "
-        "`reward_error_value`, mask leaves the function out for them.", choices=("raise", "value", "mask"),
+        "raise",
+            "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those "
+            "completions `reward_error_value`, mask leaves the function out for them.",
+            choices=("raise", "value", "mask"),
     )  # fmt: skip
     reward_error_value: float = opt(0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.")
     reward_timeout: float | None = opt(
         None, "Seconds that one call of a reward function may take; None: as long as it wants.", above=0
     )
     reward_on_none: str = opt(
-        "skip", "When no reward function gives a reward for any completion of a rollout: skip says so and learns nothing from "
-        "it, raise stops the run.", choices=("skip", "raise"),
+        "skip",
+            "When no reward function gives a reward for any completion of a rollout: skip says so and learns nothing "
+            "from it, raise stops the run.", choices=("skip", "raise"),
     )  # fmt: skip
     reward_concurrency: int = opt(
         1, "Reward functions that run at the same time, in threads; async ones always run side by side.", min=1
@@ -99,7 +104,8 @@ class Scores:
 
 
 class RewardModel:
-    """A sequence classifier with one output, as a reward function. Reads prompt and completion, in one chat if they are messages.
+    """A sequence classifier with one output, as a reward function. Reads prompt and completion, in one chat if they are
+    messages.
 
     Args:
         model: as ``AutoModelForSequenceClassification`` loads it, with one label.
@@ -113,8 +119,8 @@ class RewardModel:
         self.__name__ = (getattr(config, "_name_or_path", "") or type(model).__name__).split("/")[-1]
         if getattr(config, "num_labels", 1) != 1:
             raise ValueError(
-                f"The reward model {self.__name__} gives {config.num_labels} numbers for a text; it must give one. Load it with "
-                "num_labels=1."
+                f"The reward model {self.__name__} gives {config.num_labels} numbers for a text; it must give one. "
+                "Load it with num_labels=1."
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -150,10 +156,11 @@ class Rewards:
 
     Args:
         functions: ``function(...) -> one number a completion``; None for those that it does not apply to. It is called
-            with those of these that its signature names: ``prompts``, ``completions``, ``completion_ids``, every column of
-            the dataset as a list, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
+            with those of these that its signature names: ``prompts``, ``completions``, ``completion_ids``, every column
+            of the dataset as a list, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
         options: the policy on errors and the limits.
-        from_environments: how many functions at the end are environments' own. Weights may leave them out: they count 1.
+        from_environments: how many functions at the end are environments' own. Weights may leave them out: they count
+            1.
     """
 
     def __init__(
@@ -190,8 +197,8 @@ class Rewards:
             columns: of the dataset, N values each. extra: whatever else functions may ask for.
 
         Raises:
-            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion and
-                ``reward_on_none`` is "raise".
+            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
+                and ``reward_on_none`` is "raise".
         """
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
@@ -289,14 +296,15 @@ class Rewards:
         which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
         if unknown.all() and self.options.reward_on_none == "raise":
             raise RewardError(
-                f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} returned "
-                f"None, or failed and were masked): there is nothing to learn from.\n{which}"
+                f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} "
+                f"returned None, or failed and were masked): there is nothing to learn from.\n{which}"
             )
         if "" not in self._told:
             self._told.add("")
             logger.warning(
-                "All reward functions returned None for the following kwargs:\n%s\nSo it was for %d of %d completions, which "
-                "teach nothing; their share is logged as rewards/none. reward_on_none='raise' stops the run where it is so for all.",
+                "All reward functions returned None for the following kwargs:\n%s\nSo it was for %d of %d "
+                "completions, which teach nothing; their share is logged as rewards/none. reward_on_none='raise' "
+                "stops the run where it is so for all.",
                 which, int(unknown.sum()), len(unknown),
             )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740: the others of a prompt are the baseline."""
+"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740: the others of a prompt are the
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class RLOOTrainer(RolloutTrainer):
         return whitened(advantages) if self.args.normalize_advantages else advantages
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
-        """PPO's surrogate of whole completions: (N, 1). A completion is one action, and its ratio a product over tokens."""
+        """PPO's surrogate of whole completions: (N, 1).
+
+        A completion is one action, and its ratio a product over tokens.
+        """
         args, mask = self.args, inputs["loss_mask"]
         old_logps = inputs.get("old_logps", policy.logps.detach())
         ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()

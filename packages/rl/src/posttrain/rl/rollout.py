@@ -1,8 +1,8 @@
 """Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
 
-A `Rollout` is made once and then only read: while it is gone through, and in a checkpoint taken on the way. An algorithm
-is a subclass that overrides `compute_advantages` and `policy_loss`; `generate` and `score` are there for other ways to
-sample and to judge.
+A `Rollout` is made once and then only read: while it is gone through, and in a checkpoint taken on the way. An
+algorithm is a subclass that overrides `compute_advantages` and `policy_loss`; `generate` and `score` are there for
+other ways to sample and to judge.
 """
 
 from __future__ import annotations
@@ -51,17 +51,20 @@ class RolloutTrainer(Trainer):
 
     Args:
         model: a causal language model, or the name or folder of one to load.
-        reward_funcs: functions (see `posttrain.rl.rewards.Rewards`), and reward models by name or loaded; one or a list.
+        reward_funcs: functions (see `posttrain.rl.rewards.Rewards`), and reward models by name or loaded; one or a
+            list.
         args: a `RolloutConfig`.
-        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without it,
-            prompts are what the ``reset()`` of environments returns, and ``args.max_steps`` must say how many updates to make.
+        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without
+            it, prompts are what the ``reset()`` of environments returns, and ``args.max_steps`` must say how many
+            updates to make.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
         reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
         quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         tools: functions that the policy may call, see `posttrain.rl.environments`.
-        rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see `posttrain.rl.environments.take_rollout`.
+        rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see
+            `posttrain.rl.environments.take_rollout`.
         environment_factory: makes what the policy acts on, see `posttrain.rl.environments`.
         generator: what samples; by default what `args` ask for.
 
@@ -100,7 +103,8 @@ class RolloutTrainer(Trainer):
             wanted = self.config_class.__name__
             raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
         parts = Parts.of(
-            others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
+            others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class,
             compute_metrics=others.get("compute_metrics"), callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"), quantization_config=quantization_config,
             peft_config=peft_config, datasets={}, others={
@@ -168,8 +172,9 @@ class RolloutTrainer(Trainer):
         yield from prompt_problems(args, parts)
         if parts.compute_metrics is not None:
             yield (
-                f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, and log the rewards. "
-                "Give a reward function what is to be measured, or add to the record in a callback's on_evaluate"
+                f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
+                "and log the rewards. Give a reward function what is to be measured, or add to the record in a "
+                "callback's on_evaluate"
             )
         yield from reward_problems(
             parts.others["reward_funcs"], args.reward_weights, parts.others["environment_factory"]
@@ -225,9 +230,10 @@ class RolloutTrainer(Trainer):
         """How much better each completion is than others.
 
         Args:
-            rewards: (N, F) of all processes, groups of `group_size` next to each other; NaN where a function does not apply.
-            kl: (N,) log-ratio of the policy that sampled to the reference, summed over tokens; None without a reference, or
-                where `needs_kl_of_samples` is False.
+            rewards: (N, F) of all processes, groups of `group_size` next to each other; NaN where a function does not
+                apply.
+            kl: (N,) log-ratio of the policy that sampled to the reference, summed over tokens; None without a
+                reference, or where `needs_kl_of_samples` is False.
 
         Returns:
             (N,).
@@ -235,7 +241,9 @@ class RolloutTrainer(Trainer):
         raise TypeError(f"{type(self).__name__} must say what its advantages are: override compute_advantages.")
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
-        """The loss of each token (N, C), or of each completion (N, 1), of a micro-batch; see `Rollout.micro_batches`."""
+        """The loss of each token (N, C), or of each completion (N, 1), of a micro-batch; see
+        `Rollout.micro_batches`.
+        """
         raise TypeError(f"{type(self).__name__} must say what its loss is: override policy_loss.")
 
     @property
@@ -398,8 +406,9 @@ class RolloutTrainer(Trainer):
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(
-                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s processes, %s in a "
-                "micro-batch): the rest of it is left out, and the next prompts are sampled.", *state["dealt"],
+                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s "
+                "processes, %s in a micro-batch): the rest of it is left out, and the next prompts are sampled.",
+                *state["dealt"],
             )  # fmt: skip
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
@@ -538,7 +547,9 @@ class RolloutTrainer(Trainer):
         return scores
 
     def _with_logps(self, rollout: Rollout, exact: bool) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what the loss needs of the old and the reference policy, their divergence if it is asked for)."""
+        """(`rollout` with what the loss needs of the old and the reference policy, their divergence if it is asked
+        for).
+        """
         exact = exact and rollout.sampling_logps is not None and self.dist.precision == "no"
         corrects = not exact and rollout.sampling_logps is not None and self._corrects_engine
         by_entropy = self.top_entropy_quantile < 1
@@ -562,7 +573,8 @@ class RolloutTrainer(Trainer):
         keep = old if self.needs_old_logps or corrects else None
         return replace(rollout, old_logps=keep, ref_logps=reference), kl
 
-    #: Whether completions of an engine that is not quite the policy are weighted, see `policy_losses.engine_correction`.
+    #: Whether completions of an engine that is not quite the policy are weighted, see
+    # `policy_losses.engine_correction`.
     _corrects_engine = False
 
     def _correction(self, rollout: Rollout, old_logps: torch.Tensor) -> torch.Tensor:

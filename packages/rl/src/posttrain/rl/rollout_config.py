@@ -74,11 +74,13 @@ class GenerationArguments:
     def _problems(self) -> Iterator[str]:
         if self.max_completion_length is None:
             yield (
-                "max_completion_length=None bounds nothing, and a policy that never ends its answer would write for ever; set a number "
-                "of tokens, such as 512"
+                "max_completion_length=None bounds nothing, and a policy that never ends its answer would write for "
+                "ever; set a number of tokens, such as 512"
             )
         if self.use_vllm and self.use_transformers_continuous_batching:
-            yield "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one of them to False"
+            yield (
+                "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one of them to False"
+            )
         if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
             yield "vllm_structured_outputs_regex is followed by vLLM alone; set use_vllm=True, or leave it out"
         if self.cache_implementation is not None and (self.use_vllm or self.use_transformers_continuous_batching):
@@ -87,8 +89,8 @@ class GenerationArguments:
             yield problem
         if not self.ds3_gather_for_generation and getattr(self, "deepspeed", None):
             yield (
-                "ds3_gather_for_generation=False generates with weights in pieces, layer by layer, which is not in this "
-                "version; leave it True, or use_vllm with a server for a model that one GPU cannot hold whole"
+                "ds3_gather_for_generation=False generates with weights in pieces, layer by layer, which is not in "
+                "this version; leave it True, or use_vllm with a server for a model that one GPU cannot hold whole"
             )
 
     def _preflight(self) -> Iterator[ImportError]:
@@ -110,7 +112,10 @@ class GenerationArguments:
                 yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
         for name in [] if self.use_vllm else unknown_options(settings):
             if name not in stop:
-                yield f"generation_kwargs: {name!r} is neither stop nor a field of GenerationConfig, and would have no effect"
+                yield (
+                    f"generation_kwargs: {name!r} is neither stop nor a field of GenerationConfig, and would have no "
+                    "effect"
+                )
         if self.cache_implementation is not None and self.cache_implementation not in ALL_CACHE_IMPLEMENTATIONS:
             near = did_you_mean(self.cache_implementation, ALL_CACHE_IMPLEMENTATIONS)
             known = ", ".join(ALL_CACHE_IMPLEMENTATIONS)
@@ -162,8 +167,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         min=1,
     )
     steps_per_generation: int | None = opt(
-        None, "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, and "
-        "learn from older completions.", min=1,
+        None,
+            "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, "
+            "and learn from older completions.", min=1,
     )  # fmt: skip
     num_iterations: int = opt(1, "Times that each rollout is gone through.", min=1)
     dynamic_sampling: bool = opt(
@@ -217,25 +223,29 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
 
     def _problems(self) -> Iterator[str]:
         if self.num_generations is None:
-            yield "num_generations=None names no size of a group; set the number of completions of each prompt, such as 8"
+            yield (
+                "num_generations=None names no size of a group; set the number of completions of each prompt, such as 8"
+            )
         for name in ("include_for_metrics", "batch_eval_metrics"):
             if value := getattr(self, name):
                 yield (
-                    f"{name}={value!r} has no use: evaluations sample and score completions, and no compute_metrics is called; "
-                    "leave it out"
+                    f"{name}={value!r} has no use: evaluations sample and score completions, and no compute_metrics "
+                    "is called; leave it out"
                 )
         b, s, world = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
         if self.generation_batch_size != b * s * world:
             yield (
-                f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes * "
-                f"steps_per_generation = {b} * {world} * {s} = {b * s * world}; set one of the two and leave out the other"
+                f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes "
+                f"* steps_per_generation = {b} * {world} * {s} = {b * s * world}; set one of the two and leave out "
+                "the other"
             )
         elif self.num_generations and self.generation_batch_size % self.num_generations:
             group = self.num_generations
             yield (
-                f"a rollout holds {self.generation_batch_size} completions (per_device_train_batch_size={b} * {world} processes "
-                f"* steps_per_generation={s}), which num_generations={group} does not divide, so a group would be cut in two "
-                f"and its baseline would be wrong; set steps_per_generation to a multiple of {group // math.gcd(group, b * world)}"
+                f"a rollout holds {self.generation_batch_size} completions (per_device_train_batch_size={b} * "
+                f"{world} processes * steps_per_generation={s}), which num_generations={group} does not divide, so a "
+                "group would be cut in two and its baseline would be wrong; set steps_per_generation to a multiple "
+                f"of {group // math.gcd(group, b * world)}"
             )
         for name in OBJECTS:
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
@@ -248,8 +258,8 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
             yield "label_smoothing_factor smooths labels, and what a policy has sampled has none; leave it 0"
         if self.train_sampling_strategy != "random":
             yield (
-                f"train_sampling_strategy={str(self.train_sampling_strategy)!r} is for rows that are trained on as they are; "
-                "prompts come in their order with shuffle_dataset=False"
+                f"train_sampling_strategy={str(self.train_sampling_strategy)!r} is for rows that are trained on as "
+                "they are; prompts come in their order with shuffle_dataset=False"
             )
         if self.sync_ref_model and not self.beta:
             yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"

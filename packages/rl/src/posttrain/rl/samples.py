@@ -1,4 +1,6 @@
-"""What a policy has written, and what is learned from it: samples while they are made and judged, a rollout afterwards."""
+"""What a policy has written, and what is learned from it: samples while they are made and judged, a rollout
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Sample:
     """One completion, on its way to be judged.
 
     Attributes:
-        row: of the dataset. seed: of the numbers that its tokens are drawn with. prompt: as the row has it, or as an environment gave it.
+        row: of the dataset. seed: of the numbers that its tokens are drawn with. prompt: as the row has it, or as an
+            environment gave it.
         prompt_ids: what the policy read. ids: what came after it, tools' tokens among them.
         logps: of the engine, for each of `ids`; None where it does not tell. is_exact: see `Completions`.
         learn: for each of `ids`, whether the policy chose it; None: all.
@@ -46,14 +49,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rollout:
-    """N judged completions of this process, those of a prompt next to each other. Made once and then only read; on the CPU.
+    """N judged completions of this process, those of a prompt next to each other. Made once and then only read; on the
+    CPU.
 
     Attributes:
         prompt_ids, prompt_lengths: (N, P) padded on the right, and (N,).
         completion_ids, completion_lengths: (N, C) padded on the right, and (N,).
         loss_mask: (N, C) bool, the tokens that are learned from.
         advantages: (N,), or (N, C) for advantages of tokens.
-        old_logps: (N, C) of the policy that wrote them, as training computes them; None while that is the one in training.
+        old_logps: (N, C) of the policy that wrote them, as training computes them; None while that is the one in
+            training.
         ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
         correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
         entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
@@ -103,8 +108,8 @@ class Rollout:
     ) -> list[dict[str, Any]]:
         """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
 
-        Beside what `lay_out` gives: the fields of this class from `advantages` on that are not None, and ``tokens_per_row``,
-        the tokens with a loss by the completions of the whole rollout.
+        Beside what `lay_out` gives: the fields of this class from `advantages` on that are not None, and
+        ``tokens_per_row``, the tokens with a loss by the completions of the whole rollout.
         """
         tokens_per_row = self.loss_mask.sum() / len(self)
         return [

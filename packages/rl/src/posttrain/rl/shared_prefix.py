@@ -4,12 +4,12 @@ A prompt of P tokens and its completions of L1, L2, ... become the segments
 
     prompt[:-1]   prompt[-1] + completion1[:-1]   prompt[-1] + completion2[:-1]   ...
 
-each completion's segment continuing the prompt's. So the model reads the prompt once, and what it computes at position j of
-a completion's segment predicts token j of that completion: nothing has to be gathered before the output head, and the head
-sees completion tokens only. The numbers are those of each prompt and completion read alone.
+each completion's segment continuing the prompt's. So the model reads the prompt once, and what it computes at position
+j of a completion's segment predicts token j of that completion: nothing has to be gathered before the output head, and
+the head sees completion tokens only. The numbers are those of each prompt and completion read alone.
 
-The other layout is the plain one: a row each, filled up on the right. An encoder-decoder reads the prompt in its encoder,
-and its decoder gets a row for each completion.
+The other layout is the plain one: a row each, filled up on the right. An encoder-decoder reads the prompt in its
+encoder, and its decoder gets a row for each completion.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
 
     Returns:
         ``input_ids`` (1, N), ``shift_labels`` (1, N), the token predicted at each position, -100 for none;
-        ``completion_mask`` (K, T) and ``completion_places`` (K, T), where in the row each of a completion's up to T tokens
-        is predicted; and what `Segments.model_inputs` gives. An empty prompt leaves a completion's first token unscored.
+        ``completion_mask`` (K, T) and ``completion_places`` (K, T), where in the row each of a completion's up to T
+        tokens is predicted; and what `Segments.model_inputs` gives. An empty prompt leaves a completion's first token
+        unscored.
     """
     ids: list[int] = []
     labels: list[int] = []
@@ -107,8 +108,8 @@ class Encoder:
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(
-                f"{type(preparation.base_model(model)).__name__} has an encoder and a decoder, and its config does not say what the "
-                "decoder begins with. Set model.config.decoder_start_token_id."
+                f"{type(preparation.base_model(model)).__name__} has an encoder and a decoder, and its config does "
+                "not say what the decoder begins with. Set model.config.decoder_start_token_id."
             )
         return cls(start, tuple(chat_template.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
 
@@ -162,7 +163,9 @@ def padded_rows(
 
 
 def reorder(batch: dict[str, Any], order: Sequence[int]) -> dict[str, Any]:
-    """`batch` with its completions in another order; a flattened row stays as it is, only where they are found changes."""
+    """`batch` with its completions in another order; a flattened row stays as it is, only where they are found
+    changes.
+    """
     names = ("completion_mask", "completion_places") if "completion_places" in batch else tuple(batch)
     index = torch.as_tensor(order)
     return batch | {name: batch[name][index] for name in names}
@@ -203,7 +206,8 @@ def score_completions(
         stats: names in `posttrain.core.losses.language_modeling.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
-    Where the model's head cannot do this itself (`posttrain.core.models.preparation.supports_loss_in_head`), its logits are held whole.
+    Where the model's head cannot do this itself (`posttrain.core.models.preparation.supports_loss_in_head`), its logits
+    are held whole.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
     if "shift_labels" in batch:
@@ -226,7 +230,9 @@ def score_completions(
 
 
 def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:
-    """(1 + S, B, T) log-probabilities of the labels and their `stats`, of (B, T, V) logits; 0 where there is no label."""
+    """(1 + S, B, T) log-probabilities of the labels and their `stats`, of (B, T, V) logits; 0 where there is no
+    label.
+    """
     at = labels != IGNORE_INDEX
     targets, logits = labels[at], logits[at].float()
     all_logps = logits.log_softmax(-1)

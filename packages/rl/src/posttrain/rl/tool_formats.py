@@ -1,7 +1,7 @@
 """How models write calls of tools: one reader for each form.
 
-Which form a model was taught is seen from its chat template, see `posttrain.rl.tool_protocol`. A reader finds the blocks of
-a text that hold calls; a block whose content does not follow the form holds a call without arguments (None).
+Which form a model was taught is seen from its chat template, see `posttrain.rl.tool_protocol`. A reader finds the
+blocks of a text that hold calls; a block whose content does not follow the form holds a call without arguments (None).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def between(start: str, stop: str, body: Callable[[str, Types], list[Call]]) -> 
 
 
 def before_json(start: str, stop: str = "") -> Callable[[str, Types], list[Block]]:
-    """A mark, then JSON: of calls, or of the arguments where the mark has a group `name`; then, if it is there, `stop`."""
+    """A mark, then JSON: of calls, or of the arguments where the mark has a group `name`; then, if it is there,
+    `stop`.
+    """
     opening, closing = re.compile(start, re.DOTALL), re.compile(stop)
 
     def read(text: str, types: Types) -> list[Block]:
@@ -270,7 +272,8 @@ _KIMI = _items(
     r"(?P<json>.*?)<\|tool_call_end\|>"
 )
 _SOLAR = _items(
-    r"<\|tool_call:begin\|>(?P<id>.*?)<\|tool_call:name\|>(?P<name>.*?)<\|tool_call:args\|>(?P<json>.*?)<\|tool_call:end\|>"
+    r"<\|tool_call:begin\|>(?P<id>.*?)<\|tool_call:name\|>(?P<name>.*?)"
+    r"<\|tool_call:args\|>(?P<json>.*?)<\|tool_call:end\|>"
 )
 
 FORMS = (
@@ -320,7 +323,9 @@ FORMS = (
 
 
 def marked_calls(text: str, types: Types) -> list[Block]:
-    """The blocks of every form that has marks of its own, in their order; where two forms share a mark, the one that reads."""
+    """The blocks of every form that has marks of its own, in their order; where two forms share a mark, the one that
+    reads.
+    """
     found: list[Block] = []
     for form in FORMS:
         for block in form.read(text, types) if form.is_marked else ():

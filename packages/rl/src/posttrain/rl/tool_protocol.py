@@ -1,7 +1,8 @@
 """What a chat template makes of tools: how it describes them, how a call is written, and what stands around an answer.
 
-All of it is seen from what the template renders of a short conversation, so that no list of models is kept. What the policy
-has written is never rendered again: behind its own tokens go those that the template puts between a call and the next turn.
+All of it is seen from what the template renders of a short conversation, so that no list of models is kept. What the
+policy has written is never rendered again: behind its own tokens go those that the template puts between a call and the
+next turn.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class ToolProtocol:
         schemas: of the tools that will be called; a template may be told of them by its own variables.
 
     Attributes:
-        form: how calls are written; None where the template shows none, and every form that has marks of its own is read,
-            or where only the tokenizer's response template reads them.
+        form: how calls are written; None where the template shows none, and every form that has marks of its own is
+            read, or where only the tokenizer's response template reads them.
         example: a call as the template writes it.
         describes: whether the template tells the model which tools there are.
         end_ids: the tokens that end a turn with a call.
@@ -84,8 +85,8 @@ class ToolProtocol:
             self._try(schemas)
         except DataError as error:
             raise ValueError(
-                f"Tools cannot be used with this chat template: {error}. Set chat_template_path to one that knows the role "
-                "'tool', or leave tools out."
+                f"Tools cannot be used with this chat template: {error}. Set chat_template_path to one that knows "
+                "the role 'tool', or leave tools out."
             ) from error
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -168,7 +169,8 @@ class ToolProtocol:
     def answer_ids(
         self, written: Sequence[int], answers: Sequence[Mapping[str, Any]], schemas: Sequence[dict[str, Any]]
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next one: the end of its turn, the answers, the next beginning.
+        """The tokens between a turn of the policy and its next one: the end of its turn, the answers, the next
+        beginning.
 
         Args:
             written: the tokens of the policy, or the last of them.
@@ -290,8 +292,8 @@ class ToolProtocol:
                     return
         if not self._parser_reads:
             raise DataError(
-                f"it writes a call as {text[start:end]!r}, a form that is not known here; set tokenizer.response_template to "
-                "how it is parsed"
+                f"it writes a call as {text[start:end]!r}, a form that is not known here; set "
+                "tokenizer.response_template to how it is parsed"
             )
         self._closing = text[stop:end]
 

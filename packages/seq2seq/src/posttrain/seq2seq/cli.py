@@ -24,8 +24,8 @@ def run(run: Run) -> None:
     train_rows, eval_rows = run.data.load()
     if config.eval_strategy != "no" and eval_rows is None:
         raise DataError(
-            f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on. Set "
-            "eval_dataset_name or eval_share, or eval_strategy=no."
+            f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on. "
+            "Set eval_dataset_name or eval_share, or eval_strategy=no."
         )
     model = load_model(options)
     tokenizer = preparation.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
@@ -53,7 +53,9 @@ def run(run: Run) -> None:
 
 
 def load_model(options: Any) -> Any:
-    """The model of a `posttrain.core.models.preparation.ModelConfig`: with an encoder where it has one, else a causal one."""
+    """The model of a `posttrain.core.models.preparation.ModelConfig`: with an encoder where it has one, else a causal
+    one.
+    """
     from transformers import AutoConfig
 
     from posttrain.core.models import preparation

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 class PromptTargetCollator:
     """Rows of ``input_ids`` and ``labels`` -> a batch for a model without an encoder, which reads both as one row.
 
-    Labels may be the target's tokens, which then follow the prompt's; or they may lie beside the inputs already, -100 over
-    the prompt, as they do for causal language models. Which of the two is meant is told by whether they agree with the
-    inputs, unless `joined` says so.
+    Labels may be the target's tokens, which then follow the prompt's; or they may lie beside the inputs already, -100
+    over the prompt, as they do for causal language models. Which of the two is meant is told by whether they agree with
+    the inputs, unless `joined` says so.
 
-    Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, T), padded on the right; labels are -100 over the prompt
-    and over padding.
+    Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, T), padded on the right; labels are -100 over the
+    prompt and over padding.
 
     Args:
         pad_token_id: what padding is filled with; the model never sees it, so any id will do.
@@ -57,9 +57,10 @@ class PromptTargetCollator:
             return bool(self.unclear)
         if all(kind is None for kind in labelled):
             raise DataError(
-                f"The labels of all {len(labelled)} rows of a batch are their input_ids: either prompts with a target that repeats them, "
-                "or text that is learned whole. Set joined=False for the former, joined=True for the latter, as in "
-                "Seq2SeqTrainer(data_collator=PromptTargetCollator(pad_token_id, joined=True))."
+                f"The labels of all {len(labelled)} rows of a batch are their input_ids: either prompts with a "
+                "target that repeats them, or text that is learned whole. Set joined=False for the former, "
+                "joined=True for the latter, as in Seq2SeqTrainer(data_collator=PromptTargetCollator(pad_token_id, "
+                "joined=True))."
             )
         return False not in labelled
 
@@ -88,8 +89,8 @@ def is_joined(row: dict[str, Any]) -> bool | None:
 def unclear_rows(dataset: Any, rows: int = 1000) -> bool | None:
     """What rows whose labels are their inputs mean in `dataset`, as `PromptTargetCollator` takes it.
 
-    As the first of up to `rows` rows that tells; where none does, texts that are learned whole. None for a stream, whose rows are
-    not read ahead.
+    As the first of up to `rows` rows that tells; where none does, texts that are learned whole. None for a stream,
+    whose rows are not read ahead.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
@@ -109,8 +110,8 @@ def _plain(values: Any) -> list[int]:
 class MasksPadding:
     """A collator whose labels are -100 where they were padded with the tokenizer's pad token.
 
-    Trained on, padding would outweigh the text of short rows. The first of several at the end of a row is kept where the pad
-    token is the eos token too: that one ends the text.
+    Trained on, padding would outweigh the text of short rows. The first of several at the end of a row is kept where
+    the pad token is the eos token too: that one ends the text.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], pad_token_id: int, is_eos: bool) -> None:
@@ -132,7 +133,7 @@ class MasksPadding:
             if not self._told:
                 self._told = True
                 logger.warning(
-                    "Labels were padded with the pad token (%d), which would be trained on; it is replaced by -100. Pad them with "
-                    "DataCollatorForSeq2Seq, and tokenize without padding.", self.pad_token_id,
+                    "Labels were padded with the pad token (%d), which would be trained on; it is replaced by -100. "
+                    "Pad them with DataCollatorForSeq2Seq, and tokenize without padding.", self.pad_token_id,
                 )  # fmt: skip
         return batch

@@ -20,7 +20,8 @@ def tokenize(
     """A `datasets` dataset with the columns ``input_ids``, ``attention_mask`` and ``labels``, ragged, and nothing else.
 
     Args:
-        source, target: the columns of text; a column may hold texts by name ({"en": ..., "de": ...}), written "translation.en".
+        source, target: the columns of text; a column may hold texts by name ({"en": ..., "de": ...}), written
+            "translation.en".
         prefix: put before every source.
         max_source_length, max_target_length: in tokens, with the special ones; what is longer is cut at its end.
 

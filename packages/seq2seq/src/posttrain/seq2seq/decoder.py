@@ -86,8 +86,10 @@ class DecoderWeights:
 
     Attributes:
         positions: ``length -> (length, d_model)``, what is added to the embeddings; None for none.
-        position_bias: ``length -> (heads, length, length)``, what is added to the scores of self-attention; None for none.
-        pre_norm: each part normalises its input (T5, mBART, Pegasus) rather than its sum with the residual (BART, Marian).
+        position_bias: ``length -> (heads, length, length)``, what is added to the scores of self-attention; None for
+            none.
+        pre_norm: each part normalises its input (T5, mBART, Pegasus) rather than its sum with the residual (BART,
+            Marian).
         scale: of the attention scores.
     """
 

@@ -1,9 +1,9 @@
 """A lean decoder for the encoder-decoder models of the T5 and BART families, and greedy and beam search on it.
 
-`transformers`' ``generate`` serves every model and every option, and pays for that at each token. Evaluations generate the
-same way thousands of times, so for the two families that most of them use, one decoder step is written out here: keys and
-values of the encoder computed once and not copied per beam, a cache of fixed size, fused projections, rows that leave the
-batch when they are finished, and a search for the best tokens that reads the logits once.
+`transformers`' ``generate`` serves every model and every option, and pays for that at each token. Evaluations generate
+the same way thousands of times, so for the two families that most of them use, one decoder step is written out here:
+keys and values of the encoder computed once and not copied per beam, a cache of fixed size, fused projections, rows
+that leave the batch when they are finished, and a search for the best tokens that reads the logits once.
 
 `LeanGenerator` is what to use: it compares itself with ``generate`` on a few rows first, and says no where it differs.
 """
@@ -57,7 +57,8 @@ class LeanGenerator:
 
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Any], encoded: Any, options: dict[str, Any]) -> torch.Tensor | None:
-        """The tokens that ``generate(**inputs, **options)`` gives, (B x num_return_sequences, T), or None: not supported.
+        """The tokens that ``generate(**inputs, **options)`` gives, (B x num_return_sequences, T), or None: not
+        supported.
 
         Args:
             inputs: of the encoder; a dict of tensors.

@@ -58,8 +58,8 @@ def decode(tokenizer: Any, ids: np.ndarray) -> list[str]:
 def text_metrics(tokenizer: Any, names: Sequence[str] = ("bleu", "chrf")) -> Callable[[Any], dict[str, float]]:
     """A `compute_metrics` that scores generated texts against the labels: some of `SCORES`, and ``gen_len``.
 
-    ``gen_len`` is the mean number of tokens of an output, without padding. Of several sequences for one row, the first is
-    scored.
+    ``gen_len`` is the mean number of tokens of an output, without padding. Of several sequences for one row, the first
+    is scored.
 
     Raises:
         ValueError: there is no score of such a name.

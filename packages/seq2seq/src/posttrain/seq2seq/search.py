@@ -57,7 +57,9 @@ class Search:
 
 
 def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
-    """The most probable token at each step: (B, length of the longest row), rows that ended filled up with the pad token."""
+    """The most probable token at each step: (B, length of the longest row), rows that ended filled up with the pad
+    token.
+    """
     device = search.eos.device
     tokens = torch.full((batch, search.max_length), search.pad, dtype=torch.long, device=device)
     tokens[:, 0] = search.start

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 class Seq2SeqTrainer(GeneratesText, Trainer):
     """Trains models that read one text and write another, and evaluates what they write.
 
-    Rows hold ``input_ids`` and ``labels``, the tokens of source and target (see `posttrain.seq2seq.tokenize`). Without a
-    `data_collator` both are padded. A model without an encoder works too: prompt and target become one row, and evaluations
-    generate from the prompt alone.
+    Rows hold ``input_ids`` and ``labels``, the tokens of source and target (see `posttrain.seq2seq.tokenize`). Without
+    a `data_collator` both are padded. A model without an encoder works too: prompt and target become one row, and
+    evaluations generate from the prompt alone.
 
-    With ``args.predict_with_generate``, `compute_metrics` gets the generated token ids, filled up with the pad token, and the
-    labels, filled up with -100. Arguments are those of `Trainer`; the tokenizer is `processing_class`.
+    With ``args.predict_with_generate``, `compute_metrics` gets the generated token ids, filled up with the pad token,
+    and the labels, filled up with -100. Arguments are those of `Trainer`; the tokenizer is `processing_class`.
     """
 
     config_class = Seq2SeqTrainingArguments
@@ -129,7 +129,9 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     @torch.no_grad()
     def _in_head(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any process."""
+        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any
+        process.
+        """
         if self._has_loss_in_head is None and preparation.supports_loss_in_head(model) is not None:
             self._has_loss_in_head = False
         if self._has_loss_in_head is None:

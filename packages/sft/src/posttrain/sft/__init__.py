@@ -22,7 +22,8 @@ _HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.tr
 # Scripts import these beside their trainer.
 _HOME_OF |= {"ModelConfig": "posttrain.core.models.preparation"} | dict.fromkeys(
     (
-        "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+        "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config",
+        "get_quantization_config",
     ),
     "posttrain.core.cli.scripts",
 )  # fmt: skip

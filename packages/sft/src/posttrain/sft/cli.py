@@ -21,9 +21,9 @@ def run(run: Run) -> None:
     train_rows, eval_rows = run.data.load()
     if config.eval_strategy != "no" and eval_rows is None:
         raise DataError(
-            f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on: the "
-            f"dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, "
-            "or eval_strategy=no."
+            f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on: "
+            f"the dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or "
+            "eval_strategy=no."
         )
     extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
     # On a command line "true" stands for the newest checkpoint and "false" for none; anything else is a path.

@@ -23,11 +23,11 @@ class SFTCollator:
     end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
 
     With `flash_kwargs` such batches are one row too, (1, T), and also hold what flash attention takes (see
-    `posttrain.core.data.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes several rows for
-    one document each.
+    `posttrain.core.data.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes
+    several rows for one document each.
 
-    Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B, T), the
-    number of each token's dataset.
+    Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B,
+    T), the number of each token's dataset.
 
     Labels are aligned with the inputs (the model shifts them) and -100 at padding and at each packed document's first
     token.

@@ -51,7 +51,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
 
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
     dataset_weights: dict[str, float] | str | None = opt(
-        None, 'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row once an epoch.'
+        None,
+            'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
+            'once an epoch.'
     )  # fmt: skip
     dataset_kwargs: dict[str, Any] | str | None = opt(
         None, '{"skip_prepare_dataset": True} takes the rows as they are.'
@@ -67,8 +69,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         "keep_start", "Which end of a row longer than max_length is kept.", choices=("keep_start", "keep_end")
     )
     too_long: str = opt(
-        "truncate", "What becomes of a row longer than max_length: cut as truncation_mode says, left out, cut into several "
-        "rows, or an error.", choices=("truncate", "drop", "split", "error"),
+        "truncate",
+            "What becomes of a row longer than max_length: cut as truncation_mode says, left out, cut into several "
+            "rows, or an error.", choices=("truncate", "drop", "split", "error"),
     )  # fmt: skip
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Variables for the chat template, as JSON; a row's own column of that name goes before them."
@@ -78,7 +81,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     )
     packing: bool = opt(False, "Lay several documents into each row of max_length, without one seeing another.")
     packing_strategy: str = opt(
-        "bfd", "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is full.",
+        "bfd",
+            "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is "
+            "full.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
     eval_packing: bool | None = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
@@ -91,12 +96,15 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     )
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
     train_on: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
-        None, "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or all. A "
-        "message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
+        None,
+            "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or "
+            "all. A message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
     )  # fmt: skip
     loss_type: str = opt(
-        "nll", "nll: token cross-entropy, chunked_nll the same, as the logits of a batch are never held whole; dft: each "
-        "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).", choices=("nll", "chunked_nll", "dft"),
+        "nll",
+            "nll: token cross-entropy, chunked_nll the same, as the logits of a batch are never held whole; dft: "
+            "each token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
+            choices=("nll", "chunked_nll", "dft"),
     )  # fmt: skip
 
     def _normalize(self) -> None:
@@ -123,13 +131,14 @@ class SFTConfig(GenerationArguments, TrainingArguments):
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
         if self.packing and self.packing_strategy != "bfd" and self.too_long in ("drop", "error"):
             yield (
-                f"packing_strategy={self.packing_strategy!r} cuts long rows into pieces, and too_long={self.too_long!r} keeps "
-                "them out; set packing_strategy=bfd or too_long=split"
+                f"packing_strategy={self.packing_strategy!r} cuts long rows into pieces, and "
+                f"too_long={self.too_long!r} keeps them out; set packing_strategy=bfd or too_long=split"
             )
         if self.loss_type == "dft" and self.label_smoothing_factor:
             yield (
-                f"loss_type='dft' weights a token by its probability, and label_smoothing_factor={self.label_smoothing_factor} "
-                "names several tokens; set label_smoothing_factor=0"
+                "loss_type='dft' weights a token by its probability, and "
+                f"label_smoothing_factor={self.label_smoothing_factor} names several tokens; set "
+                "label_smoothing_factor=0"
             )
         if self.assistant_only_loss and self.train_on not in (None, "assistant"):
             yield f"assistant_only_loss=True and train_on={self.train_on!r} contradict each other; keep one"

@@ -1,7 +1,7 @@
 """From a dataset to tokens and labels, in one pass, with a report of what became of every row.
 
-What a row may be is in `posttrain.core.data.chat_template.FORMATS`, what is done with it in `posttrain.sft.rows`; here are the kinds
-of datasets, and the cache.
+What a row may be is in `posttrain.core.data.chat_template.FORMATS`, what is done with it in `posttrain.sft.rows`; here
+are the kinds of datasets, and the cache.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def prepare_dataset(
         itself; processes that ask for the same wait for the first to finish.
 
     Raises:
-        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model does
-            not know.
+        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model
+            does not know.
     """
     prepare = Preparation(
         tokenizer,
@@ -129,14 +129,16 @@ def _nothing_left(report: DataReport, row: Any) -> DataError:
 
 
 def check_ready(dataset: Any, name: str) -> None:
-    """Refuse rows that are trained on as they are, whose masks would make labels only in a preparation that is left out."""
+    """Refuse rows that are trained on as they are, whose masks would make labels only in a preparation that is left
+    out.
+    """
     columns = getattr(dataset, "column_names", None) or []
     masks = sorted({"completion_mask", "assistant_masks"} & set(columns))
     if masks and "labels" not in columns:
         raise DataError(
-            f"{name}: the rows have {' and '.join(masks)} but no labels, and skip_prepare_dataset=True leaves out the preparation that "
-            "makes labels of masks, so every token would be trained on. Add a 'labels' column, -100 where nothing is to be "
-            "learned, or leave skip_prepare_dataset out."
+            f"{name}: the rows have {' and '.join(masks)} but no labels, and skip_prepare_dataset=True leaves out "
+            "the preparation that makes labels of masks, so every token would be trained on. Add a 'labels' column, "
+            "-100 where nothing is to be learned, or leave skip_prepare_dataset out."
         )
 
 
@@ -229,9 +231,10 @@ def _prepare_arrow(dataset: Any, prepare: Preparation, report: DataReport, num_p
 
     if dataset.format["type"] == "custom":
         raise DataError(
-            f"{report.name}: the dataset has a transform (set_transform or Dataset.with_transform()), which runs when a row is read. "
-            'Apply it with dataset.map, or set dataset_kwargs={"skip_prepare_dataset": True} and let it return trainer-ready rows, '
-            "with input_ids and labels."
+            f"{report.name}: the dataset has a transform (set_transform or Dataset.with_transform()), which runs when a row "
+            "is read. Apply it with dataset.map, or set "
+            'dataset_kwargs={"skip_prepare_dataset": True} and let it return trainer-ready rows, with input_ids '
+            "and labels."
         )
     dataset = dataset.with_format(None)
     if prepare.formatting_func is None:

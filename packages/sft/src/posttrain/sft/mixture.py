@@ -35,7 +35,8 @@ class Mixture:
         """The mixture as sentences for the log."""
         total = sum(self.drawn)
         return [
-            f"  {name}: {drawn:,} rows an epoch ({drawn / total:.1%}), each of its {rows:,} rows {drawn / rows:.2f} times"
+            f"  {name}: {drawn:,} rows an epoch ({drawn / total:.1%}), each of its {rows:,} rows {drawn / rows:.2f} "
+            "times"
             for name, rows, drawn in zip(self.names, self.rows, self.drawn, strict=True)
         ]
 
@@ -51,14 +52,14 @@ def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
     for part, rows in parts.items():
         if isinstance(rows, list) and rows and not isinstance(rows[0], Mapping):
             raise DataError(
-                f"{name}_dataset is a dict whose {part!r} is a list of {type(rows[0]).__name__}s and not of rows. Columns are "
-                "passed as datasets.Dataset.from_dict(...)."
+                f"{name}_dataset is a dict whose {part!r} is a list of {type(rows[0]).__name__}s and not of rows. "
+                "Columns are passed as datasets.Dataset.from_dict(...)."
             )
     splits = SPLITS & set(map(str, parts))
     if splits or type(parts).__name__ in ("DatasetDict", "IterableDatasetDict"):
         raise DataError(
-            f"{name}_dataset is a dict of splits ({', '.join(map(str, parts))}). Pass one of them; several datasets that are "
-            "to be mixed are passed as a plain dict, by names of their own."
+            f"{name}_dataset is a dict of splits ({', '.join(map(str, parts))}). Pass one of them; several datasets "
+            "that are to be mixed are passed as a plain dict, by names of their own."
         )
 
 
@@ -71,7 +72,8 @@ def shares(names: tuple[str, ...], weights: Mapping[str, float]) -> np.ndarray:
     unknown = [name for name in weights if name not in names]
     if unknown:
         raise DataError(
-            f"dataset_weights names {unknown[0]!r}{did_you_mean(unknown[0], names)}; the datasets are {', '.join(names)}."
+            f"dataset_weights names {unknown[0]!r}{did_you_mean(unknown[0], names)}; the datasets are "
+            f"{', '.join(names)}."
         )
     for name in names:
         weight = weights.get(name)
@@ -96,8 +98,8 @@ def mix_rows(
             by `seed`. None: each row once.
 
     Returns:
-        ``(order (N,), source (N,), drawn (G,))``: indices into the datasets laid end to end, the dataset of each, and how
-        many are of each. The k-th row of n of a dataset stands at (k + 1/2) / n of the way.
+        ``(order (N,), source (N,), drawn (G,))``: indices into the datasets laid end to end, the dataset of each, and
+        how many are of each. The k-th row of n of a dataset stands at (k + 1/2) / n of the way.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     total, first = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -127,16 +129,16 @@ def mix_datasets(
         weights: name -> weight, for `shares`; a mixture with a stream in it needs them.
 
     Returns:
-        A `datasets.Dataset` and how it is made up; or an `IterableDataset`, which draws each row's dataset by its weight
-        and ends when each has been read, and None.
+        A `datasets.Dataset` and how it is made up; or an `IterableDataset`, which draws each row's dataset by its
+        weight and ends when each has been read, and None.
     """
     names = tuple(parts)
     given = None if weights is None else shares(names, weights)
     if any(is_stream(part) for part in parts.values()):
         if given is None:
             raise DataError(
-                "A mixture with a stream needs dataset_weights: how long a stream is nobody knows, and so not what share of "
-                "the rows is its own."
+                "A mixture with a stream needs dataset_weights: how long a stream is nobody knows, and so not what "
+                "share of the rows is its own."
             )
         return _mix_streams(parts, given, seed), None
     import datasets

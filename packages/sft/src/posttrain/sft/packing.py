@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 BINS_PER_BATCH = 256
-#: Rows of a stream that are packed together: enough to fill bins, few enough to begin soon and to be read again on resume.
+#: Rows of a stream that are packed together: enough to fill bins, few enough to begin soon and to be read again on
+# resume.
 ROWS_PER_WINDOW = 1000
 
 
@@ -168,7 +169,8 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
 
     Returns:
         Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
-        document, with ``sources``, the source of each document, where `dataset` has it. Kept in datasets' cache next to `dataset`, if that is on disk.
+        document, with ``sources``, the source of each document, where `dataset` has it. Kept in datasets' cache next to
+        `dataset`, if that is on disk.
     """
     from datasets import Dataset
 
@@ -231,12 +233,12 @@ def documents_leak(
 
     0 where the model keeps documents apart by what it is given. Transformers' models do so in attention only if they
     hand ``position_ids`` to their mask; recurrent, state-space and convolution layers do not, and neither do BLOOM,
-    MPT, OPT and GPT-OSS (transformers 5.23). Costs three forward passes of ``4 * length`` tokens, without dropout, under
-    whatever autocast is on.
+    MPT, OPT and GPT-OSS (transformers 5.23). Costs three forward passes of ``4 * length`` tokens, without dropout,
+    under whatever autocast is on.
 
     Args:
-        collate: makes the batch of two packed rows, as the training gets it; by default positions alone, (2, T). Attention
-            may read one packed row rightly, and two of them wrongly.
+        collate: makes the batch of two packed rows, as the training gets it; by default positions alone, (2, T).
+            Attention may read one packed row rightly, and two of them wrongly.
     """
     collate = SFTCollator(pad_token_id=0) if collate is None else collate
     device = next(model.parameters()).device
@@ -271,22 +273,23 @@ def documents_leak(
 def refuse_leaks(model: torch.nn.Module, device: torch.device, collate: Callable[[list[dict]], dict]) -> None:
     """Raise where the documents of packed rows, as `collate` lays them out, see each other in `model`.
 
-    Weights that are not on `device` yet, as those that are cut up later, are tried with the model's plain attention: flash attention
-    has kernels for the device alone.
+    Weights that are not on `device` yet, as those that are cut up later, are tried with the model's plain attention:
+    flash attention has kernels for the device alone.
     """
     if has_virtual_tokens(model):
         raise ValueError(
-            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the first would see "
-            "them. Set packing=False and padding_free=False, or train an adapter in the layers, such as peft.LoraConfig."
+            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the "
+            "first would see them. Set packing=False and padding_free=False, or train an adapter in the layers, such "
+            "as peft.LoraConfig."
         )
     with plain_attention(model) if next(model.parameters()).device.type != device.type else nullcontext():
         leak = documents_leak(model, collate=collate)
     exact = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
     if not leak <= (1e-4 if exact else 5e-3):  # nor where it is no number
         raise ValueError(
-            f"{type(base_model(model)).__name__} lets the documents of a packed row see each other (its logits differ "
-            f"by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or load the model with "
-            "attn_implementation='sdpa' or 'flash_attention_2' if it knows them."
+            f"{type(base_model(model)).__name__} lets the documents of a packed row see each other (its logits "
+            f"differ by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or "
+            "load the model with attn_implementation='sdpa' or 'flash_attention_2' if it knows them."
         )
 
 

@@ -1,4 +1,7 @@
-"""The rows of a run as its arguments want them: tokenized, masked, mixed, packed. What the trainer and the preview share."""
+"""The rows of a run as its arguments want them: tokenized, masked, mixed, packed.
+
+What the trainer and the preview share.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def shuffled(dataset: Any, seed: int) -> Any:
         return dataset.shuffle(seed=seed)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"shuffle_dataset=True, and a stream of type {type(dataset).__name__} has no shuffle(). Shuffle it where it is made, or "
-            "pass a datasets.IterableDataset; or set shuffle_dataset=False."
+            f"shuffle_dataset=True, and a stream of type {type(dataset).__name__} has no shuffle(). Shuffle it where "
+            "it is made, or pass a datasets.IterableDataset; or set shuffle_dataset=False."
         )
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
     return torch.utils.data.Subset(dataset, order)

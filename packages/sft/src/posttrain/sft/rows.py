@@ -126,8 +126,8 @@ class Preparation:
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             name = getattr(self.formatting_func, "__name__", type(self.formatting_func).__name__)
             raise FormattingError(
-                f"formatting_func {name} failed on row {index} ({type(error).__name__}: {error}). It was given the columns "
-                f"{', '.join(row)}."
+                f"formatting_func {name} failed on row {index} ({type(error).__name__}: {error}). It was given the "
+                f"columns {', '.join(row)}."
             ) from error
         if isinstance(result, list) and result and not isinstance(result[0], Mapping):
             return [{self.text_field: text} for text in result]
@@ -253,8 +253,8 @@ class Preparation:
             return [draft]
         if self.too_long == "error":
             raise DataError(
-                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set too_long to what "
-                "becomes of such rows: truncate, drop or split."
+                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set "
+                "too_long to what becomes of such rows: truncate, drop or split."
             )
         if self.too_long == "drop":
             draft.fault = f"longer than max_length={most}"

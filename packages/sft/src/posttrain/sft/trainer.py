@@ -62,7 +62,9 @@ POSITIONS_AT_ONCE = 1024
 
 
 class _Statistics(NamedTuple):
-    """Of the labelled tokens of a micro-batch, summed: those predicted, the entropy in nats; by dataset, losses and numbers."""
+    """Of the labelled tokens of a micro-batch, summed: those predicted, the entropy in nats; by dataset, losses and
+    numbers.
+    """
 
     correct: torch.Tensor
     entropy: torch.Tensor
@@ -77,10 +79,11 @@ class SFTTrainer(GeneratesText, Trainer):
         model: a causal language model, or the name or folder of one to load.
         args: an `SFTConfig`; plain `TrainingArguments` are taken over, with the defaults of `SFTConfig` for the rest.
         data_collator: makes a batch of prepared rows; by default `SFTCollator`.
-        train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of several
-            datasets by name, which are mixed, each with a loss of its own in the log.
+        train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of
+            several datasets by name, which are mixed, each with a loss of its own in the log.
         eval_dataset: such rows, or a dict of several sets by name.
-        processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the model.
+        processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the
+            model.
         quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
@@ -92,8 +95,10 @@ class SFTTrainer(GeneratesText, Trainer):
     _tag_names = ("trl", "sft")
     evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
     fixed_at_construction = (
-        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "dataset_weights",
-        "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on",
+        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
+        "dataset_text_field", "dataset_weights",
+        "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free",
+        "too_long", "train_on",
         "truncation_mode",
     )  # fmt: skip
     signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources")
@@ -122,7 +127,8 @@ class SFTTrainer(GeneratesText, Trainer):
         self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
         named = (*_named(train_dataset, "train"), *_named(eval_dataset))
         parts = Parts.of(
-            old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class,
+            old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class,
             data_collator=data_collator, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
             callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             quantization_config=quantization_config, peft_config=peft_config,
@@ -169,7 +175,9 @@ class SFTTrainer(GeneratesText, Trainer):
 
     @classmethod
     def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
-        """As the core's; what is wrong with the names of parts of a mixture, with special tokens, and with `formatting_func`."""
+        """As the core's; what is wrong with the names of parts of a mixture, with special tokens, and with
+        `formatting_func`.
+        """
         yield from model_type_problems(parts, "SFTTrainer takes a causal language model, or the name or folder of one.")
         if isinstance(parts.train_dataset, Mapping):
             yield from caught(check_parts, parts.train_dataset)
@@ -293,8 +301,8 @@ class SFTTrainer(GeneratesText, Trainer):
         return model, tokenizer
 
     def _enable_segments(self) -> bool:
-        """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention knows
-        documents by their positions."""
+        """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention
+        knows documents by their positions."""
         if flash_attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
@@ -402,7 +410,8 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     """The `SFTConfig` that `args` and the arguments that earlier versions took elsewhere amount to."""
     if args is not None and not isinstance(args, TrainingArguments):
         raise TypeError(
-            f"args is of type {type(args).__name__}; pass an SFTConfig, such as SFTConfig(output_dir=...), or TrainingArguments."
+            f"args is of type {type(args).__name__}; pass an SFTConfig, such as SFTConfig(output_dir=...), or "
+            "TrainingArguments."
         )
     if args is None:
         args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
@@ -481,7 +490,8 @@ def _refuse_unknown(old_names: dict[str, Any]) -> None:
 def _refuse_other_models(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or folder of one."
+            f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or "
+            "folder of one."
         )
     base = preparation.base_model(model)
     config, name = getattr(base, "config", None), type(base).__name__

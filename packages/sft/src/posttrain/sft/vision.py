@@ -65,12 +65,13 @@ def placeholder_ids(processor: Any, model: nn.Module) -> list[int]:
 class VisionCollator:
     """Rows with pictures -> a batch.
 
-    A row has ``images`` (or one ``image``): PIL pictures, paths, or what a dataset of the Hub decodes; and ``messages``, or a
-    ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's own marks. Messages whose content
-    is a plain string get their pictures before the first message of the user.
+    A row has ``images`` (or one ``image``): PIL pictures, paths, or what a dataset of the Hub decodes; and
+    ``messages``, or a ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's own
+    marks. Messages whose content is a plain string get their pictures before the first message of the user.
 
-    Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and what the processor makes of
-    the pictures. Labels are -100 at padding, at the tokens that stand for pictures, and, with completions, at the prompt.
+    Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and what the processor
+    makes of the pictures. Labels are -100 at padding, at the tokens that stand for pictures, and, with completions, at
+    the prompt.
 
     Args:
         processor: of transformers, with a tokenizer and an image processor.
@@ -112,8 +113,9 @@ class VisionCollator:
             row = torch.cat([batch["input_ids"][i, :length], torch.tensor(answer, dtype=torch.long)])
             if self.max_length is not None and torch.isin(row[self.max_length :], stands).any():
                 raise DataError(
-                    f"A row has {len(row)} tokens, and max_length={self.max_length} would cut off tokens that stand for its "
-                    "pictures. Set a larger max_length, max_length=None, or let the processor make smaller pictures."
+                    f"A row has {len(row)} tokens, and max_length={self.max_length} would cut off tokens that stand "
+                    "for its pictures. Set a larger max_length, max_length=None, or let the processor make smaller "
+                    "pictures."
                 )
             row = row[: self.max_length]
             ids[i, : len(row)], mask[i, : len(row)] = row, 1

@@ -1,7 +1,8 @@
-"""Generation by transformers' continuous batching, ``model.generate_batch``: a paged cache, and requests that come and go.
+"""Generation by transformers' continuous batching, ``model.generate_batch``: a paged cache, and requests that come and
+go.
 
-A request has no seed of its own there, and when it is admitted depends on a thread: completions are not the same from run to
-run. Verified on the CPU; not yet on a GPU.
+A request has no seed of its own there, and when it is admitted depends on a thread: completions are not the same from
+run to run. Verified on the CPU; not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class ContinuousGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`; `seeds` together seed the call. What a stop string ends is written on, and cut here.
+        """See `Generator.generate`; `seeds` together seed the call. What a stop string ends is written on, and cut
+        here.
 
         Raises:
             ValueError: `sampling` asks for what continuous batching leaves out.
@@ -86,8 +88,8 @@ class ContinuousGenerator:
         if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
             said = next((result.error for result in results if result.error is not None), "its thread has ended")
             raise RuntimeError(
-                f"transformers' continuous batching wrote {len(results)} of {len(prompts) * copies} completions: {said}. Set "
-                "transformers_continuous_batching_config, for example max_memory_percent, or leave "
+                f"transformers' continuous batching wrote {len(results)} of {len(prompts) * copies} completions: "
+                f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
                 "use_transformers_continuous_batching out."
             )
         results = [result for result in results for _ in range(n // copies)]
@@ -101,7 +103,9 @@ class ContinuousGenerator:
 
 @contextlib.contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` has the attention that it had before it learned of segments, which is known over there."""
+    """Within this context `model` has the attention that it had before it learned of segments, which is known over
+    there.
+    """
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
         model.set_attn_implementation(before.removeprefix(PREFIX))
@@ -118,7 +122,7 @@ def sampling_problem(sampling: Any) -> str | None:
         value = getattr(sampling, name)
         if value not in off:
             return (
-                f"{name}={value} is left out by transformers' continuous batching; leave use_transformers_continuous_batching "
-                "out, and the engine of posttrain samples so."
+                f"{name}={value} is left out by transformers' continuous batching; leave "
+                "use_transformers_continuous_batching out, and the engine of posttrain samples so."
             )
     return None

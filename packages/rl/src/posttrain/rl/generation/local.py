@@ -1,8 +1,8 @@
 """Generation of our own, for any causal language model of transformers whose attention can be replaced.
 
-Each prompt is read once and its keys and values are shared by its completions; completions that are done leave the batch and
-others take their places. Tokens are drawn as `posttrain.rl.generation.sampling` says, each completion from a seed of its own,
-and their log-probabilities are kept.
+Each prompt is read once and its keys and values are shared by its completions; completions that are done leave the
+batch and others take their places. Tokens are drawn as `posttrain.rl.generation.sampling` says, each completion from a
+seed of its own, and their log-probabilities are kept.
 """
 
 from __future__ import annotations
@@ -217,14 +217,14 @@ def _vocabulary(model: nn.Module) -> int:
     return base_model(model).get_output_embeddings().weight.shape[0]
 
 
-# ------------------------------------------------------------------------------------------------- whether it can be done
+# ----------------------------------------------------------------------------------------------- whether it can be done
 
 
 def problem(model: nn.Module) -> str | None:
     """Why `model` cannot generate here, as a sentence; None if it can.
 
-    Tried by reading two prompts and writing three tokens of two completions of each, of which one leaves: the logits must be
-    those of the whole texts. The answer is remembered for as long as the model lives.
+    Tried by reading two prompts and writing three tokens of two completions of each, of which one leaves: the logits
+    must be those of the whole texts. The answer is remembered for as long as the model lives.
     """
     base = base_model(model)
     name, config = type(base).__name__, getattr(base, "config", None)

@@ -44,8 +44,8 @@ class Completions:
         logps: log-probability of each of these tokens under softmax(logits / temperature), before any filter: what the
             trainer computes of the policy; None where the engine does not tell.
         finished: whether it ended by itself; False where `max_new_tokens` cut it.
-        is_exact: `logps` are those of the trainer's own weights in its own precision, up to rounding in float32, so that
-            no further pass over the completions is needed for them.
+        is_exact: `logps` are those of the trainer's own weights in its own precision, up to rounding in float32, so
+            that no further pass over the completions is needed for them.
     """
 
     ids: list[list[int]]
@@ -57,8 +57,8 @@ class Completions:
 class Generator(Protocol):
     """An engine that generates.
 
-    It may also have ``has_own_weights = True``, which says that it holds a copy of the weights and the policy need not be put
-    together for it; and ``session()``, see `session`.
+    It may also have ``has_own_weights = True``, which says that it holds a copy of the weights and the policy need not
+    be put together for it; and ``session()``, see `session`.
     """
 
     def generate(
@@ -68,8 +68,8 @@ class Generator(Protocol):
 
         Args:
             prompts: token ids.
-            seeds: one for each completion, ``len(prompts) * n`` in the order of the result. The same seed gives the same
-                completion, whatever else is generated beside it. None: any.
+            seeds: one for each completion, ``len(prompts) * n`` in the order of the result. The same seed gives the
+                same completion, whatever else is generated beside it. None: any.
         """
         ...
 
@@ -84,14 +84,18 @@ def has_own_weights(generator: Generator) -> bool:
 
 
 def shares_weights(generator: Generator) -> bool:
-    """Whether `generator` writes with the trainer's own model, so that their log-probabilities differ by rounding alone."""
+    """Whether `generator` writes with the trainer's own model, so that their log-probabilities differ by rounding
+    alone.
+    """
     return bool(getattr(generator, "shares_weights", False))
 
 
 def session(generator: Generator) -> contextlib.AbstractContextManager[None]:
-    """Around calls of `Generator.generate`. Every process must enter it and leave it; within it each calls as often as it needs.
+    """Around calls of `Generator.generate`. Every process must enter it and leave it; within it each calls as often as
+    it needs.
 
-    Engines whose processes write together need this: one that has no more to ask goes on to take part in what others ask.
+    Engines whose processes write together need this: one that has no more to ask goes on to take part in what others
+    ask.
     """
     make = getattr(generator, "session", None)
     return contextlib.nullcontext() if make is None else make()

@@ -12,7 +12,10 @@ from posttrain.rl.generation.protocol import Sampling
 
 
 def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
-    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU. Row i depends on ``seeds[i]`` alone."""
+    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU.
+
+    Row i depends on ``seeds[i]`` alone.
+    """
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
@@ -27,10 +30,11 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 
 
 def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p or min-p leave out.
+    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p or min-p leave
+    out.
 
-    The most probable token always stays. Top-p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751. Min-p: Nguyen et
-    al. 2024, https://arxiv.org/abs/2407.01082.
+    The most probable token always stays. Top-p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751. Min-p: Nguyen
+    et al. 2024, https://arxiv.org/abs/2407.01082.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -60,7 +64,9 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """((N, V) exp(logits - their highest), in the place of the logits, and (N, V / BLOCK) sums over blocks, cumulated)."""
+    """((N, V) exp(logits - their highest), in the place of the logits, and (N, V / BLOCK) sums over blocks,
+    cumulated).
+    """
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     whole = weights.shape[1] // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
@@ -98,9 +104,10 @@ def check_logps(completions: Sequence[Sequence[float]]) -> None:
         place = next((place for place, logp in enumerate(logps) if math.isnan(logp)), None)
         if place is not None:
             raise NonFiniteError(
-                f"The policy gave NaN in place of probabilities, first for token {place} of completion {number} of this "
-                "generation: its weights hold NaN or infinity, or it overflows in float16. See loss and grad_norm in the last "
-                "log records, go on from an earlier checkpoint with a lower learning_rate, or load it in bfloat16 or float32."
+                f"The policy gave NaN in place of probabilities, first for token {place} of completion {number} of "
+                "this generation: its weights hold NaN or infinity, or it overflows in float16. See loss and "
+                "grad_norm in the last log records, go on from an earlier checkpoint with a lower learning_rate, or "
+                "load it in bfloat16 or float32."
             )
 
 

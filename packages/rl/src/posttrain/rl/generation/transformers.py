@@ -22,9 +22,9 @@ class TransformersGenerator:
 
     Args:
         tokenizer: decodes what is searched for stop strings, and names the padding token.
-        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here. With
-            ``num_beams`` above 1 ``generate`` itself draws, among beams: seeds have no effect then, and no log-probabilities
-            are told.
+        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here.
+            With ``num_beams`` above 1 ``generate`` itself draws, among beams: seeds have no effect then, and no
+            log-probabilities are told.
     """
 
     shares_weights = True
@@ -134,7 +134,9 @@ class _StopStrings:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this context no module drops anything, nor recomputes activations, for which a model would keep no cache."""
+    """Within this context no module drops anything, nor recomputes activations, for which a model would keep no
+    cache.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -162,7 +164,9 @@ def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list
 
 
 def stop_window(stop: tuple[str, ...]) -> int:
-    """Tokens that hold any of these strings: a token has one byte at least, and the first and the last may have others too."""
+    """Tokens that hold any of these strings: a token has one byte at least, and the first and the last may have others
+    too.
+    """
     return max([STOP_WINDOW, *(len(string.encode()) + 2 for string in stop)])
 
 

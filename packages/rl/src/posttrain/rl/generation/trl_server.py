@@ -1,8 +1,9 @@
-"""The server that ``trl vllm-serve`` started before trl 1.16: ``/generate/``, ``/init_communicator/``, ``/update_named_param/``.
+"""The server that ``trl vllm-serve`` started before trl 1.16: ``/generate/``, ``/init_communicator/``,
+``/update_named_param/``.
 
 It takes many prompts at a time and answers when all are done, so a call of `TrlServer.write` is one request, and its
-completions are seeded together. It says neither why a completion ended, nor how it scales log-probabilities: the first is
-read off the tokens, the second is found out by the test after each sync. Not yet verified on a GPU.
+completions are seeded together. It says neither why a completion ended, nor how it scales log-probabilities: the first
+is read off the tokens, the second is found out by the test after each sync. Not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class TrlServer:
             "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
             "repetition_penalty": sampling.repetition_penalty,
-            "structured_outputs_regex": self.regex, "guided_decoding_regex": self.regex,  # its new name, and its old one
+            # its new name, and its old one
+            "structured_outputs_regex": self.regex, "guided_decoding_regex": self.regex,
             "generation_kwargs": self.options | {
-                "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
+                "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.eos_token_ids),
                 "include_stop_str_in_output": True,
             },
         }  # fmt: skip
@@ -95,8 +98,8 @@ class TrlServer:
             if list(self.tokenizer(text)["input_ids"]) == prompt:
                 return text
         raise ValueError(
-            f"The server at {self.server.url} takes prompts as texts, and no text is read as the tokens of {text!r}. Start a "
-            "server of a newer trl, or vLLM's own: vllm serve."
+            f"The server at {self.server.url} takes prompts as texts, and no text is read as the tokens of {text!r}. "
+            "Start a server of a newer trl, or vLLM's own: vllm serve."
         )
 
     def _has_ended(self, ids: list[int], sampling: Sampling) -> bool:

@@ -1,8 +1,9 @@
-"""Generation on a vLLM server of its own: ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'``,
-which ``trl vllm-serve`` of trl 1.16 starts too, or the server that earlier versions of trl brought (`trl_server`).
+"""Generation on a vLLM server of its own: ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config
+'{"backend": "nccl"}'``, which ``trl vllm-serve`` of trl 1.16 starts too, or the server that earlier versions of trl
+brought (`trl_server`).
 
-Completions come over HTTP as token ids. Weights go from the first process to the server over NCCL, by vLLM's own transfer
-engine. The HTTP interfaces are tested against a local server that speaks them; not yet verified on a GPU.
+Completions come over HTTP as token ids. Weights go from the first process to the server over NCCL, by vLLM's own
+transfer engine. The HTTP interfaces are tested against a local server that speaks them; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ class VLLMServerGenerator:
 
 
 class VLLMServer:
-    """vLLM's OpenAI interface: a request for each completion, with a seed of its own; its prefix cache reads a prompt once."""
+    """vLLM's OpenAI interface: a request for each completion, with a seed of its own; its prefix cache reads a prompt
+    once.
+    """
 
     def __init__(
         self, server: Server, group_port: int, options: dict[str, Any], send: Callable[[Weights, Server], None] | None
@@ -137,7 +140,10 @@ class VLLMServer:
         self.name = server.call("/v1/models")["data"][0]["id"]
 
     def update(self, weights: Weights) -> None:
-        """See `Dialect.update`. What sends may have a ``connect(server)``, which comes before the first update is announced."""
+        """See `Dialect.update`.
+
+        What sends may have a ``connect(server)``, which comes before the first update is announced.
+        """
         if hasattr(self._send, "connect"):
             self._send.connect(self.server)
         self.server.call("/start_weight_update", {})
@@ -165,7 +171,9 @@ class VLLMServer:
 
 
 class _Transfer:
-    """Weights over NCCL, by vLLM's engine: with functions of the engine's class before vLLM 0.28, and of its modules since."""
+    """Weights over NCCL, by vLLM's engine: with functions of the engine's class before vLLM 0.28, and of its modules
+    since.
+    """
 
     def __init__(self, group_port: int) -> None:
         self.group_port = group_port

@@ -1,8 +1,8 @@
 """Generation by vLLM in the trainer's own process, on the GPU that trains.
 
-Weights are loaded into vLLM's copy of the model after updates. With sleep, vLLM gives its memory back between rollouts and
-forgets its weights with it; they are loaded again before it writes. Tested against a stand-in with the interface of vLLM's
-``LLM``, and against vLLM 0.32 itself on the CPU; not yet verified on a GPU.
+Weights are loaded into vLLM's copy of the model after updates. With sleep, vLLM gives its memory back between rollouts
+and forgets its weights with it; they are loaded again before it writes. Tested against a stand-in with the interface of
+vLLM's ``LLM``, and against vLLM 0.32 itself on the CPU; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class VLLMColocatedGenerator:
         )
         if world_size() % group_size:
             raise ValueError(
-                f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, and vLLM splits the "
-                "model over so many of them. Set a divisor, or vllm_mode='server'."
+                f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, and vLLM "
+                "splits the model over so many of them. Set a divisor, or vllm_mode='server'."
             )
         self._llm: Any = None
         self._group: Any = None
@@ -86,7 +86,10 @@ class VLLMColocatedGenerator:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See `posttrain.rl.generation.protocol.session`. Weights that were given back are loaded again at its beginning."""
+        """See `posttrain.rl.generation.protocol.session`.
+
+        Weights that were given back are loaded again at its beginning.
+        """
         if not self._has_weights:
             self._load()
         self._in_session = True
@@ -102,7 +105,10 @@ class VLLMColocatedGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`. Log-probabilities are told where nothing but the temperature changes probabilities."""
+        """See `Generator.generate`.
+
+        Log-probabilities are told where nothing but the temperature changes probabilities.
+        """
         if not self._in_session:
             with self.session():
                 return self.generate(prompts, n, sampling, seeds)
@@ -156,7 +162,10 @@ class VLLMColocatedGenerator:
         self._has_weights = True
 
     def _write(self, mine: list[_Request]) -> list[Written]:
-        """The completions that are asked for. Processes that split the model write those of all of them, and keep their own."""
+        """The completions that are asked for.
+
+        Processes that split the model write those of all of them, and keep their own.
+        """
         if self._group is None:
             return self._ask(mine)
         parts = self._gather(mine)

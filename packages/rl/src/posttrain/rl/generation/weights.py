@@ -25,14 +25,15 @@ Written = tuple[list[int], list[float] | None, bool]
 
 
 class Weights:
-    """The weights of a model as an engine loads them: ``(name, tensor)``, one after the other, with adapters merged into copies.
+    """The weights of a model as an engine loads them: ``(name, tensor)``, one after the other, with adapters merged
+    into copies.
 
-    Names are those that the model below all adapters has. No more than one layer is put together or copied at a time, and the
-    model stays as it is, bit for bit. Where weights are in pieces, every process must go through all of them.
+    Names are those that the model below all adapters has. No more than one layer is put together or copied at a time,
+    and the model stays as it is, bit for bit. Where weights are in pieces, every process must go through all of them.
 
     Raises:
-        ValueError: a weight is quantized, and cannot be sent as the engine would read it; or an adapter has changed one of two
-            weights that are tied.
+        ValueError: a weight is quantized, and cannot be sent as the engine would read it; or an adapter has changed one
+            of two weights that are tied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,14 +110,17 @@ def _each_once(parts: Iterator[_Part]) -> list[_Part]:
             continue
         if not all(hasattr(one.layer, "trainable_tokens_delta") for one in (first, part)):  # these change both alike
             raise ValueError(
-                f"{first.name} and {part.name} are one weight, and an adapter has changed one of them: vLLM knows no such model. "
-                "Leave both out of target_modules and modules_to_save, or load the model with tie_word_embeddings=False."
+                f"{first.name} and {part.name} are one weight, and an adapter has changed one of them: vLLM knows no "
+                "such model. Leave both out of target_modules and modules_to_save, or load the model with "
+                "tie_word_embeddings=False."
             )
     return list(kept.values())
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` holds another one that peft trains in place of the original: ``modules_to_save``, single tokens."""
+    """Whether `module` holds another one that peft trains in place of the original: ``modules_to_save``, single
+    tokens.
+    """
     return any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__)
 
 
@@ -178,8 +182,8 @@ def check(
     found = gaps[True] <= gaps[False] if scaled is None else scaled
     if not gaps[found] < LARGEST_GAP:
         raise ValueError(
-            f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gaps[found]:.2g} on "
-            "average: it has other weights, or another model. Serve the model that is trained."
+            f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gaps[found]:.2g} "
+            "on average: it has other weights, or another model. Serve the model that is trained."
         )
     return found
 
