@@ -177,10 +177,7 @@ class PreferenceTrainer(Trainer):
         return tokenizer
 
     def arrange(self, dataset: Any) -> Any:
-        """Prepared rows, with whatever else the collator is to find in them.
-
-        Called before anything is computed of them.
-        """
+        """Prepared rows plus whatever else the collator needs; called before anything is computed from them."""
         return dataset
 
     # ------------------------------------------------------------------------------------------------ the doors
@@ -241,9 +238,7 @@ class PreferenceTrainer(Trainer):
         return torch.cat(self.compute_ref_log_probs(self.model, inputs))
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Of the chosen and the rejected completions, (B,) each, under `model`; under the reference where that is the
-        policy.
-        """
+        """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
         with self.reference.use() as reference:
             asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
@@ -283,9 +278,7 @@ class PreferenceTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As the core's; where ``num_eval_samples`` asks for it, policy and reference also answer prompts in
-        samples.jsonl.
-        """
+        """Evaluate; with ``num_eval_samples``, also write answers of policy and reference to samples.jsonl."""
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         one = not isinstance(chosen, Mapping)  # a dict comes one by one
@@ -349,9 +342,7 @@ class PreferenceTrainer(Trainer):
             self.add_callback(references.SyncReference(self.reference, alpha, every))
 
     def _check_start(self, *sides: Completions) -> None:
-        """Once, before the first update: the policy is still what the reference was made of, so no margin may be
-        there.
-        """
+        """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
         if not getattr(self, "_starts_at_reference", False):
             return
         self._starts_at_reference = False

@@ -231,10 +231,9 @@ def _prepare_arrow(dataset: Any, prepare: Preparation, report: DataReport, num_p
 
     if dataset.format["type"] == "custom":
         raise DataError(
-            f"{report.name}: the dataset has a transform (set_transform or Dataset.with_transform()), which runs when a row "
-            "is read. Apply it with dataset.map, or set "
-            'dataset_kwargs={"skip_prepare_dataset": True} and let it return trainer-ready rows, with input_ids '
-            "and labels."
+            f"{report.name}: the dataset has a transform (set_transform or Dataset.with_transform()), which runs when "
+            'a row is read. Apply it with dataset.map, or set dataset_kwargs={"skip_prepare_dataset": True} and let it '
+            "return trainer-ready rows, with input_ids and labels."
         )
     dataset = dataset.with_format(None)
     if prepare.formatting_func is None:

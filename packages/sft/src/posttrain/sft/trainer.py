@@ -62,9 +62,7 @@ POSITIONS_AT_ONCE = 1024
 
 
 class _Statistics(NamedTuple):
-    """Of the labelled tokens of a micro-batch, summed: those predicted, the entropy in nats; by dataset, losses and
-    numbers.
-    """
+    """Sums over the labelled tokens of a micro-batch: correct ones, entropy in nats; per dataset, losses and counts."""
 
     correct: torch.Tensor
     entropy: torch.Tensor
@@ -82,8 +80,7 @@ class SFTTrainer(GeneratesText, Trainer):
         train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of
             several datasets by name, which are mixed, each with a loss of its own in the log.
         eval_dataset: such rows, or a dict of several sets by name.
-        processing_class: the tokenizer, or, for rows with pictures, the processor; by default what belongs to the
-            model.
+        processing_class: the tokenizer, or the processor for rows with images; by default the model's own.
         quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: train adapters (LoRA and kin) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
@@ -96,10 +93,8 @@ class SFTTrainer(GeneratesText, Trainer):
     evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
-        "dataset_text_field", "dataset_weights",
-        "eos_token", "eval_packing", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "padding_free",
-        "too_long", "train_on",
-        "truncation_mode",
+        "dataset_text_field", "dataset_weights", "eos_token", "eval_packing", "max_length", "packing",
+        "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on", "truncation_mode",
     )  # fmt: skip
     signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources")
 
@@ -128,9 +123,8 @@ class SFTTrainer(GeneratesText, Trainer):
         named = (*_named(train_dataset, "train"), *_named(eval_dataset))
         parts = Parts.of(
             old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            data_collator=data_collator, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
-            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            processing_class=processing_class, data_collator=data_collator, compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             quantization_config=quantization_config, peft_config=peft_config,
             datasets={f"{name}_dataset": dataset for name, dataset in named},
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
@@ -175,9 +169,7 @@ class SFTTrainer(GeneratesText, Trainer):
 
     @classmethod
     def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
-        """As the core's; what is wrong with the names of parts of a mixture, with special tokens, and with
-        `formatting_func`.
-        """
+        """Adds problems with the names in a mixture, with special tokens and with `formatting_func`."""
         yield from model_type_problems(parts, "SFTTrainer takes a causal language model, or the name or folder of one.")
         if isinstance(parts.train_dataset, Mapping):
             yield from caught(check_parts, parts.train_dataset)
@@ -301,8 +293,7 @@ class SFTTrainer(GeneratesText, Trainer):
         return model, tokenizer
 
     def _enable_segments(self) -> bool:
-        """Let each document be attended to by itself, which on a CPU is faster than masks; on a GPU, flash attention
-        knows documents by their positions."""
+        """Attend to each document by itself: faster than masks on a CPU; flash attention reads `position_ids`."""
         if flash_attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
