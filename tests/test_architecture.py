@@ -22,22 +22,24 @@ FLOORS = {
     0: """
         config errors state data.collators data.segments distributed.accelerator_config evaluation.predictions
         logging.metrics logging.redaction losses.language_modeling losses.normalization models.bf16_emulation
-        models.block_mask optim.lr_scheduler training.allocator training.memory training.nonfinite
-        training.override_checks training.plan
+        models.block_mask models.embeddings models.gradient_checkpointing models.regularization
+        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory
+        training.nonfinite training.override_checks training.plan
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
         data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers
         evaluation.eval_loop evaluation.generate logging.plots logging.rich_progress logging.run_record
-        logging.terminal logging.trackers losses.scale_check models.activation_offloading models.bema
-        models.compiling models.ema models.flash_attention models.lm_head models.merging models.preparation
-        models.varlen_attention optim.builder tools.absent_names tools.memory_plan tools.preview
-        training.argument_changes training.preemption training.preflight
+        logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
+        models.arguments models.bema models.compiling models.ema models.flash_attention models.liger
+        models.lm_head models.loading models.merging models.quantization models.varlen_attention optim.builder
+        tools.absent_names tools.memory_plan tools.preview training.argument_changes training.preemption
+        training.preflight
     """.split(),
     2: """
-        cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate tools.migration
-        training.hf_compat training.hyperparameter_search training.incidents training.leaving training.lifecycle
-        training.resuming
+        cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate
+        tools.migration training.hf_compat training.hyperparameter_search training.incidents training.leaving
+        training.lifecycle training.resuming
     """.split(),
 }
 # Folders whose modules are named one by one above. Their own __init__ holds a docstring, or gathers public names.
@@ -57,7 +59,6 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 # Files of more than 500 lines, and why they are one file.
 LONG = {
     "core/losses/language_modeling.py": "the tiles of the vocabulary, and everything that is computed on them in one pass",
-    "core/models/preparation.py": "all that is done to a model between loading and training",
     "core/training/lifecycle.py": "a run from set-up to end in the order in which it happens; its parts with state of their own are apart",
     "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/data/stateful_dataloader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",

@@ -213,7 +213,7 @@ def check_script(words: list[str], where: str) -> None:
 def check_posttrain(words: list[str], where: str) -> None:
     from posttrain.core.cli import COMMANDS, parse, registry
     from posttrain.core.cli.source import DataSource
-    from posttrain.core.models.preparation import ModelConfig
+    from posttrain.core.models.arguments import ModelConfig
 
     if not words or words[0] in COMMANDS or words[0] in ("--help", "--version"):
         return

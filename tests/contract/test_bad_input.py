@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
-from posttrain.core.models import preparation
+from posttrain.core.models import arguments, embeddings
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import pad
@@ -152,7 +152,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
     refused(ImportError, "'peft' is not installed", "peft_config", "pip install 'posttrain-core[peft]'",
             run=lambda: sft(tmp_path, [{"text": "a b"}], peft_config=object()))  # fmt: skip
     refused(ImportError, "'bitsandbytes' is not installed", "pip install 'posttrain-core[quantization]'",
-            run=lambda: preparation.ModelConfig(load_in_4bit=True, use_peft=True).quantization_config())  # fmt: skip
+            run=lambda: arguments.ModelConfig(load_in_4bit=True, use_peft=True).quantization_config())  # fmt: skip
 
 
 def test_an_unknown_tracker_is_answered_with_those_known(tmp_path):
@@ -440,7 +440,7 @@ def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
     ids=["qwen3", "gpt2", "classifier", "regression", "t5", "linear"],
 )
 def test_the_limits_of_a_model_are_read_off_it(model, expected):
-    assert preparation.id_limits(model()) == expected
+    assert embeddings.id_limits(model()) == expected
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(mode
     good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
     loader = pipeline.build_train_loader(
         Rows([good, good | row]), batch_size=2, collate_fn=pipeline.default_collator(tiny.tokenizer()), sampler=None, seed=0,
-        args=TrainingArguments("unused"), limits=preparation.id_limits(model),
+        args=TrainingArguments("unused"), limits=embeddings.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.cli import launch, parse
 from posttrain.core.errors import ConfigError
-from posttrain.core.models import preparation
+from posttrain.core.models import regularization
 from posttrain.rl import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
@@ -121,11 +121,11 @@ def test_neftune_reaches_what_an_encoder_reads(family):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    preparation.disable_dropout(model)
+    regularization.disable_dropout(model)
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[9, 10, 1]])}
     model.train()
     plain = model(**inputs).encoder_last_hidden_state
-    with preparation.neftune(model, 5.0):
+    with regularization.neftune(model, 5.0):
         noisy = model(**inputs).encoder_last_hidden_state
     assert not torch.allclose(noisy, plain)
     assert torch.equal(model(**inputs).encoder_last_hidden_state, plain)

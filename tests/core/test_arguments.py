@@ -21,7 +21,7 @@ from posttrain.core.arguments import OLD_NAMES, TrainingArguments
 from posttrain.core.cli import parse, registry
 from posttrain.core.config import check, field_types, opt
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.preparation import ModelConfig
+from posttrain.core.models.arguments import ModelConfig
 
 # Defaults that differ from transformers' on purpose, each with its reason.
 MEANT = {

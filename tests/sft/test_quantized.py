@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from posttrain.core.cli import main
-from posttrain.core.models import preparation
+from posttrain.core.models import loading, quantization
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -189,9 +189,9 @@ def test_quantized_weights_alone_are_refused_with_the_remedy(base, tmp_path):
 def test_two_descriptions_that_differ_are_refused(base):
     for config in (BitsAndBytesConfig(load_in_8bit=True), {"load_in_8bit": True}):
         with pytest.raises(ValueError, match="load_in_4bit=True beside a quantization_config that says otherwise"):
-            preparation.load_causal_lm(base, {"load_in_4bit": True}, config)
-    plain = preparation.load_causal_lm(base, {"load_in_4bit": False, "load_in_8bit": False})
-    assert not preparation.is_quantized(plain)
+            loading.load_causal_lm(base, {"load_in_4bit": True}, config)
+    plain = loading.load_causal_lm(base, {"load_in_4bit": False, "load_in_8bit": False})
+    assert not quantization.is_quantized(plain)
 
 
 def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_path):
@@ -214,7 +214,7 @@ def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_pat
         return SFTTrainer(base, args, train_dataset=ROWS, peft_config=LORA, quantization_config=quantized)
 
     straight, resumed = run(), run()
-    assert preparation.is_quantized(straight.model)
+    assert quantization.is_quantized(straight.model)
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]
@@ -229,8 +229,8 @@ def test_other_methods_reach_transformers_as_they_are(base, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path, **kwargs: given.append(kwargs))
     configs = GPTQConfig(bits=4, dataset=["a"], tokenizer=base), AwqConfig(bits=4), {"quant_method": "fp8"}
     for config in configs:
-        preparation.load_causal_lm(base, quantization_config=config)
-        preparation.load_causal_lm(base, {"quantization_config": config})
+        loading.load_causal_lm(base, quantization_config=config)
+        loading.load_causal_lm(base, {"quantization_config": config})
     assert [kwargs["quantization_config"] for kwargs in given] == [
         each for config in configs for each in (config, config)
     ]

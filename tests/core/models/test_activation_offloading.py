@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.segments import Segments
-from posttrain.core.models import preparation
+from posttrain.core.models import adapters, gradient_checkpointing, lm_head
 from posttrain.core.models.activation_offloading import OffloadActivations, offloading_problem
 from posttrain.core.models.varlen_attention import enable_segments
 from tests import tiny
@@ -45,9 +45,9 @@ def test_gradients_are_the_same_to_the_bit(arch, lora, checkpointing):
         from peft import LoraConfig
 
         targets = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-        model = preparation.add_adapter(model, LoraConfig(task_type="CAUSAL_LM", **targets)).train()
+        model = adapters.add_adapter(model, LoraConfig(task_type="CAUSAL_LM", **targets)).train()
     if checkpointing:
-        preparation.enable_gradient_checkpointing(model, checkpointing)
+        gradient_checkpointing.enable_gradient_checkpointing(model, checkpointing)
     expected = gradients(model, **batch())
     offload = OffloadActivations(model, CPU, min_bytes=0)
     for _ in range(2):  # it can be entered again
@@ -74,7 +74,7 @@ def test_autocast_and_the_loss_in_the_head_give_the_same_to_the_bit():
 
     def step(offload=None):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16), preparation.loss_in_head(model, labels):
+        with torch.autocast("cpu", torch.bfloat16), lm_head.loss_in_head(model, labels):
             if offload is None:
                 loss = model(**inputs).logits[0]
             else:
@@ -175,7 +175,7 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_is_saved(checkpointing):
     device = torch.device("cuda")
     model = tiny.causal_lm(hidden_size=512, intermediate_size=2048, num_hidden_layers=8).to(device).train()
     if checkpointing:
-        preparation.enable_gradient_checkpointing(model)
+        gradient_checkpointing.enable_gradient_checkpointing(model)
     inputs = {name: value.to(device) for name, value in batch(8, 512).items()}
     expected, peaks = gradients(model, **inputs), []
     for offload in (None, OffloadActivations(model, device, [model.get_output_embeddings()])):

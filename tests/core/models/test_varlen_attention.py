@@ -9,8 +9,8 @@ import transformers
 from posttrain.core.data.segments import Segments, without_padding
 from posttrain.core.models import varlen_attention
 from posttrain.core.models.block_mask import block_mask
-from posttrain.core.models.lm_head import base_model
 from posttrain.core.models.varlen_attention import enable_segments, segment_attention, segments_problem
+from posttrain.core.models.wrapping import base_model
 from tests.tiny import causal_lm
 
 #: Two documents; a prompt with two completions, the second of which is continued twice.

@@ -14,7 +14,8 @@ from datasets import Dataset
 
 from posttrain.core import TrainerCallback
 from posttrain.core.cli import main, registry
-from posttrain.core.models.preparation import ModelConfig, load_causal_lm
+from posttrain.core.models.arguments import ModelConfig
+from posttrain.core.models.loading import load_causal_lm
 from posttrain.core.tools import memory_plan
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
     from posttrain.core.logging.rich_progress import RichProgressCallback
+    from posttrain.core.models.arguments import ModelConfig
     from posttrain.core.models.bema import BEMACallback
-    from posttrain.core.models.preparation import ModelConfig
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -79,7 +79,7 @@ _HOMES = {
     "data.pipeline": ("enable_full_determinism", "set_seed"),
     "evaluation.eval_loop": ("StreamingMetric",),
     "config": ("opt",),
-    "models.preparation": ("ModelConfig",),
+    "models.arguments": ("ModelConfig",),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.scripts": (
         "ScriptArguments",

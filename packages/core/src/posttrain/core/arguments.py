@@ -39,8 +39,8 @@ from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.hub import HubArguments
 from posttrain.core.logging.redaction import masked, shown
 from posttrain.core.logging.trackers import LoggingArguments
+from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.models.ema import EMAArguments
-from posttrain.core.models.preparation import ModelSideArguments
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments

@@ -30,7 +30,7 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import run_record, trackers
 from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
 from posttrain.core.losses import normalization
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
 from posttrain.core.training import preemption, preflight
@@ -425,7 +425,7 @@ class Trainer(Lifecycle, Questions):
         if self._signature_columns is None and self.signature_columns is not None:
             self._signature_columns = list(self.signature_columns)
         if self._signature_columns is None:
-            forward = preparation.base_model(self.model).forward
+            forward = wrapping.base_model(self.model).forward
             self._signature_columns = [*pipeline.signature_columns(forward), *self.label_names]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -635,7 +635,7 @@ class Trainer(Lifecycle, Questions):
             self._settle_save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        model = preparation.unwrap(self.model if model is None else model)
+        model = wrapping.unwrap(self.model if model is None else model)
         with self.dist.writable(model):
             weights.load_weights(model, resume_from_checkpoint)
 
@@ -689,8 +689,8 @@ class Trainer(Lifecycle, Questions):
         base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
         about = {"log_history": self.state.log_history, "base_model": base or None}
         about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
-        about |= {"library_name": "peft" if preparation.is_peft_model(self.model) else "transformers"}
-        own = getattr(preparation.base_model(self.model), "model_tags", None)
+        about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
+        own = getattr(wrapping.base_model(self.model), "model_tags", None)
         tags = [*hub.names(card.pop("tags", None)), *(own or ())]
         if self.dist.is_main:
             hub.write_model_card(

@@ -28,7 +28,7 @@ from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
@@ -219,7 +219,7 @@ class KTOTrainer(PreferenceTrainer):
         `PreferenceTrainer`'s.
         """
         with self.reference.use() as reference:
-            asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
+            asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             own = self.completion_logp(score_completions(asked, _own(inputs)))
             return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
 

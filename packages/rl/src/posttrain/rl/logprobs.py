@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.losses.language_modeling import IGNORE_INDEX, selective_log_softmax
-from posttrain.core.models.preparation import logps_in_head, supports_loss_in_head
+from posttrain.core.models.lm_head import logps_in_head, supports_loss_in_head
 from posttrain.rl.shared_prefix import shared_rows
 
 FOR_THE_MODEL = ("attention_mask", "position_ids", "segments")

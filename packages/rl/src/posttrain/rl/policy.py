@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models import preparation
+from posttrain.core.models import adapters, loading, regularization, special_tokens, wrapping
 from posttrain.rl.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -20,18 +20,18 @@ def load_policy(
     """(the model that is trained, its tokenizer)."""
     if isinstance(model, (str, os.PathLike)):
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-        model = preparation.load_causal_lm(model, args.model_init_kwargs, **options)
+        model = loading.load_causal_lm(model, args.model_init_kwargs, **options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; pass a causal language model, or the name of one.")
     if tokenizer is None:
-        tokenizer = preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
-    if done := preparation.ensure_pad_token(tokenizer):
+        tokenizer = loading.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+    if done := special_tokens.ensure_pad_token(tokenizer):
         logger.info(done)
     if peft_config is not None:
-        model = preparation.add_adapter(model, peft_config)
-    preparation.check_trainable(model)
+        model = adapters.add_adapter(model, peft_config)
+    adapters.check_trainable(model)
     if args.disable_dropout:
-        preparation.disable_dropout(model)
+        regularization.disable_dropout(model)
     if args.cast_lm_head_to_fp32:
         cast_head(model)
     return model, tokenizer
@@ -43,7 +43,7 @@ def cast_head(model: nn.Module) -> None:
     A weight that is also the input embedding's is kept in float32 there too; what is looked up in it is of the type it
     had.
     """
-    base = preparation.base_model(model)
+    base = wrapping.base_model(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     if head.weight is embedding.weight:
         dtype = head.weight.dtype
@@ -58,7 +58,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     Raises:
         ValueError: `model` is no mixture of experts, and a weight is given.
     """
-    config = getattr(preparation.base_model(model), "config", None)
+    config = getattr(wrapping.base_model(model), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if hasattr(config, "output_router_logits"):
         return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given

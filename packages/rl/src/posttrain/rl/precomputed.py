@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.distributed import is_in_pieces
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def of_model(model: nn.Module) -> str:
         values = flat[:: max(1, len(flat) // SAMPLED)].double()
         sums = torch.stack([flat.sum(dtype=torch.float64), values.dot(values)])
         digest.update(torch.cat([values, sums]).cpu().numpy().tobytes())
-    config = getattr(preparation.base_model(model), "config", None)
+    config = getattr(wrapping.base_model(model), "config", None)
     digest.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
     digest.update(repr(sorted(getattr(model, "peft_config", {}).items(), key=str)).encode())
     return digest.hexdigest()
@@ -49,7 +49,7 @@ def of_model(model: nn.Module) -> str:
 def of_reference(reference: Any) -> str:
     """A hash of what a reference computes with."""
     with reference.use() as model:
-        model = preparation.unwrap(model)
+        model = wrapping.unwrap(model)
         if any(map(is_in_pieces, model.parameters())):  # it was looked at before it was cut up
             return repr(reference.state_dict())
         return of_model(model) + repr(getattr(reference, "adapter", None))

@@ -22,7 +22,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
-from posttrain.core.models import preparation, varlen_attention
+from posttrain.core.models import adapters, embeddings, lm_head, loading, regularization, varlen_attention, wrapping
 from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.state import TrainOutput
 from posttrain.core.training.preflight import (
@@ -99,9 +99,9 @@ class PreferenceTrainer(Trainer):
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
         if isinstance(ref_model, (str, os.PathLike)):
-            ref_model = preparation.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
+            ref_model = loading.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
         for one in (model, ref_model) if args.disable_dropout else ():
-            preparation.disable_dropout(one) if one is not None else None
+            regularization.disable_dropout(one) if one is not None else None
         self._encoder = Encoder.of(model, tokenizer)
         self._choose_layout(model, ref_model, args)
         self.data_reports: dict[str, PreferenceReport] = {}
@@ -156,19 +156,17 @@ class PreferenceTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            model = preparation.load_causal_lm(
-                model, args.model_init_kwargs, quantization_config, args.trust_remote_code
-            )
-        if not isinstance(model, nn.Module) or getattr(preparation.base_model(model), "config", None) is None:
+            model = loading.load_causal_lm(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
+        if not isinstance(model, nn.Module) or getattr(wrapping.base_model(model), "config", None) is None:
             raise TypeError(
                 f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."
             )
         if tokenizer is None:
-            tokenizer = preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+            tokenizer = loading.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
         if peft_config is not None:
-            model = preparation.add_adapter(model, peft_config)
-        preparation.check_trainable(model)
+            model = adapters.add_adapter(model, peft_config)
+        adapters.check_trainable(model)
         return model, tokenizer
 
     def set_tokens(self, tokenizer: Any, args: Any) -> Any:
@@ -240,7 +238,7 @@ class PreferenceTrainer(Trainer):
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
         with self.reference.use() as reference:
-            asked = reference if preparation.unwrap(model) is preparation.unwrap(self.model) else model
+            asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
 
     def rewards(self, side: Completions) -> torch.Tensor:
@@ -322,7 +320,7 @@ class PreferenceTrainer(Trainer):
             for one in (model, ref_model):
                 if one is not None:
                     varlen_attention.enable_segments(one)
-        if why_not := preparation.supports_loss_in_head(model):
+        if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
@@ -402,7 +400,7 @@ class PreferenceTrainer(Trainer):
                 long_rows=args.long_rows,
                 faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
-                limits=preparation.id_limits(self.model),
+                limits=embeddings.id_limits(self.model),
                 name=name,
             )
         self.data_reports[name] = report

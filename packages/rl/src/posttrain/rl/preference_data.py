@@ -129,7 +129,7 @@ def prepare_preferences(
         long_rows: what becomes of a row that is too long: "truncate", "drop" or "error". A row whose prompt alone is
             too long is dropped where completions are to be cut.
         faulty_rows: what becomes of a pair of equal completions, and of an empty completion: "drop", "keep" or "error".
-        limits: what the model can read, as `posttrain.core.models.preparation.id_limits` says.
+        limits: what the model can read, as `posttrain.core.models.embeddings.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:

@@ -23,7 +23,7 @@ from posttrain.core import TrainerCallback, opt
 from posttrain.core.distributed import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 
 ADAPTER = "reference"
 
@@ -84,7 +84,7 @@ class FrozenReference:
         Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656, eq. 5.
         """
         own = self.weights()
-        for name, parameter in preparation.unwrap(policy).named_parameters():
+        for name, parameter in wrapping.unwrap(policy).named_parameters():
             now = parameter.detach()
             now = now if is_in_pieces(own[name]) else whole(parameter).detach()  # both in the same pieces, or none
             own[name].lerp_(now.to(own[name]), alpha)
@@ -120,7 +120,7 @@ class AdapterReference:
     def __init__(
         self, policy: nn.Module, adapter: str | None = None, moves: bool = False, earlier: str | None = None
     ) -> None:
-        self.policy, self.adapter, self.moves, self._earlier = preparation.unwrap(policy), adapter, moves, earlier
+        self.policy, self.adapter, self.moves, self._earlier = wrapping.unwrap(policy), adapter, moves, earlier
         for parameter in self.weights().values():
             parameter.requires_grad_(False)
 
@@ -129,7 +129,7 @@ class AdapterReference:
         """Freeze what the active adapter of `policy` is now as another one, `ADAPTER`."""
         from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-        peft_model = preparation.unwrap(policy)
+        peft_model = wrapping.unwrap(policy)
         active = peft_model.active_adapter
         if ADAPTER not in peft_model.peft_config:
             peft_model.add_adapter(ADAPTER, peft_model.peft_config[active])
@@ -140,7 +140,7 @@ class AdapterReference:
     @classmethod
     def without_adapter(cls, policy: nn.Module) -> AdapterReference:
         """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
-        peft_model = preparation.unwrap(policy)
+        peft_model = wrapping.unwrap(policy)
         active = peft_model.active_adapter  # of which earlier versions made a copy: what their checkpoints tell it by
         copied = {
             name.replace(f".{active}", f".{ADAPTER}"): p
@@ -199,7 +199,7 @@ class AdapterReference:
 
 def changes_nothing(policy: nn.Module) -> bool:
     """Whether the one adapter of `policy` gives what the model below gives: LoRA whose second factors are still 0."""
-    peft_model = preparation.unwrap(policy)
+    peft_model = wrapping.unwrap(policy)
     (config, *others) = peft_model.peft_config.values()
     plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" and not getattr(
         config, "use_dora", False
@@ -253,7 +253,7 @@ def make_reference(
     """
     if given is not None:
         return FrozenReference(given, moves)
-    if preparation.is_peft_model(policy):
+    if wrapping.is_peft_model(policy):
         if fresh_adapter and not moves:
             return AdapterReference(policy)
         if not moves and changes_nothing(policy):
@@ -261,21 +261,21 @@ def make_reference(
         return AdapterReference.copy_of(policy, moves)
     if precomputed:
         return PolicyAsReference(policy)
-    return FrozenReference(copy.deepcopy(preparation.unwrap(policy)), moves, is_copy=True)
+    return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
 
 
 def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:
     """Why the reference cannot be moved towards `policy`, as a sentence; None if it can."""
-    if given is None and preparation.is_peft_model(policy) and alpha != 1:
+    if given is None and wrapping.is_peft_model(policy) and alpha != 1:
         return (
             f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' "
             "factors is not the adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
         )
-    if given is not None and preparation.is_peft_model(policy):
+    if given is not None and wrapping.is_peft_model(policy):
         return "sync_ref_model=True cannot move a ref_model towards a policy with an adapter. Leave ref_model out."
     if given is not None:
         own = {name: p.shape for name, p in given.named_parameters()}
-        if own != {name: p.shape for name, p in preparation.unwrap(policy).named_parameters()}:
+        if own != {name: p.shape for name, p in wrapping.unwrap(policy).named_parameters()}:
             return (
                 "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, "
                 "or set False."

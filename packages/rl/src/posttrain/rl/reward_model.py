@@ -27,7 +27,8 @@ from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import DataError
-from posttrain.core.models import preparation
+from posttrain.core.models import adapters, wrapping
+from posttrain.core.models.loading import load_causal_lm, load_tokenizer
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
 
@@ -176,24 +177,24 @@ class RewardTrainer(ReferenceFreeTrainer):
         if isinstance(model, (str, os.PathLike)):
             options = {"num_labels": 1} | (args.model_init_kwargs or {})
             loading = (options, quantization_config, args.trust_remote_code)
-            model = preparation.load_causal_lm(model, *loading, auto_class=TASK)
-        config = getattr(preparation.base_model(model), "config", None)
+            model = load_causal_lm(model, *loading, auto_class=TASK)
+        config = getattr(wrapping.base_model(model), "config", None)
         if (
             getattr(config, "num_labels", 1) != 1
-            or "SequenceClassification" not in type(preparation.base_model(model)).__name__
+            or "SequenceClassification" not in type(wrapping.base_model(model)).__name__
         ):
             raise ValueError(
-                f"The model is a {type(preparation.base_model(model)).__name__} with "
+                f"The model is a {type(wrapping.base_model(model)).__name__} with "
                 f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
                 f"number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
             )
-        tokenizer = tokenizer or preparation.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=args.trust_remote_code)
         tokenizer = self.set_tokens(tokenizer, args)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id  # the reward is read off the last token before padding
         if peft_config is not None:
-            model = preparation.add_adapter(model, peft_config)
-        preparation.check_trainable(model)
+            model = adapters.add_adapter(model, peft_config)
+        adapters.check_trainable(model)
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:

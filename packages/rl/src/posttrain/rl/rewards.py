@@ -20,7 +20,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.models.preparation import load_causal_lm, load_tokenizer, missing_folder
+from posttrain.core.models.loading import load_causal_lm, load_tokenizer, missing_folder
 from posttrain.core.training.preflight import caught
 from posttrain.rl import background
 from posttrain.rl.reward_functions import (

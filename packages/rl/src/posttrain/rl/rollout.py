@@ -23,7 +23,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
-from posttrain.core.models import preparation, varlen_attention
+from posttrain.core.models import varlen_attention, wrapping
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
@@ -470,7 +470,7 @@ class RolloutTrainer(Trainer):
         """How tokens are drawn."""
         args = self.args
         stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
-        own = getattr(getattr(preparation.base_model(self.model), "generation_config", None), "eos_token_id", None)
+        own = getattr(getattr(wrapping.base_model(self.model), "generation_config", None), "eos_token_id", None)
         ends = {self.processing_class.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
         ends.update(self._ends_of_calls)
         return Sampling(

@@ -25,7 +25,7 @@ from posttrain.core.data import chat_template
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.segments import Segments
 from posttrain.core.losses.language_modeling import shift_labels
-from posttrain.core.models import preparation
+from posttrain.core.models import lm_head, wrapping
 
 Ids = Sequence[int]
 #: Entries of a batch that say what is to be scored; everything else is for the model.
@@ -102,13 +102,13 @@ class Encoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
         """That of `model`; None where it has no encoder."""
-        config = getattr(preparation.base_model(model), "config", None)
+        config = getattr(wrapping.base_model(model), "config", None)
         if not getattr(config, "is_encoder_decoder", False):
             return None
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(
-                f"{type(preparation.base_model(model)).__name__} has an encoder and a decoder, and its config does "
+                f"{type(wrapping.base_model(model)).__name__} has an encoder and a decoder, and its config does "
                 "not say what the decoder begins with. Set model.config.decoder_start_token_id."
             )
         return cls(start, tuple(chat_template.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
@@ -206,7 +206,7 @@ def score_completions(
         stats: names in `posttrain.core.losses.language_modeling.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
-    Where the model's head cannot do this itself (`posttrain.core.models.preparation.supports_loss_in_head`), its logits
+    Where the model's head cannot do this itself (`posttrain.core.models.lm_head.supports_loss_in_head`), its logits
     are held whole.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
@@ -215,8 +215,8 @@ def score_completions(
     else:
         labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
         mask = labels != IGNORE_INDEX
-    if preparation.supports_loss_in_head(model) is None:
-        with preparation.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+    if lm_head.supports_loss_in_head(model) is None:
+        with lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
             outputs = model(**inputs)
         scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
     else:

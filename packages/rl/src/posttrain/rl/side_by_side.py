@@ -12,7 +12,7 @@ from torch import nn
 
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.rl.reference import Reference
 
 SAMPLES = "samples.jsonl"
@@ -28,10 +28,10 @@ def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[i
     ids = pad_rows(prompts, tokenizer.pad_token_id, side="left").to(next(model.parameters()).device)
     mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, side="left").to(ids.device)
     options = {"do_sample": False, "use_cache": True, "pad_token_id": tokenizer.pad_token_id}
-    written = preparation.unwrap(model).generate(
+    written = wrapping.unwrap(model).generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options
     )
-    has_encoder = getattr(preparation.base_model(model).config, "is_encoder_decoder", False)
+    has_encoder = getattr(wrapping.base_model(model).config, "is_encoder_decoder", False)
     return tokenizer.batch_decode(written[:, 1 if has_encoder else ids.shape[1] :], skip_special_tokens=True)
 
 

@@ -15,7 +15,7 @@ def run(run: Run) -> None:
     Raises:
         DataError: before the model is loaded, where evaluations are asked for and there is nothing to evaluate on.
     """
-    from posttrain.core.models import preparation
+    from posttrain.core.models import adapters, loading, special_tokens
     from posttrain.seq2seq.dataset import tokenize
     from posttrain.seq2seq.metrics import text_metrics
     from posttrain.seq2seq.trainer import Seq2SeqTrainer
@@ -28,12 +28,12 @@ def run(run: Run) -> None:
             "Set eval_dataset_name or eval_share, or eval_strategy=no."
         )
     model = load_model(options)
-    tokenizer = preparation.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
-    preparation.ensure_pad_token(tokenizer)
+    tokenizer = loading.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
+    special_tokens.ensure_pad_token(tokenizer)
     if (adapter := options.peft_config()) is not None:
         encodes = getattr(model.config, "is_encoder_decoder", False)
         adapter.task_type = "SEQ_2_SEQ_LM" if encodes else "CAUSAL_LM"
-        model = preparation.add_adapter(model, adapter)
+        model = adapters.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length}
     columns = (config.source_column, config.target_column)
@@ -53,17 +53,17 @@ def run(run: Run) -> None:
 
 
 def load_model(options: Any) -> Any:
-    """The model of a `posttrain.core.models.preparation.ModelConfig`: with an encoder where it has one, else a causal
+    """The model of a `posttrain.core.models.arguments.ModelConfig`: with an encoder where it has one, else a causal
     one.
     """
     from transformers import AutoConfig
 
-    from posttrain.core.models import preparation
+    from posttrain.core.models import loading
 
     name, kwargs = options.model_name_or_path, options.model_init_kwargs()
     encodes = AutoConfig.from_pretrained(name, revision=options.model_revision).is_encoder_decoder
     auto = "AutoModelForSeq2SeqLM" if encodes else "AutoModelForCausalLM"
-    return preparation.load_causal_lm(name, kwargs, options.quantization_config(), auto_class=auto)
+    return loading.load_causal_lm(name, kwargs, options.quantization_config(), auto_class=auto)
 
 
 def workload(run: Run, length: int | None) -> Any:

@@ -14,7 +14,7 @@ from posttrain.core.data.collators import DataCollatorForSeq2Seq
 from posttrain.core.evaluation import eval_loop, generate
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
-from posttrain.core.models import preparation
+from posttrain.core.models import embeddings, lm_head, wrapping
 from posttrain.seq2seq.arguments import Seq2SeqTrainingArguments
 from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator, unclear_rows
 from posttrain.seq2seq.decoding import LeanGenerator
@@ -114,7 +114,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with what the model itself makes of its labels for the decoder, where it does so."""
-        shift = getattr(preparation.base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
+        shift = getattr(wrapping.base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
         if shift is not None and inputs.get("decoder_input_ids") is None and inputs.get("labels") is not None:
             inputs["decoder_input_ids"] = shift(labels=inputs["labels"])
         return inputs
@@ -124,7 +124,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         inputs = self._with_decoder_inputs(dict(inputs))
         labels = inputs.pop("labels")
         options = {"shifted": not self._loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
-        with preparation.loss_in_head(model, labels, **options):
+        with lm_head.loss_in_head(model, labels, **options):
             return model(**inputs).logits.sum()
 
     @torch.no_grad()
@@ -132,10 +132,10 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any
         process.
         """
-        if self._has_loss_in_head is None and preparation.supports_loss_in_head(model) is not None:
+        if self._has_loss_in_head is None and lm_head.supports_loss_in_head(model) is not None:
             self._has_loss_in_head = False
         if self._has_loss_in_head is None:
-            items, whole = self.count_items(inputs), preparation.unwrap(model)
+            items, whole = self.count_items(inputs), wrapping.unwrap(model)
             with eval_loop.eval_mode(whole):
                 own = normalization.model_loss(whole, inputs, pass_count=False)[0]
                 ours = self._loss_sum(whole, inputs) / max(items, 1)
@@ -156,12 +156,12 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     def _limits(self) -> dict[str, int]:
         stock = getattr(self.compute_loss, "__qualname__", "") == "Seq2SeqTrainer.compute_loss"
-        known = preparation.id_limits(self.model)
+        known = embeddings.id_limits(self.model)
         return known if stock and self.compute_loss_func is None else super()._limits()
 
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
         if generate.is_encoder_decoder(self.model):
-            return DataCollatorForSeq2Seq(self._tokenizer, model=preparation.base_model(self.model))
+            return DataCollatorForSeq2Seq(self._tokenizer, model=wrapping.base_model(self.model))
         parts = self.eval_dataset if self.train_dataset is None else self.train_dataset
         unclear = unclear_rows(next(iter(parts.values())) if isinstance(parts, dict) else parts)
         return PromptTargetCollator(generate.padding_id(self.processing_class, self.model), unclear=unclear)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
-    from posttrain.core.models.preparation import ModelConfig
+    from posttrain.core.models.arguments import ModelConfig
     from posttrain.sft.config import SFTConfig
     from posttrain.sft.trainer import SFTTrainer
 
 _HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.trainer"}
 # Scripts import these beside their trainer.
-_HOME_OF |= {"ModelConfig": "posttrain.core.models.preparation"} | dict.fromkeys(
+_HOME_OF |= {"ModelConfig": "posttrain.core.models.arguments"} | dict.fromkeys(
     (
         "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config",
         "get_quantization_config",

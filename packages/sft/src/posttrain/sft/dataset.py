@@ -67,7 +67,7 @@ def prepare_dataset(
         eos_token: ends texts and completions; the tokenizer's by default. Conversations end as their template says.
         chat_template_kwargs: variables for the chat template; a row's own column of that name goes before them.
         num_proc: processes for a `datasets.Dataset`; one already uses all the threads of a fast tokenizer.
-        limits: what the model can read, as `posttrain.core.models.preparation.id_limits` says.
+        limits: what the model can read, as `posttrain.core.models.embeddings.id_limits` says.
         name: the dataset's, in the report.
 
     Returns:

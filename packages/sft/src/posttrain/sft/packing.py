@@ -17,7 +17,7 @@ import torch
 
 from posttrain.core.errors import DataError
 from posttrain.core.models.flash_attention import plain_attention
-from posttrain.core.models.lm_head import base_model, has_virtual_tokens
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens
 from posttrain.sft.collators import SFTCollator
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.core.cli.registry import Run
 from posttrain.core.data import chat_template
-from posttrain.core.models import preparation
+from posttrain.core.models import loading
 from posttrain.core.tools import preview
 from posttrain.sft.preparing import prepare_rows
 
@@ -19,7 +19,7 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """
     config = run.config
     source = run.model.model_name_or_path
-    tokenizer = preparation.load_tokenizer(
+    tokenizer = loading.load_tokenizer(
         source, trust_remote_code=config.trust_remote_code, revision=run.model.model_revision
     )
     chat_template.set_up_tokenizer(tokenizer, config)

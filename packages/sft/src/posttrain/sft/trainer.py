@@ -23,16 +23,13 @@ from posttrain.core.errors import ConfigError, DataError, did_you_mean
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
 from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
-from posttrain.core.models import flash_attention, preparation, varlen_attention
+from posttrain.core.models import adapters, flash_attention, lm_head, loading, varlen_attention
 from posttrain.core.models.activation_offloading import offloading, with_offloading
-from posttrain.core.training.preflight import (
-    Parts,
-    Problem,
-    caught,
-    model_type_problems,
-    no_dataset_problems,
-    tokenizer_problems,
-)
+from posttrain.core.models.embeddings import id_limits
+from posttrain.core.models.gradient_checkpointing import checkpointing_problem
+from posttrain.core.models.wrapping import base_model
+from posttrain.core.training import preflight
+from posttrain.core.training.preflight import Parts, Problem
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import check_ready
@@ -170,15 +167,17 @@ class SFTTrainer(GeneratesText, Trainer):
     @classmethod
     def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the names in a mixture, with special tokens and with `formatting_func`."""
-        yield from model_type_problems(parts, "SFTTrainer takes a causal language model, or the name or folder of one.")
+        yield from preflight.model_type_problems(
+            parts, "SFTTrainer takes a causal language model, or the name or folder of one."
+        )
         if isinstance(parts.train_dataset, Mapping):
-            yield from caught(check_parts, parts.train_dataset)
+            yield from preflight.caught(check_parts, parts.train_dataset)
         yield from super().preflight(args, parts)
-        yield from no_dataset_problems(parts)
+        yield from preflight.no_dataset_problems(parts)
         function = parts.others.get("formatting_func")
         if function is not None and not callable(function):
             yield TypeError(f"formatting_func must be a function of a row, not {function!r}.")
-        yield from tokenizer_problems(args, parts)
+        yield from preflight.tokenizer_problems(args, parts)
 
     def compute_loss(
         self,
@@ -232,7 +231,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """(summed loss, outputs without logits, statistics) from one pass over the vocabulary, tile by tile."""
         labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
         options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
-        with preparation.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
+        with lm_head.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
             outputs = model(**inputs)
         loss, correct, entropy, *by_source = outputs.logits
         of_each = len(self._sources)
@@ -272,22 +271,22 @@ class SFTTrainer(GeneratesText, Trainer):
         if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
             auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
-            model = preparation.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
+            model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
         _refuse_other_models(model)
         if tokenizer is None:
             auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
-            tokenizer = preparation.load_tokenizer(model, args.trust_remote_code, auto_class)
+            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, auto_class)
         if self._sees:
             check_config(args, tokenizer)
         chat_template.set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
-            model = preparation.add_adapter(model, peft_config)
-        preparation.check_trainable(model)
-        if args.activation_checkpointing and (problem := preparation.checkpointing_problem(model)):
+            model = adapters.add_adapter(model, peft_config)
+        adapters.check_trainable(model)
+        if args.activation_checkpointing and (problem := checkpointing_problem(model)):
             raise ValueError(problem)
         self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self._aux_loss_coef != 0
-        if why_not := preparation.supports_loss_in_head(model):
+        if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
@@ -382,7 +381,7 @@ class SFTTrainer(GeneratesText, Trainer):
                 name=name,
                 packing=bool(packing),
                 formatting_func=self._formatting_func,
-                limits=preparation.id_limits(self.model),
+                limits=id_limits(self.model),
             )
         self.data_reports |= done.reports
         self._prepared.append(done.dataset)
@@ -425,7 +424,7 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     """The weight of the router's loss; 0 for a model without routers."""
-    base = preparation.base_model(model)
+    base = base_model(model)
     config = base.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         if wanted:
@@ -447,7 +446,7 @@ def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> 
     if multiple == "auto":
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
-        placeholders = placeholder_ids(tokenizer, preparation.base_model(model))
+        placeholders = placeholder_ids(tokenizer, base_model(model))
         return VisionCollator(tokenizer, placeholders, args.max_length, args.completion_only_loss, multiple)
     pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
@@ -484,7 +483,7 @@ def _refuse_other_models(model: Any) -> None:
             f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or "
             "folder of one."
         )
-    base = preparation.base_model(model)
+    base = base_model(model)
     config, name = getattr(base, "config", None), type(base).__name__
     other_head = any(head in name for head in ("Classification", "QuestionAnswering", "MaskedLM"))
     if config is None or getattr(config, "is_encoder_decoder", False) or other_head:

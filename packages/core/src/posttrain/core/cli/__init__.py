@@ -111,9 +111,7 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
 def _classes(method: Any) -> tuple[type, type, type]:
     """The configs that the words of a method are read into."""
     from posttrain.core.cli.source import DataSource
-    from posttrain.core.models.preparation import (
-        ModelConfig,  # after the method is known to be there: this imports torch
-    )
+    from posttrain.core.models.arguments import ModelConfig
 
     return method.config_class, ModelConfig, DataSource
 

@@ -30,7 +30,7 @@ class Run:
 
     Args:
         config: the method's own config, such as an `SFTConfig`.
-        model: a `posttrain.core.models.preparation.ModelConfig`: which model, how it is loaded, its adapter.
+        model: a `posttrain.core.models.arguments.ModelConfig`: which model, how it is loaded, its adapter.
         data: a `posttrain.core.cli.source.DataSource`: which dataset.
     """
 

@@ -17,7 +17,7 @@ from posttrain.core.cli import help, parse
 from posttrain.core.cli.source import DataSource
 from posttrain.core.config import opt
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.preparation import ModelConfig
+from posttrain.core.models.arguments import ModelConfig
 
 
 @dataclass

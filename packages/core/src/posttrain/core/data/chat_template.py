@@ -27,7 +27,7 @@ from posttrain.core.data.tokenization import (
     token_at,
 )
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.models.preparation import ensure_pad_token
+from posttrain.core.models.special_tokens import ensure_pad_token
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import is_true, world_size
 from posttrain.core.errors import CheckpointError, ConfigError, require
-from posttrain.core.models.lm_head import base_model
+from posttrain.core.models.wrapping import base_model
 
 logger = logging.getLogger(__name__)
 

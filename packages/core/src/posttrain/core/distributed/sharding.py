@@ -22,7 +22,7 @@ from torch import nn
 from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.environment import is_true
 from posttrain.core.errors import did_you_mean
-from posttrain.core.models.lm_head import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
-from posttrain.core.models.lm_head import unwrap
+from posttrain.core.models.wrapping import unwrap
 
 
 class _Answers(TrainerCallback):

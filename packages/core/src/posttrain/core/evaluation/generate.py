@@ -24,7 +24,7 @@ from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import EpochSampler, is_stream
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.models.lm_head import unwrap
+from posttrain.core.models.wrapping import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from posttrain.core.evaluation import eval_loop, generate
 from posttrain.core.losses import normalization
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class GeneratesText:
     def _set_model(self, model: nn.Module) -> None:
         super()._set_model(model)
         if self.args.generation_config is not None:
-            preparation.base_model(model).generation_config = self.load_generation_config(self.args.generation_config)
+            wrapping.base_model(model).generation_config = self.load_generation_config(self.args.generation_config)
 
     @property
     def _tokenizer(self) -> Any:

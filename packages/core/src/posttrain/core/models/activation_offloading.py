@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from posttrain.core.models.lm_head import base_model
+from posttrain.core.models.wrapping import base_model
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import nn
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint import codec
 from posttrain.core.distributed import is_in_pieces
-from posttrain.core.models.lm_head import unwrap
+from posttrain.core.models.wrapping import unwrap
 
 logger = logging.getLogger(__name__)
 

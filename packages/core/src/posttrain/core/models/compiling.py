@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.lm_head import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 
 logger = logging.getLogger(__name__)
 

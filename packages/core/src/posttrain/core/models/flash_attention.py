@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from posttrain.core.models.lm_head import base_model
+from posttrain.core.models.wrapping import base_model
 
 
 def reads_boundaries(model: nn.Module) -> bool:

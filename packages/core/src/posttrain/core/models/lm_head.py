@@ -1,4 +1,4 @@
-"""The output head of a language model: found below its wrappers, and made to take the loss itself."""
+"""The output head of a language model: found by trial, and made to take the loss itself."""
 
 from __future__ import annotations
 
@@ -20,68 +20,7 @@ from posttrain.core.losses.language_modeling import (
     shift_labels,
     token_logps,
 )
-
-# --------------------------------------------------------------------------------------------------- below the wrappers
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of torch.compile, DDP, FSDP and DeepSpeed; adapters stay."""
-    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif wrappers & {kind.__name__ for kind in type(model).__mro__}:
-            model = model.module
-        else:
-            return model
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model`, unwrapped, is a `peft.PeftModel`. Does not import peft."""
-    return any(kind.__name__ in ("PeftModel", "PeftMixedModel") for kind in type(unwrap(model)).__mro__)
-
-
-def has_virtual_tokens(model: nn.Module) -> bool:
-    """Whether an adapter puts tokens of its own before each row: prompt tuning, prefix tuning and kin."""
-    return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """The model of transformers below all wrappers and adapters."""
-    model = unwrap(model)
-    return unwrap(model.get_base_model()) if is_peft_model(model) else model
-
-
-POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
-
-
-def id_limits(model: nn.Module) -> dict[str, int]:
-    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does not say.
-
-    ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label of its
-    own. Models that see or hear are left out: they mark what they see by token ids of their own.
-    """
-    base = base_model(model)
-    config = getattr(base, "config", None)
-    if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
-        return {}
-    head, classes, found = None, getattr(config, "num_labels", 0), {}
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
-        head = base.get_output_embeddings()
-        found["labels"] = getattr(head, "out_features", None)
-        found["labels_per_token"] = int(head is not None and not getattr(config, "is_encoder_decoder", False))
-    if head is None and "Classification" in type(base).__name__ and classes > 1:
-        found["labels"] = classes
-    for name, module in base.named_modules():
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
-            before_first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts them
-            found["positions"] = module.num_embeddings - before_first
-    return {name: limit for name, limit in found.items() if limit}
-
-
-# ------------------------------------------------------------------------------------------------------ the output head
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")

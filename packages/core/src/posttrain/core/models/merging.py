@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
-from posttrain.core.models import preparation
+from posttrain.core.models import loading, special_tokens
 
 #: Classes of transformers by the task that peft notes in an adapter's config.
 AUTO_CLASSES = {
@@ -100,7 +100,7 @@ def merge(
         raise CheckpointError(
             f"The adapter in {adapter} does not name the model it was trained on. Name it: --base MODEL"
         )
-    tokenizer = preparation.load_tokenizer(_holder_of_tokenizer(adapter, base), trust_remote_code)
+    tokenizer = loading.load_tokenizer(_holder_of_tokenizer(adapter, base), trust_remote_code)
     options = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
     _refuse_quantized(base, options, trust_remote_code)
     options = {
@@ -108,7 +108,7 @@ def merge(
         "auto_class": AUTO_CLASSES[_task(config)],
         "trust_remote_code": trust_remote_code,
     }
-    model = preparation.load_causal_lm(base, **options)
+    model = loading.load_causal_lm(base, **options)
     dtype = dtype or _stored_dtype(model)
     batch = _batch(model, tokenizer)
     plain = _logits(model, batch)
@@ -124,7 +124,7 @@ def merge(
         options["model_init_kwargs"] = {
             name: value for name, value in options["model_init_kwargs"].items() if name != "revision"
         }
-        difference = (_logits(preparation.load_causal_lm(str(beside), **options), batch) - expected).abs()
+        difference = (_logits(loading.load_causal_lm(str(beside), **options), batch) - expected).abs()
         outcome = Merge(
             base, dtype, float(difference.max()), float(difference.mean()),
             float((expected - plain).abs().mean()), float(expected.std()),
@@ -184,7 +184,7 @@ def _holder_of_tokenizer(adapter: Path, base: str) -> str:
 def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: bool) -> None:
     from transformers import AutoConfig
 
-    with preparation.explain_missing(base, "model"):
+    with loading.explain_missing(base, "model"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **options)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
@@ -203,7 +203,7 @@ def _stored_dtype(model: nn.Module) -> str:
 
 def _batch(model: nn.Module, tokenizer: Any) -> dict[str, torch.Tensor]:
     """The same tokens each time, as inputs of `model`."""
-    preparation.ensure_pad_token(tokenizer)
+    special_tokens.ensure_pad_token(tokenizer)
     options = {
         "padding": True,
         "truncation": True,

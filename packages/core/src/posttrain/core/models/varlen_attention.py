@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.segments import Segments
 from posttrain.core.models.block_mask import block_mask
-from posttrain.core.models.lm_head import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 
 # -------------------------------------------------------------------------------------------- how a model is made to use it
 

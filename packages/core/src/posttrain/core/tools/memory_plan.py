@@ -27,7 +27,16 @@ from posttrain.core.cli.registry import Run
 from posttrain.core.data.segments import Segments
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import language_modeling
-from posttrain.core.models import bf16_emulation, lm_head, preparation, varlen_attention
+from posttrain.core.models import (
+    adapters,
+    bf16_emulation,
+    gradient_checkpointing,
+    lm_head,
+    loading,
+    regularization,
+    varlen_attention,
+    wrapping,
+)
 from posttrain.core.optim import builder
 
 aten = torch.ops.aten
@@ -203,7 +212,7 @@ def load_config(run: Run) -> Any:
     path, options = run.model.model_name_or_path, {"revision": run.model.model_revision}
     options["trust_remote_code"] = getattr(run.config, "trust_remote_code", False)
     try:
-        with preparation.explain_missing(path, "model"):
+        with loading.explain_missing(path, "model"):
             return AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         raise ConfigError("posttrain plan", [str(error).strip().splitlines()[0]]) from error
@@ -251,7 +260,7 @@ def _measure(run: Run, work: Workload, model: nn.Module, quantized: list[nn.Line
     weights = live.add([*model.parameters(), *model.buffers()])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.activation_checkpointing:
-        preparation.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+        gradient_checkpointing.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
     with live:
         optimizer = builder.build(model, args)
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
@@ -264,9 +273,9 @@ def _measure(run: Run, work: Workload, model: nn.Module, quantized: list[nn.Line
     state = _state_bytes(optimizer)
     saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
-    reference = weights if work.reference and not preparation.is_peft_model(model) else 0
+    reference = weights if work.reference and not wrapping.is_peft_model(model) else 0
     average = 0 if args.ema_decay is None else sum(4 * parameter.numel() for parameter in trained)
-    cache = _cache_bytes(lm_head.base_model(model).config, work.generated, next(model.parameters()).itemsize)
+    cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
     # The pass was measured before there was any state, which from the second update on lives all the time.
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
     return Footprint(weights - saved, gradients, state, activations, head, peak, reference, average, cache)
@@ -294,16 +303,16 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     if (adapter := options.peft_config()) is not None:
         if getattr(config, "is_encoder_decoder", False):
             adapter.task_type = "SEQ_2_SEQ_LM"
-        model = preparation.add_adapter(model, adapter)
+        model = adapters.add_adapter(model, adapter)
     if getattr(run.config, "disable_dropout", False):
-        preparation.disable_dropout(model)
+        regularization.disable_dropout(model)
     return model, quantized
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int, int]:
     """One micro-batch forward and backward: (activations, head) of `Footprint`. Leaves the gradients at the parameters."""
     before = reached = live.now
-    head = lm_head.output_embedding(lm_head.base_model(model))
+    head = lm_head.output_embedding(wrapping.base_model(model))
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
     labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
     in_tiles = work.loss in ("tokens", "logps") and type(head) is nn.Linear

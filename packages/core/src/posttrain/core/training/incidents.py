@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec, rng
 from posttrain.core.data.stateful_dataloader import check_limits
 from posttrain.core.errors import NonFiniteError
-from posttrain.core.models import compiling, preparation
+from posttrain.core.models import compiling, embeddings
 from posttrain.core.training import memory, nonfinite, override_checks
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Incidents:
         stock = (
             getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss" and self.compute_loss_func is None
         )
-        return {name: n for name, n in preparation.id_limits(self.model).items() if stock or "labels" not in name}
+        return {name: n for name, n in embeddings.id_limits(self.model).items() if stock or "labels" not in name}
 
     # ---- memory that runs out ----
 

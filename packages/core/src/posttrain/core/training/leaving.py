@@ -11,7 +11,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import check_space, rng, weights
 from posttrain.core.data.stateful_dataloader import Loader
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.training import preemption
 from posttrain.core.training.plan import as_steps
@@ -59,8 +59,8 @@ class Leaving:
         saves = -(-plan.max_steps // (every.get(str(args.save_strategy)) or plan.max_steps))
         limit = args.most_checkpoints
         count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
-        is_saved = weights.is_saved(preparation.unwrap(self.model))
-        least = sum(p.nbytes for name, p in preparation.unwrap(self.model).named_parameters() if is_saved(name))
+        is_saved = weights.is_saved(wrapping.unwrap(self.model))
+        least = sum(p.nbytes for name, p in wrapping.unwrap(self.model).named_parameters() if is_saved(name))
         each = least if args.save_only_model else least + builder.state_bytes(self.optimizer)
         if (problem := check_space(self.store.output_dir, each * count, count, least)) is not None:
             logger.warning("%s", problem)

@@ -26,7 +26,16 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
 from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, means, speed_metrics
 from posttrain.core.losses import normalization, scale_check
-from posttrain.core.models import compiling, ema, preparation
+from posttrain.core.models import (
+    adapters,
+    compiling,
+    ema,
+    gradient_checkpointing,
+    liger,
+    regularization,
+    special_tokens,
+    wrapping,
+)
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import allocator, argument_changes, nonfinite, override_checks, preemption, preflight
@@ -65,9 +74,9 @@ class Lifecycle(Incidents, Resuming, Leaving):
     _tag_names: tuple[str, ...] | list[str] = ()
 
     def _set_model(self, model: nn.Module) -> None:
-        base = preparation.base_model(model)
+        base = wrapping.base_model(model)
         if self.train_dataset is not None:
-            preparation.check_trainable(model)
+            adapters.check_trainable(model)
             nonfinite.check_float16(model, self.dist.precision, self.dist.engine is not None)
         self.model = self.model_wrapped = model
         self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
@@ -85,7 +94,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
         if self._tag_names and hasattr(base, "add_model_tags"):
             base.add_model_tags(list(self._tag_names))  # which the model's own push_to_hub and the card carry on
         self._set_objective()
-        self._adapters_checked = not preparation.is_peft_model(model)
+        self._adapters_checked = not wrapping.is_peft_model(model)
         self.dist.place(model, trained=True)
         if getattr(model, "config", None) is not None:
             model.config.use_cache = self.args.use_cache
@@ -182,7 +191,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._set_model(self.call_model_init(trial))
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
-        preparation.align_special_tokens(self.model, self.processing_class)
+        special_tokens.align_special_tokens(self.model, self.processing_class)
         self.model_wrapped = self._wrap_model(self.model)
         self._make_parts(plan.max_steps)
         self._check_space(plan)
@@ -219,7 +228,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self._watch.begin()
             debug = nonfinite.watched(self.model) if args.debug else contextlib.nullcontext()
             memory = self._memory.stage("train")
-            noise = preparation.neftune(self.model, args.neftune_noise_alpha)
+            noise = regularization.neftune(self.model, args.neftune_noise_alpha)
             kept = allocator.freed_memory_kept(args.keep_freed_memory and self.dist.device.type == "cpu")
             with kept, noise, debug, self._compiled(), memory as self._train_memory:
                 yield self.model_wrapped
@@ -250,8 +259,8 @@ class Lifecycle(Incidents, Resuming, Leaving):
             return model
         args = self.args
         if args.activation_checkpointing:
-            preparation.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
-        if args.use_liger_kernel and (why_not := preparation.apply_liger(model, args.liger_kernel_config)):
+            gradient_checkpointing.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+        if args.use_liger_kernel and (why_not := liger.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
         return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
 
@@ -324,7 +333,7 @@ class Lifecycle(Incidents, Resuming, Leaving):
             self.state.best_model_checkpoint = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        directory, model = Path(output_dir or self.args.output_dir), preparation.unwrap(self.model)
+        directory, model = Path(output_dir or self.args.output_dir), wrapping.unwrap(self.model)
         if state_dict is None:
             weights.save_weights(model, directory)
         elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself

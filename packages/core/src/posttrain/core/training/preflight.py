@@ -22,7 +22,7 @@ from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.errors import ConfigError, missing
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.models import preparation
+from posttrain.core.models import adapters, loading, quantization
 from posttrain.core.optim import builder
 
 Problem = str | Exception
@@ -165,8 +165,8 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """What is wrong with a model that is given by name, with how it is to be loaded, and with its adapter."""
     kwargs = getattr(args, "model_init_kwargs", None)
     if parts.is_named:
-        yield from preparation.loading_problems(parts.model, kwargs, parts.quantization_config)
-        bits = preparation.asked_bits(kwargs, parts.quantization_config)
+        yield from loading.loading_problems(parts.model, kwargs, parts.quantization_config)
+        bits = quantization.asked_bits(kwargs, parts.quantization_config)
         is_adapter = os.path.isfile(os.path.join(os.fspath(parts.model), "adapter_config.json"))
         if bits and parts.peft_config is None and parts.train_dataset is not None and not is_adapter:
             yield (
@@ -178,16 +178,16 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if isinstance(parts.ref_model, nn.Module) and parts.ref_model is parts.model:
         yield ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
     if isinstance(parts.ref_model, (str, os.PathLike)):
-        yield from preparation.loading_problems(parts.ref_model, kwargs, None)
+        yield from loading.loading_problems(parts.ref_model, kwargs, None)
     if parts.peft_config is not None:
-        yield from caught(preparation.check_peft_config, parts.peft_config)
+        yield from caught(adapters.check_peft_config, parts.peft_config)
 
 
 def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """What is wrong with the tokenizer or the tokens that the arguments name; loads that of a named model, which is small."""
-    if parts.processing_class is None and parts.is_named and preparation.missing_folder(parts.model) is None:
+    if parts.processing_class is None and parts.is_named and loading.missing_folder(parts.model) is None:
         try:
-            parts.processing_class = preparation.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
+            parts.processing_class = loading.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
         except (OSError, ValueError, ImportError) as error:
             yield error
     if parts.processing_class is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec, elastic, rng, sharded, weights
-from posttrain.core.models import preparation
+from posttrain.core.models import wrapping
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.state import TrainerState, lossy
 from posttrain.core.training.plan import Plan, Progress, resumed
@@ -94,10 +94,10 @@ class Resuming:
 
     def _write_model(self, directory: Path) -> None:
         """The weights of a checkpoint: as ``from_pretrained`` reads them, or of each process its part."""
-        model = preparation.unwrap(self.model)
-        if not self.dist.saves_in_parts or preparation.is_peft_model(model):
+        model = wrapping.unwrap(self.model)
+        if not self.dist.saves_in_parts or wrapping.is_peft_model(model):
             self.save_model(str(directory), _internal_call=True)
-            if preparation.is_peft_model(model) and weights.has_encoder(model):
+            if wrapping.is_peft_model(model) and weights.has_encoder(model):
                 whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
                 if self.args.should_save:
                     weights.save_encoder(model, directory, whole)
@@ -114,7 +114,7 @@ class Resuming:
         """Read the first checkpoint of a PEFT model back: what was saved must be what is trained."""
         state = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.dist.is_main:
-            weights.check_adapters(preparation.unwrap(self.model), directory, state)
+            weights.check_adapters(wrapping.unwrap(self.model), directory, state)
         self._adapters_checked = True
 
     def _position(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from posttrain.core.data.segments import Segments
-from posttrain.core.models.preparation import base_model
 from posttrain.core.models.varlen_attention import layer_window, segment_attention
+from posttrain.core.models.wrapping import base_model
 
 IMPLEMENTATION = "posttrain_decoding"
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from posttrain.core.models.bf16_emulation import float32_products, makes_emulated_products
-from posttrain.core.models.preparation import base_model, packed_head, unwrap
+from posttrain.core.models.lm_head import packed_head
 from posttrain.core.models.varlen_attention import LAYER_TYPES
+from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms

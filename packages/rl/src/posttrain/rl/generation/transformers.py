@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.preparation import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import local_rank, rank, world_size
 from posttrain.core.errors import require
-from posttrain.core.models.preparation import base_model
+from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import is_in_pieces, whole, whole_shape
-from posttrain.core.models.preparation import base_model
+from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.generation.transformers import evaluating
 

@@ -1,0 +1,83 @@
+"""Adapters of peft: put on a model, and checked before they are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import require
+from posttrain.core.models.quantization import is_quantized
+from posttrain.core.models.wrapping import base_model, is_peft_model
+
+
+def check_peft_config(peft_config: Any) -> Any:
+    """The module peft, after a look at a `peft_config`.
+
+    Raises:
+        ImportError: it is not installed. TypeError: `peft_config` is none of its configs.
+    """
+    peft = require("peft", "posttrain-core[peft]", why="peft_config")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    return peft
+
+
+def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+    """Freeze `model` and put the adapter that `peft_config` describes on it.
+
+    On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+
+    Returns:
+        The `peft.PeftModel`.
+    """
+    peft = check_peft_config(peft_config)
+    if is_peft_model(model):
+        raise ValueError(
+            "The model has an adapter already and peft_config asks for another. Train the one it has (leave out "
+            "peft_config), or pass model.merge_and_unload() to build on it."
+        )
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    adapted = peft.get_peft_model(model, peft_config)
+    if checkpointed and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
+    if is_quantized(model):
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from taking
+    small updates (unless transformers' ``is_qat_trainable`` says otherwise), and an adapter that is frozen."""
+    base = base_model(model)
+    adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
+    for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
+    if is_quantized(model) and not adapted and not for_training:
+        raise ValueError(
+            f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
+        )
+    if is_peft_model(model) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"The adapter of this {type(base).__name__} is frozen, so there is nothing to train. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    _keep_products_differentiable(base)
+
+
+def _keep_products_differentiable(model: nn.Module) -> None:
+    """Hold bitsandbytes' layers of 4 bits in the form through which gradients flow.
+
+    On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer before
+    them would get no gradient from then on, in silence.
+    """
+    for module in model.modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        state = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            module.state_dict()  # writing it down unpacks it in place

@@ -1,0 +1,37 @@
+"""Which ids the embeddings of a model can read."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from posttrain.core.models.wrapping import base_model
+
+POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
+
+
+def id_limits(model: nn.Module) -> dict[str, int]:
+    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does not say.
+
+    ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
+    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label of its
+    own. Models that see or hear are left out: they mark what they see by token ids of their own.
+    """
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
+        return {}
+    head, classes, found = None, getattr(config, "num_labels", 0), {}
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
+        head = base.get_output_embeddings()
+        found["labels"] = getattr(head, "out_features", None)
+        found["labels_per_token"] = int(head is not None and not getattr(config, "is_encoder_decoder", False))
+    if head is None and "Classification" in type(base).__name__ and classes > 1:
+        found["labels"] = classes
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            before_first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts them
+            found["positions"] = module.num_embeddings - before_first
+    return {name: limit for name, limit in found.items() if limit}

@@ -1,0 +1,176 @@
+"""Load models and tokenizers from a folder or the Hub, and say before any weight is read why one cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint.weights import check_indices
+from posttrain.core.errors import did_you_mean, missing
+from posttrain.core.models.quantization import asked_bits, quantization_kwargs
+from posttrain.core.models.wrapping import base_model, unwrap
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    model_init_kwargs: dict[str, Any] | None = None,
+    quantization_config: Any | None = None,
+    trust_remote_code: bool = False,
+    auto_class: str = "AutoModelForCausalLM",
+) -> nn.Module:
+    """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
+
+    float32 because an update of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, is lost when it
+    is added to bfloat16 weights.
+
+    Args:
+        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
+        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or a dict of
+            what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one by one.
+        auto_class: the class of transformers to load with.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
+        CheckpointError: an index in the folder names files outside of it.
+    """
+    import transformers
+
+    kwargs = dict(model_init_kwargs or {})
+    dtype = kwargs.pop("torch_dtype", None) or "float32"
+    kwargs["dtype"] = _checked_dtype(kwargs.get("dtype") or dtype)
+    kwargs |= quantization_kwargs(kwargs, quantization_config)
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    path = os.fspath(name_or_path)
+    check_indices(path)
+    with explain_missing(path, "model"):
+        return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str] | nn.Module,
+    trust_remote_code: bool = False,
+    auto_class: str = "AutoTokenizer",
+    **kwargs: Any,
+) -> Any:
+    """The tokenizer at a folder or Hub name, or the one that lies beside the weights a model was loaded from.
+
+    Args:
+        auto_class: the class of transformers to load with; AutoProcessor for what reads pictures too.
+
+    Raises:
+        ValueError: a model that was not loaded from anywhere.
+    """
+    import transformers
+
+    if isinstance(source, nn.Module):
+        path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
+        if not path:
+            raise ValueError(
+                f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no tokenizer "
+                "to load with it. Pass processing_class=<its tokenizer>."
+            )
+    else:
+        path = os.fspath(source)
+    with explain_missing(path, "tokenizer"):
+        loader = getattr(transformers, auto_class)
+        return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+
+
+def loading_problems(
+    name_or_path: str | os.PathLike[str], kwargs: dict[str, Any] | None = None, quantization_config: Any = None
+) -> Iterator[str | Exception]:
+    """Why `load_causal_lm` cannot do what it is asked, as far as it shows before any weight is read."""
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
+    if (error := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
+        yield error
+    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
+    if dtype is not None:
+        try:
+            _checked_dtype(dtype)
+        except ValueError as wrong:
+            yield wrong
+    if asked_bits(kwargs, quantization_config):
+        if error := missing("bitsandbytes", "posttrain-core[quantization]", "load_in_4bit and load_in_8bit"):
+            yield error
+    if problem := attention_problem(kwargs.get("attn_implementation")):
+        yield problem
+
+
+def attention_problem(implementation: Any) -> str | None:
+    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or nobody knows yet."""
+    if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
+        return None
+    from transformers import utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    name = implementation.removeprefix("paged|")
+    if name not in known:
+        near = did_you_mean(name, known)
+        return (
+            f"attn_implementation={implementation!r} is not one of {', '.join(k for k in known if '|' not in k)}{near}"
+        )
+    there = getattr(utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", lambda: True)
+    if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
+        lacks = "flash-attn is not installed" if torch.cuda.is_available() else "no GPU is visible"
+        return (
+            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or kernels) on a "
+            "machine with a GPU, or set attn_implementation='sdpa'"
+        )
+    return None
+
+
+def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> FileNotFoundError | None:
+    """What to raise for a model's folder that is not there; None for one that is, and for a name on the Hub."""
+    path = os.fspath(name_or_path)
+    if _looks_local(path) and not os.path.exists(path):
+        return FileNotFoundError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
+    configs = ("config.json", "adapter_config.json", "params.json")
+    if needs_config and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in configs):
+        found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+        return FileNotFoundError(
+            f"The model folder {path!r} holds no config.json, so it is no model. It holds: {found}."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def explain_missing(path: str, what: str) -> Iterator[None]:
+    """Say of a model or tokenizer that cannot be loaded from `path` whether a folder or an answer of the Hub is missing.
+
+    Raises:
+        FileNotFoundError: in the place of what transformers raises in this context.
+    """
+    if _looks_local(path) and not os.path.exists(path):
+        raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
+            f"that name: {reason} Check the name, or download it first if this machine is offline."
+        ) from error
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if isinstance(name, torch.dtype) or name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
+        return name
+    raise ValueError(
+        f"dtype={dtype!r} is not a type of torch{did_you_mean(name, DTYPES)}. Set one of {', '.join(DTYPES)}."
+    )
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~", "\\")) or path.count("/") > 1

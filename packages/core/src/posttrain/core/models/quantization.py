@@ -1,0 +1,56 @@
+"""Weights stored in 4 or 8 bits: how they are asked for, and whether a model has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.errors import require
+from posttrain.core.models.wrapping import base_model
+
+BITS = ("load_in_4bit", "load_in_8bit")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the weights of the base are stored in quantized form."""
+    base = base_model(model)
+    marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    return any(getattr(base, mark, False) for mark in marks) or getattr(base, "hf_quantizer", None) is not None
+
+
+def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -> str | None:
+    """``load_in_4bit`` or ``load_in_8bit`` where bitsandbytes is to quantize a model that is loaded so."""
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    for holder in (kwargs, kwargs.get("quantization_config"), quantization_config):
+        read = holder.get if isinstance(holder, dict) else lambda name, of=holder: getattr(of, name, None)
+        for name in BITS:
+            if read(name):
+                return name
+    return None
+
+
+def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
+    """The `quantization_config` of ``from_pretrained``; what describes one is taken out of `kwargs`."""
+    fields = {
+        name: kwargs.pop(name) for name in list(kwargs) if name.startswith(("load_in_", "bnb_4bit_", "llm_int8_"))
+    }
+    inside = kwargs.pop("quantization_config", None)
+    if given is not None and inside is not None:
+        raise ValueError("quantization_config was given twice: as an argument and in model_init_kwargs. Keep one.")
+    config = inside if given is None else given
+    asked = [name for name in BITS if fields.get(name)]
+    if config is None:
+        config = fields if asked else None
+    elif asked and not any(
+        config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in asked
+    ):
+        raise ValueError(
+            f"model_init_kwargs has {asked[0]}=True beside a quantization_config that says otherwise. Keep one."
+        )
+    if isinstance(config, dict) and any(config.get(name) for name in BITS):
+        require("bitsandbytes", "posttrain-core[quantization]", why="load_in_4bit and load_in_8bit")
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(**{name: value for name, value in config.items() if name != "quant_method"})
+    return {} if config is None else {"quantization_config": config}

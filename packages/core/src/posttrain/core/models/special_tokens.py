@@ -1,0 +1,84 @@
+"""The pad, eos and bos tokens of a tokenizer, and the ids of a model that must agree with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.models.wrapping import base_model
+
+PAD_CANDIDATES = (
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",  # Llama 3.1
+    "<|vision_pad|>",  # Qwen 2 and later
+    "<|endoftext|>",
+    "<unk>",
+)
+
+
+def ensure_pad_token(processing_class: Any) -> str | None:
+    """Give a tokenizer that has no pad token one it already knows, if possible other than its eos token.
+
+    The vocabulary does not grow. Labels are masked by length, never by id, so that eos as pad costs no training signal.
+
+    Returns:
+        A sentence about what was done, or None.
+    """
+    tokenizer = _tokenizer_of(processing_class)
+    if tokenizer.pad_token is not None:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    for token in PAD_CANDIDATES:
+        if token in vocabulary and token != tokenizer.eos_token:
+            tokenizer.pad_token = token
+            return f"The tokenizer had no pad token; {token!r}, which its vocabulary holds, is used."
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has neither a pad nor an eos token, so batches cannot be padded. Set tokenizer.pad_token."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    return f"The tokenizer had no pad token; its eos token {tokenizer.eos_token!r} is used for padding too."
+
+
+def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, int]:
+    """Copy the pad, eos and bos ids that the tokenizer has to the model's config and generation config.
+
+    A generation config that stops at several tokens goes on stopping at them.
+
+    Returns:
+        ``{name of the id: new id}`` for what changed in either config.
+    """
+    base = base_model(model)
+    config, generation = getattr(base, "config", None), getattr(base, "generation_config", None)
+    tokenizer = _tokenizer_of(processing_class)
+    if config is None or not hasattr(tokenizer, "eos_token_id"):
+        return {}
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    changed = {}
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if token is None:
+            continue
+        if getattr(config, name, None) != token:
+            setattr(config, name, token)
+            changed[name] = token
+        if generation is None:
+            continue
+        known = getattr(generation, name, None)
+        if name == "eos_token_id" and isinstance(known, (list, tuple)):
+            if token not in known:
+                generation.eos_token_id = [token, *known]
+                changed[name] = token
+        elif known != token:
+            several = name == "eos_token_id" and known is not None
+            setattr(generation, name, [token, known] if several else token)
+            changed[name] = token
+    return changed
+
+
+def _tokenizer_of(processing_class: Any) -> Any:
+    return getattr(processing_class, "tokenizer", processing_class)

@@ -1,0 +1,72 @@
+"""Adapters train alone, also on quantized weights."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from posttrain.core.models import adapters, arguments, gradient_checkpointing, lm_head, loading, quantization
+from tests import tiny
+from tests.core.models.gradients import LORA, batch, gradients
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+def test_an_adapter_trains_alone():
+    model = adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(**LORA))
+    ids, labels = batch()
+    model(input_ids=ids, labels=labels).loss.backward()
+    trained = gradients(model)
+    assert trained and all("lora_" in name for name in trained)
+
+
+def test_a_second_adapter_is_refused_and_so_is_what_is_none():
+    model = adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(**LORA))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        adapters.add_adapter(model, peft.LoraConfig(**LORA))
+    with pytest.raises(TypeError, match="must be a peft.PeftConfig"):
+        adapters.add_adapter(tiny.causal_lm(), {"r": 8})
+
+
+def test_a_quantized_base_needs_an_adapter_which_is_bfloat16():
+    model = tiny.causal_lm()
+    adapters.check_trainable(model)
+    model.is_loaded_in_4bit = True
+    with pytest.raises(ValueError, match="Pass peft_config"):
+        adapters.check_trainable(model)
+    model.hf_quantizer = types.SimpleNamespace(
+        is_qat_trainable=True
+    )  # as torchao's, for training that knows of the rounding
+    adapters.check_trainable(model)
+    del model.hf_quantizer
+    adapted = adapters.add_adapter(model, peft.LoraConfig(**LORA))
+    adapters.check_trainable(adapted)
+    assert quantization.is_quantized(adapted)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_an_adapter_on_quantized_weights_trains_with_the_loss_in_the_head(bits, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny.causal_lm(hidden_size=128, intermediate_size=128).save_pretrained(tmp_path)
+    config = arguments.ModelConfig(use_peft=True, dtype="bfloat16", **{bits: True})
+    base = loading.load_causal_lm(tmp_path, config.model_init_kwargs(), config.quantization_config())
+    assert quantization.is_quantized(base) and type(base.model.layers[0].self_attn.q_proj).__name__.startswith("Linear")
+    stored = base.model.layers[0].self_attn.q_proj.weight.data.clone()
+    model = adapters.add_adapter(base, config.peft_config()).train()
+    gradient_checkpointing.enable_gradient_checkpointing(model)
+    assert lm_head.supports_loss_in_head(model) is None
+    assert torch.equal(base.model.layers[0].self_attn.q_proj.base_layer.weight.data, stored)  # asking changed no layout
+    ids, labels = batch()
+    with lm_head.loss_in_head(model, labels), torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids).logits[0]
+    loss.backward()
+    assert len(gradients(model)) == sum(p.requires_grad for p in model.parameters()) > 0

@@ -1,0 +1,77 @@
+"""Models and tokenizers are loaded as asked, and what is missing is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.core.models import adapters, loading
+from tests import tiny
+from tests.core.models.gradients import LORA
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny.causal_lm().to(torch.bfloat16).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "dtype"),
+    [
+        (None, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "auto"}, torch.bfloat16),
+        ({"torch_dtype": torch.float16}, torch.float16),
+    ],
+)
+def test_a_model_is_loaded_in_the_dtype_asked_for_and_in_float32_otherwise(saved, kwargs, dtype):
+    given = dict(kwargs or {})
+    assert loading.load_causal_lm(saved, kwargs).dtype == dtype
+    assert (kwargs or {}) == given
+
+
+def test_another_auto_class_can_be_named(saved):
+    model = loading.load_causal_lm(str(saved), {"num_labels": 1}, auto_class="AutoModelForSequenceClassification")
+    assert model.config.num_labels == 1
+
+
+def test_an_unknown_dtype_is_named(saved):
+    with pytest.raises(ValueError, match="dtype='bfloat17' is not a type of torch, did you mean 'bfloat16'"):
+        loading.load_causal_lm(saved, {"dtype": "bfloat17"})
+
+
+def test_quantization_given_twice_is_refused(saved):
+    with pytest.raises(ValueError, match="given twice"):
+        loading.load_causal_lm(saved, {"quantization_config": object()}, quantization_config=object())
+
+
+@pytest.mark.parametrize("load", [loading.load_causal_lm, loading.load_tokenizer])
+def test_a_missing_folder_is_named(load):
+    with pytest.raises(FileNotFoundError, match=r"folder './no/such/model' does not exist"):
+        load("./no/such/model")
+
+
+def test_a_name_the_hub_does_not_give_is_named(monkeypatch):
+    import transformers
+
+    def offline(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nand more lines")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", offline)
+    with pytest.raises(FileNotFoundError, match=r"'some/model' is not a folder here .* couldn't connect .* offline"):
+        loading.load_causal_lm("some/model")
+
+
+def test_a_tokenizer_is_found_beside_the_model(saved):
+    model = adapters.add_adapter(loading.load_causal_lm(saved), peft.LoraConfig(**LORA))
+    assert loading.load_tokenizer(model).get_vocab() == loading.load_tokenizer(saved).get_vocab()
+
+
+def test_a_model_from_nowhere_asks_for_its_tokenizer():
+    with pytest.raises(ValueError, match="Pass processing_class"):
+        loading.load_tokenizer(tiny.causal_lm())
