@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        config errors state data.collators data.segments distributed.accelerator_config evaluation.predictions
+        config errors state data.call_arguments data.collators data.segments distributed.accelerator_config evaluation.predictions
         logging.metrics logging.redaction losses.language_modeling losses.normalization models.bf16_emulation
         models.block_mask models.embeddings models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory

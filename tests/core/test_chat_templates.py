@@ -225,3 +225,43 @@ def test_a_template_that_shows_calls_is_believed(source):
     first_only = source.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     with pytest.raises(DataError, match="leaves out tool_calls"):  # the second of two
         require_calls(template(first_only), CALLS)
+
+
+# Writes the arguments out as they are, as DeepSeek's does: a dict cannot be added to a text, or becomes what python prints.
+WRITES_OUT = TOOLS.replace("{{ call.function | tojson }}", '{{ "call " + call.function.arguments }}')
+PRINTS = TOOLS.replace("{{ call.function | tojson }}", "call {{ call.function.arguments }}")
+
+
+@pytest.mark.parametrize("source", [TOOLS, MARKED], ids=["by rendering", "marked"])
+@pytest.mark.parametrize("text", ['{"a":1}', ' {"a": 1}\n'])
+def test_arguments_given_as_json_text_are_rendered_as_the_dict_that_they_are(source, text):
+    called = [CALLS[0], {**CALLS[1], "tool_calls": [{"function": {"name": "add", "arguments": text}}] * 2}, *CALLS[2:]]
+    plain = [CALLS[0], {**CALLS[1], "tool_calls": [{"function": CALL["function"]}] * 2}, *CALLS[2:]]
+    for chosen in ([True] * len(CALLS), by_role(CALLS, "assistant")):
+        assert spans_of(source, called, chosen) == spans_of(source, plain, chosen)
+    assert called[1]["tool_calls"][0]["function"]["arguments"] == text  # the row is the user's
+    require_calls(template(source), called)
+
+
+def test_a_call_without_arguments_may_have_an_empty_text_for_them():
+    flat = [
+        CALLS[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
+    ]
+    assert '{"name": "now", "arguments": {}}' in template(TOOLS).render(flat)
+
+
+@pytest.mark.parametrize("source", [WRITES_OUT, PRINTS], ids=["adds texts", "prints"])
+@pytest.mark.parametrize(("arguments", "shown"), [({"a": 1}, '{"a": 1}'), ('{"a":1}', '{"a":1}')])
+def test_a_template_that_writes_arguments_out_is_given_json_text(source, arguments, shown):
+    called = [CALLS[0], {**CALLS[1], "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}]
+    assert f"<tool_call>\ncall {shown}\n</tool_call>" in template(source).render(called)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{'a': 1}", "not valid JSON"), ("[1]", "not of an object"), ("3", "not of an")]
+)
+def test_arguments_that_are_no_json_object_are_refused(text, problem):
+    called = [CALLS[0], {**CALLS[1], "tool_calls": [{"function": {"name": "add", "arguments": text}}]}]
+    with pytest.raises(DataError, match=f"arguments of a call in tool_calls .*{problem}"):
+        template(TOOLS).render(called)

@@ -3,6 +3,7 @@
 import datasets
 import pytest
 
+from posttrain.core.data import tokenization
 from posttrain.core.errors import DataError
 from posttrain.rl.preference_data import prepare_preferences
 from posttrain.rl.preference_rows import extract_prompt, to_pairs, to_unpaired
@@ -195,3 +196,11 @@ def test_each_kind_is_converted_to_the_one_that_is_wanted():
 def test_reference_log_probabilities_that_are_there_stay():
     row = TOKENS | {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
     assert prepare([row])[0][0] == row
+
+
+def test_rows_prepared_by_an_earlier_reading_of_them_are_not_taken_from_the_cache(monkeypatch):
+    data = datasets.Dataset.from_list([TEXT])
+    first = prepare(data)[0]._fingerprint
+    assert prepare(data)[0]._fingerprint == first
+    monkeypatch.setattr(tokenization, "REVISION", tokenization.REVISION + 1)
+    assert prepare(data)[0]._fingerprint != first

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 
+from posttrain.core.data import tokenization
 from posttrain.core.errors import DataError
 from posttrain.sft.dataset import prepare_dataset
 from tests.tiny import CHATML_WITH_TOOLS, CORPUS, tokenizer
@@ -273,6 +274,22 @@ def test_rows_whose_calls_the_template_leaves_out_are_dropped_and_counted(tok, r
     assert not report.dropped and '"name": "add"' in shows.decode(rows[1]["input_ids"])
 
 
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_calls_with_arguments_as_json_text_are_learned_as_those_with_a_dict(assistant_only):
+    def row(arguments):
+        call = TOOL_CALL | {"function": {"name": "add", "arguments": arguments}}
+        return {"messages": [ASKS[0], ASKS[1] | {"tool_calls": [call]}]}
+
+    tok = tokenizer(chat_template=CHATML_WITH_TOOLS)
+    rows = [row('{"a":1}'), row('{"a": 1'), row('{"a": 1}')]
+    prepared, report = prepare_dataset(rows, tok, assistant_only_loss=assistant_only)
+    (reason,) = report.dropped
+    assert "arguments" in reason and "not valid JSON" in reason and report.dropped[reason] == (1, [1])
+    wanted, _ = prepare_dataset([row({"a": 1})] * 2, tok, assistant_only_loss=assistant_only)
+    assert prepared["input_ids"] == wanted["input_ids"] and prepared["labels"] == wanted["labels"]
+    assert '"arguments": {"a": 1}' in tok.decode(prepared["input_ids"][0])
+
+
 # finding_A9
 def test_calls_in_turns_that_are_not_learned_need_not_be_shown(tok):
     row = {
@@ -432,7 +449,7 @@ def test_several_processes_give_the_same_rows(tok):
     assert list(one) == list(two)
 
 
-def test_a_dataset_on_disk_is_prepared_once_per_content(tok, tmp_path):
+def test_a_dataset_on_disk_is_prepared_once_per_content(tok, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*CORPUS, ""]))
     dataset = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path), split="train")
     calls = []
@@ -450,6 +467,8 @@ def test_a_dataset_on_disk_is_prepared_once_per_content(tok, tmp_path):
     other = copy.deepcopy(tok)
     other.add_tokens(["Natalia"])
     assert files(tok=other) != first
+    monkeypatch.setattr(tokenization, "REVISION", tokenization.REVISION + 1)  # by an upgrade that reads rows otherwise
+    assert files() != first
 
 
 # The report

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.data import chat_template
+from posttrain.core.data import chat_template, tokenization
 from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
 
@@ -153,7 +153,8 @@ class PreferencePreparation:
             self.tokenizer.backend_tokenizer.no_padding()
         words = self.tokenizer.backend_tokenizer.to_str() if fast else sorted(self.tokenizer.get_vocab().items())
         options = {k: v for k, v in vars(self).items() if k != "tokenizer"}
-        return repr((words, self.tokenizer.chat_template, sorted(self.tokenizer.special_tokens_map.items()), options))
+        special = sorted(self.tokenizer.special_tokens_map.items())
+        return repr((tokenization.REVISION, words, self.tokenizer.chat_template, special, options))
 
     def _read(self, row: Any, index: int) -> Tokens:
         try:

@@ -7,7 +7,6 @@ next turn.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -224,13 +223,8 @@ class ToolProtocol:
         """A turn of the assistant that calls these tools, each with an argument that can be found."""
         if not self._shows_calls:
             return {"role": "assistant", "content": f"{VALUE}{len(names) - 1}"}
-        calls = [self._dummy(name, i, id) for i, (name, id) in enumerate(zip(names, ids, strict=True))]
+        calls = [_dummy(name, i, id) for i, (name, id) in enumerate(zip(names, ids, strict=True))]
         return {"role": "assistant", "content": self._content, "tool_calls": calls}
-
-    def _dummy(self, name: str, number: int, id: str) -> dict[str, Any]:
-        arguments: Any = {"where": f"{VALUE}{number}"}
-        arguments = json.dumps(arguments) if self._as_text else arguments
-        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _template(self, schemas: Sequence[dict[str, Any]]) -> chat_template.Template:
         return chat_template.Template(self.tokenizer, list(schemas) or None, self.kwargs)
@@ -256,19 +250,15 @@ class ToolProtocol:
     def _conversation(self, template: chat_template.Template) -> str | None:
         """A conversation with a call, in the first way in which the template shows it; None where it shows none."""
         for self._content in ("", None):  # some templates show a call only where the turn has no content
-            for self._as_text in (False, True):
-                turn = {
-                    "role": "assistant",
-                    "content": self._content,
-                    "tool_calls": [self._dummy(NAME, 0, _identifier(0))],
-                }
-                try:
-                    text = template.render([QUESTION, turn, self._answer("0")])
-                except DataError:  # arguments as a dict where the template wants a text, or the other way round
-                    continue
-                if f"{VALUE}0" in text:
-                    return text
-        self._content, self._as_text = "", False
+            calls = [_dummy(NAME, 0, _identifier(0))]
+            turn = {"role": "assistant", "content": self._content, "tool_calls": calls}
+            try:
+                text = template.render([QUESTION, turn, self._answer("0")])
+            except DataError:
+                continue
+            if f"{VALUE}0" in text:
+                return text
+        self._content = ""
         return None
 
     def _answer(self, content: str) -> dict[str, Any]:
@@ -355,6 +345,10 @@ def names_all(text: str, schemas: Sequence[dict[str, Any]]) -> bool:
 def _function(call: Mapping[str, Any]) -> tuple[Any, Any]:
     function = call.get("function", call)
     return function.get("name"), function.get("arguments") or {}
+
+
+def _dummy(name: str, number: int, id: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": {"where": f"{VALUE}{number}"}}}
 
 
 def _identifier(number: int) -> str:

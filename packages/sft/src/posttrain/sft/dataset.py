@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.data import chat_template
+from posttrain.core.data import chat_template, tokenization
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
@@ -330,4 +330,5 @@ def content_of(prepare: Preparation) -> str:
     else:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    return Hasher.hash([vocabulary, tokenizer.chat_template, special, arguments, prepare.formatting_func])
+    rendered_by = [tokenizer.chat_template, special, tokenization.REVISION]
+    return Hasher.hash([vocabulary, *rendered_by, arguments, prepare.formatting_func])

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.data import call_arguments
 from posttrain.core.data.tokenization import (
     Encoding,
     Span,
@@ -292,17 +293,19 @@ class Template:
         """The text of a conversation.
 
         Raises:
-            DataError: the template refused it (e.g. roles that do not alternate).
+            DataError: the template refused it (e.g. roles that do not alternate), or arguments of calls are no JSON.
         """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._render(self._calls.put(messages), **options)
+
+    @cached_property
+    def _calls(self) -> call_arguments.CallArguments:
+        return call_arguments.CallArguments(self._render)
+
+    def _render(self, messages: list[Message], **options: Any) -> str:
+        options = {"tools": self.tools, "tokenize": False, **options, **self.kwargs}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=self.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **self.kwargs,
-            )
+            return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template is a program of its own: what it raises is up to its author
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
 
@@ -389,9 +392,7 @@ class Template:
         stop = len(text) - len(rest)
         start = len(os.path.commonprefix([head, text[:stop]]))
         begins = text.startswith(head)
-        if (
-            i > 0 and role == "assistant"
-        ):  # what the template itself puts after the generation prompt is the model's to write
+        if i > 0 and role == "assistant":  # what the template puts after the generation prompt is the model's to write
             history, asked = (self.render(messages[:i], add_generation_prompt=ask) for ask in (False, True))
             opening = asked[len(history) :] if asked.startswith(history) else ""
             opened = text.rfind(opening, earlier, start) if opening else -1
@@ -412,9 +413,8 @@ class Template:
     def _agree_on_tokens(self, ending: str, rest: str) -> int:
         """How many characters two texts begin with in common, without the beginning of a token that differs."""
         agreed = len(os.path.commonprefix([ending, rest]))
-        if agreed and getattr(
-            self.tokenizer, "is_fast", False
-        ):  # "<|end|>" and "<|eos|>" agree on nothing, not on "<|"
+        # "<|end|>" and "<|eos|>" agree on nothing, not on "<|".
+        if agreed and getattr(self.tokenizer, "is_fast", False):
             for text in (ending, rest):
                 encoding = encode_fast(self.tokenizer, [text[: agreed + 64]])[0]
                 token, crosses = token_at(encoding, agreed, min(len(text), agreed + 64))
@@ -438,7 +438,7 @@ class Template:
         variables = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": self._source()}
         try:
             texts, marks = render_jinja_template(
-                [list(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
+                [self._calls.put(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
             )
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error

@@ -1,0 +1,93 @@
+"""The arguments of calls of tools, as a chat template takes them: most read a dict, some write out a JSON text.
+
+Services that speak OpenAI's protocol give them as JSON text. A template that makes JSON of a dict would make JSON of that text once
+more, and a model would learn calls that nothing can read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from posttrain.core.errors import DataError
+
+MARK = "posttrain7d20e1"
+_TURNS = tuple(  # some templates show a call only where the turn has no content
+    {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": {"what": MARK}}}
+        ],
+    }
+    for content in ("", None)
+)
+
+
+class CallArguments:
+    """The form in which one chat template takes arguments, found out by a call of its own.
+
+    Args:
+        render: the text of a conversation; raises DataError where the template refuses it.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
+        self.render = render
+
+    def put(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`messages` with the arguments of their calls in that form.
+
+        Raises:
+            DataError: arguments that should be a dict are a text that is no JSON, or JSON of something else.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        return _put_all(messages, self.are_text)
+
+    @cached_property
+    def are_text(self) -> bool:
+        """Whether the template writes arguments out as they are, so that it needs them as JSON text."""
+        return not self._shows_json(as_text=False) and self._shows_json(as_text=True)
+
+    def _shows_json(self, as_text: bool) -> bool:
+        """Whether a call is shown, and its arguments neither as python writes a dict, nor as JSON of a JSON text."""
+        for turn in _TURNS:
+            try:
+                text = self.render([{"role": "user", "content": "?"}, *_put_all([turn], as_text)])
+            except DataError:
+                continue
+            if MARK in text and "'what'" not in text and f'\\"{MARK}' not in text:
+                return True
+        return False
+
+
+def _put_all(messages: Sequence[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    return [
+        message | {"tool_calls": [_put(call, as_text) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), (list, tuple))
+        else message
+        for message in messages
+    ]
+
+
+def _put(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _put(call["function"], as_text)}
+    arguments = call.get("arguments")
+    if as_text and isinstance(arguments, Mapping):
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call if as_text or not isinstance(arguments, str) else {**call, "arguments": _decoded(arguments)}
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError:
+        raise DataError("the arguments of a call in tool_calls are a text that is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise DataError("the arguments of a call in tool_calls are JSON, but not of an object with named arguments")
+    return value
