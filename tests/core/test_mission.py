@@ -1,4 +1,4 @@
-"""What the trainer is for, one promise after another. The number in a test's name is that of the feature in our plan.
+"""What the trainer is for, one promise after another. The mark `mission` has the number of the promise in our plan.
 
 Details are tested beside each room of the core; here a reader sees that every promise is met at all.
 """
@@ -138,7 +138,8 @@ class ClassWeights(Trainer):
 # ---------------------------------------------------------------------------------------------- the trainer and its parts
 
 
-def test_S001_a_trainer_of_a_model_and_rows_trains_and_saves(tmp_path):
+@pytest.mark.mission("S001")
+def test_a_trainer_of_a_model_and_rows_trains_and_saves(tmp_path):
     trainer = classify(
         tmp_path, compute_metrics=accuracy, max_steps=12, learning_rate=0.01, save_strategy="steps", save_steps=6
     )
@@ -147,8 +148,9 @@ def test_S001_a_trainer_of_a_model_and_rows_trains_and_saves(tmp_path):
     assert sum(losses[-3:]) < sum(losses[:3]) and saved(tmp_path) == ["checkpoint-6", "checkpoint-12"]
 
 
+@pytest.mark.mission("S002")
 @pytest.mark.parametrize("answer", [dict, tuple])
-def test_S002_any_module_trains_saves_and_resumes(answer, tmp_path):
+def test_any_module_trains_saves_and_resumes(answer, tmp_path):
     straight = fit(tmp_path, model=Line(answer), max_steps=4, save_strategy="steps", save_steps=2)
     straight.train()
     assert straight.model.a != 0 and straight.model.b > 0.1
@@ -157,14 +159,16 @@ def test_S002_any_module_trains_saves_and_resumes(answer, tmp_path):
     assert_equal(weights(resumed), weights(straight))
 
 
-def test_S003_without_arguments_defaults_are_used_and_the_folder_is_said(tmp_path, monkeypatch, caplog):
+@pytest.mark.mission("S003")
+def test_without_arguments_defaults_are_used_and_the_folder_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(Line(), train_dataset=line())
     assert "trainer_output" in caplog.text
     assert trainer.train().global_step == 6  # 3 epochs of 16 rows in batches of 8
 
 
-def test_S004_what_a_collator_adds_reaches_compute_loss(tmp_path):
+@pytest.mark.mission("S004")
+def test_what_a_collator_adds_reaches_compute_loss(tmp_path):
     class Weighted(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             weight = inputs.pop("row_weight").tolist()
@@ -179,7 +183,8 @@ def test_S004_what_a_collator_adds_reaches_compute_loss(tmp_path):
     assert seen == [[1.0] * 8]
 
 
-def test_S005_rows_of_three_and_nine_tokens_make_a_batch_with_a_tokenizer(tmp_path):
+@pytest.mark.mission("S005")
+def test_rows_of_three_and_nine_tokens_make_a_batch_with_a_tokenizer(tmp_path):
     rows = [{"input_ids": [5] * length, "attention_mask": [1] * length, "label": 1} for length in (3, 9)]
     trainer = trainer_of(tmp_path, tiny.classifier(), rows, processing_class=tiny.tokenizer(), max_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -195,7 +200,8 @@ class Stream(torch.utils.data.IterableDataset):
     __iter__ = lambda self: iter(line())  # noqa: E731
 
 
-def test_S006_every_kind_of_dataset_gives_the_same_run(tmp_path):
+@pytest.mark.mission("S006")
+def test_every_kind_of_dataset_gives_the_same_run(tmp_path):
     table = datasets.Dataset.from_list([{k: v.item() for k, v in row.items()} for row in line()]).with_format(
         "torch", dtype=torch.double
     )
@@ -207,14 +213,16 @@ def test_S006_every_kind_of_dataset_gives_the_same_run(tmp_path):
     assert ends[1] == pytest.approx(ends[0]) and ends[2] == pytest.approx(ends[0], rel=1e-6) and ends[0][0] > 0
 
 
-def test_S007_evaluation_sets_may_have_names(tmp_path):
+@pytest.mark.mission("S007")
+def test_evaluation_sets_may_have_names(tmp_path):
     metrics = fit(tmp_path, eval_dataset={"a": line(4), "b": line(6)}).evaluate()
     assert (
         metrics["eval_a_loss"] > 0 and metrics["eval_b_loss"] > 0 and metrics["eval_a_loss"] != metrics["eval_b_loss"]
     )
 
 
-def test_S009_tokenizer_is_taken_with_one_warning(tmp_path):
+@pytest.mark.mission("S009")
+def test_tokenizer_is_taken_with_one_warning(tmp_path):
     tokenizer = tiny.tokenizer()
     with pytest.warns(FutureWarning, match="processing_class") as warned:
         trainer = fit(tmp_path, tokenizer=tokenizer)
@@ -222,25 +230,29 @@ def test_S009_tokenizer_is_taken_with_one_warning(tmp_path):
     assert trainer.processing_class is tokenizer
 
 
-def test_S010_an_encoder_is_trained_and_its_accuracy_reported(tmp_path):
+@pytest.mark.mission("S010")
+def test_an_encoder_is_trained_and_its_accuracy_reported(tmp_path):
     trainer = classify(tmp_path, max_steps=-1, num_train_epochs=3, eval_strategy="epoch", compute_metrics=accuracy)
     trainer.train()
     assert len(logged(trainer, "eval_accuracy")) == 3 and 0 <= trainer.evaluate()["eval_accuracy"] <= 1
 
 
-def test_S011_core_exports_the_trainer_and_the_namespace_nothing():
+@pytest.mark.mission("S011")
+def test_core_exports_the_trainer_and_the_namespace_nothing():
     assert Trainer.__module__ == "posttrain.core.trainer" and TrainingArguments.__name__ == "TrainingArguments"
     assert getattr(posttrain, "__file__", None) is None and not hasattr(posttrain, "Trainer")
 
 
-def test_S012_evaluate_and_predict_need_no_training(tmp_path):
+@pytest.mark.mission("S012")
+def test_evaluate_and_predict_need_no_training(tmp_path):
     trainer = fit(tmp_path)
     expected = np.mean([row["labels"].item() ** 2 for row in line(10)])  # the model answers 0
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
     assert trainer.predict(line(5)).predictions.tolist() == [0.0] * 5
 
 
-def test_S014_bf16_trains_anywhere_and_fp16_says_what_it_needs(tmp_path):
+@pytest.mark.mission("S014")
+def test_bf16_trains_anywhere_and_fp16_says_what_it_needs(tmp_path):
     trainer = classify(tmp_path, bf16=True)
     before = weights(trainer)
     trainer.train()
@@ -249,7 +261,8 @@ def test_S014_bf16_trains_anywhere_and_fp16_says_what_it_needs(tmp_path):
         classify(tmp_path, fp16=True)
 
 
-def test_S015_a_trainer_of_ones_own_needs_public_doors_only(tmp_path):
+@pytest.mark.mission("S015")
+def test_a_trainer_of_ones_own_needs_public_methods_only(tmp_path):
     class Elsewhere(Trainer):
         """Makes its batches on the way, has a loss of its own, and remembers something in checkpoints."""
 
@@ -283,19 +296,22 @@ def test_S015_a_trainer_of_ones_own_needs_public_doors_only(tmp_path):
 # --------------------------------------------------------------------------------------------------------- the arguments
 
 
-def test_S016_S102_checkpoints_lie_in_the_output_folder_by_step(tmp_path):
+@pytest.mark.mission("S016", "S102")
+def test_checkpoints_lie_in_the_output_folder_by_step(tmp_path):
     fit(tmp_path, max_steps=3, save_strategy="steps", save_steps=1).train()
     assert saved(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-def test_S017_the_learning_rate_is_reached_after_the_warm_up(tmp_path):
+@pytest.mark.mission("S017")
+def test_the_learning_rate_is_reached_after_the_warm_up(tmp_path):
     trainer = fit(tmp_path, learning_rate=2e-5, warmup_steps=2, max_steps=6)
     trainer.train()
     assert logged(trainer, "learning_rate")[:3] == pytest.approx([0, 1e-5, 2e-5])
 
 
+@pytest.mark.mission("S018")
 @pytest.mark.parametrize("size", [2, 4])
-def test_S018_the_train_batch_size_is_what_compute_loss_sees(size, tmp_path):
+def test_the_train_batch_size_is_what_compute_loss_sees(size, tmp_path):
     class Look(Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             seen.extend([len(inputs["x"])] * torch.is_grad_enabled())
@@ -306,7 +322,8 @@ def test_S018_the_train_batch_size_is_what_compute_loss_sees(size, tmp_path):
     assert seen == [size] * (16 // size)
 
 
-def test_S019_eval_loss_does_not_change_with_the_batch_size(tmp_path):
+@pytest.mark.mission("S019")
+def test_eval_loss_does_not_change_with_the_batch_size(tmp_path):
     losses, sizes = [], []
     for size in (1, 3, 4, 10):
         trainer = speak(tmp_path, per_device_eval_batch_size=size)
@@ -315,12 +332,14 @@ def test_S019_eval_loss_does_not_change_with_the_batch_size(tmp_path):
     assert sizes == [1, 3, 4, 6] and losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
 
+@pytest.mark.mission("S020")
 @pytest.mark.parametrize(("epochs", "rows", "steps"), [(2, 16, 4), (3.0, 17, 9), (1, 3, 1)])
-def test_S020_a_run_has_the_batches_of_its_epochs(epochs, rows, steps, tmp_path):
+def test_a_run_has_the_batches_of_its_epochs(epochs, rows, steps, tmp_path):
     assert fit(tmp_path, rows=line(rows), num_train_epochs=epochs).train().global_step == steps
 
 
-def test_S021_weight_decay_leaves_biases_and_norms_alone(tmp_path):
+@pytest.mark.mission("S021")
+def test_weight_decay_leaves_biases_and_norms_alone(tmp_path):
     trainer = classify(tmp_path, weight_decay=0.01)
     decaying, others = trainer.create_optimizer().param_groups
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
@@ -329,15 +348,17 @@ def test_S021_weight_decay_leaves_biases_and_norms_alone(tmp_path):
     assert all("bias" in names[id(p)] or "LayerNorm" in names[id(p)] for p in others["params"])
 
 
+@pytest.mark.mission("S022")
 @pytest.mark.parametrize(("strategy", "count"), [("epoch", 3), ("steps", 2), ("no", 0)])
-def test_S022_evaluation_follows_its_strategy(strategy, count, tmp_path):
+def test_evaluation_follows_its_strategy(strategy, count, tmp_path):
     trainer = fit(tmp_path, num_train_epochs=3, eval_strategy=strategy, eval_steps=3)
     trainer.train()
     assert len(logged(trainer, "eval_loss")) == count
 
 
+@pytest.mark.mission("S023")
 @pytest.mark.parametrize(("strategy", "steps"), [("epoch", [2, 4, 6]), ("steps", [4, 6]), ("no", []), ("best", [6])])
-def test_S023_saving_follows_its_strategy(strategy, steps, tmp_path):
+def test_saving_follows_its_strategy(strategy, steps, tmp_path):
     best = {
         "metric_for_best_model": "loss",
         "eval_strategy": "epoch",
@@ -346,7 +367,8 @@ def test_S023_saving_follows_its_strategy(strategy, steps, tmp_path):
     assert saved(tmp_path) == [f"checkpoint-{step}" for step in steps]
 
 
-def test_S024_the_best_model_is_the_one_that_remains(tmp_path):
+@pytest.mark.mission("S024")
+def test_the_best_model_is_the_one_that_remains(tmp_path):
     scores = iter([0.2, 0.9, 0.1])
     trainer = fit(
         tmp_path, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
@@ -360,7 +382,8 @@ def test_S024_the_best_model_is_the_one_that_remains(tmp_path):
 
 
 # finding_G
-def test_S025_without_a_network_training_completes_and_says_what_was_not_uploaded(tmp_path, caplog):
+@pytest.mark.mission("S025")
+def test_without_a_network_training_completes_and_says_what_was_not_uploaded(tmp_path, caplog):
     trainer = fit(tmp_path, max_steps=2, push_to_hub=True, save_strategy="steps", save_steps=2)
     assert trainer.train().global_step == 2
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -370,12 +393,13 @@ def test_S025_without_a_network_training_completes_and_says_what_was_not_uploade
         assert str(folder) in text.split("To upload them later: ")[1] and (folder / "model.safetensors").is_file()
 
 
+@pytest.mark.mission("S026", "S027", "S028")
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [("every_save", []), ("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-1", "checkpoint-2"])],
     ids=["S028", "S026", "S027"],
 )
-def test_S026_S027_S028_the_hub_receives_what_its_strategy_says(strategy, folders, hub, tmp_path):  # noqa: F811
+def test_the_hub_receives_what_its_strategy_says(strategy, folders, hub, tmp_path):  # noqa: F811
     options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy=strategy)
     fit(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, hub_always_push=True, **options).train()
     files = on_hub(hub)
@@ -384,12 +408,14 @@ def test_S026_S027_S028_the_hub_receives_what_its_strategy_says(strategy, folder
     assert all(f"{folder}/optimizer.json" in files for folder in folders)
 
 
-def test_S029_max_steps_beats_epochs(tmp_path):
+@pytest.mark.mission("S029")
+def test_max_steps_beats_epochs(tmp_path):
     assert fit(tmp_path, max_steps=5, num_train_epochs=1).train().global_step == 5
 
 
+@pytest.mark.mission("S030")
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_S030_gradient_checkpointing_keeps_less_and_changes_no_loss(name, tmp_path, recwarn):
+def test_gradient_checkpointing_keeps_less_and_changes_no_loss(name, tmp_path, recwarn):
     losses, kept = [], []
     for on in (False, True):
         sizes = []
@@ -407,27 +433,31 @@ def test_S030_gradient_checkpointing_keeps_less_and_changes_no_loss(name, tmp_pa
     assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
 
 
+@pytest.mark.mission("S031")
 @pytest.mark.parametrize(("strategy", "count"), [("steps", 3), ("epoch", 3), ("no", 0)])
-def test_S031_logging_follows_its_strategy(strategy, count, tmp_path):
+def test_logging_follows_its_strategy(strategy, count, tmp_path):
     trainer = fit(tmp_path, num_train_epochs=3, logging_strategy=strategy, logging_steps=2)
     trainer.train()
     assert len(logged(trainer, "loss")) == count
 
 
-def test_S032_logging_steps_count_updates_and_no_micro_batches(tmp_path):
+@pytest.mark.mission("S032")
+def test_logging_steps_count_updates_and_no_micro_batches(tmp_path):
     trainer = fit(tmp_path, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     trainer.train()
     assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
-def test_S033_records_reach_tensorboard(tmp_path):
+@pytest.mark.mission("S033")
+def test_records_reach_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     fit(tmp_path, max_steps=1, report_to="tensorboard").train()
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
+@pytest.mark.mission("S033")
 @pytest.mark.parametrize("tracker", ["trackio", "wandb", "tensorboard"])
-def test_S033_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, tmp_path, monkeypatch):
+def test_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, tmp_path, monkeypatch):
     integrations = transformers.integrations.integration_utils
 
     def missing():
@@ -439,7 +469,8 @@ def test_S033_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, t
 
 
 # finding_G
-def test_S034_the_name_of_the_run_reaches_the_tracker(tmp_path, monkeypatch):
+@pytest.mark.mission("S034")
+def test_the_name_of_the_run_reaches_the_tracker(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     wandb = pytest.importorskip("wandb")
@@ -459,7 +490,8 @@ def as_rank(monkeypatch):
     return become
 
 
-def test_S035_S036_S038_log_levels_come_from_the_command_line_for_each_rank(as_rank):
+@pytest.mark.mission("S035", "S036", "S038")
+def test_log_levels_come_from_the_command_line_for_each_rank(as_rank):
     parser = transformers.HfArgumentParser(TrainingArguments)
     [args] = parser.parse_args_into_dataclasses(["--log_level", "warning", "--log_level_replica", "error"])
     levels = []
@@ -469,7 +501,8 @@ def test_S035_S036_S038_log_levels_come_from_the_command_line_for_each_rank(as_r
     assert levels == [logging.WARNING, logging.ERROR]
 
 
-def test_S037_replicas_say_warnings_alone_by_default(as_rank, monkeypatch):
+@pytest.mark.mission("S037")
+def test_replicas_say_warnings_alone_by_default(as_rank, monkeypatch):
     monkeypatch.setattr(logging.getLogger("posttrain"), "level", logging.NOTSET)
     levels = []
     for rank in (0, 1):
@@ -483,7 +516,8 @@ def test_S037_replicas_say_warnings_alone_by_default(as_rank, monkeypatch):
 TARGETS = [r".*.attn.*", r".*.mlp.*"]
 
 
-def test_S039_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
+@pytest.mark.mission("S039")
+def test_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
     options = {"optim_args": "rank=4, update_proj_gap=100, scale=0.10", "optim_target_modules": TARGETS}
     trainer = speak(tmp_path, optim="galore_adamw", **options)
     trainer.train()
@@ -491,6 +525,7 @@ def test_S039_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
     assert 4 in state["exp_avg"].shape and state["exp_avg"].numel() < 64 * 32
 
 
+@pytest.mark.mission("S040", "S042", "S050", "S051", "S052")
 @pytest.mark.parametrize(
     ("optim", "options"),
     [
@@ -502,7 +537,7 @@ def test_S039_galore_keeps_its_state_at_the_rank_asked_for(tmp_path):
         pytest.param("grokadamw", {}, id="S052"),
     ],
 )
-def test_S040_S042_S050_S051_S052_optimizers_train(optim, options, tmp_path):
+def test_optimizers_train(optim, options, tmp_path):
     trainer = speak(tmp_path, optim=optim, max_steps=8, learning_rate=0.01, **options)
     before = trainer.evaluate(tiny.token_rows(12))["eval_loss"]
     trainer.train()
@@ -510,7 +545,8 @@ def test_S040_S042_S050_S051_S052_optimizers_train(optim, options, tmp_path):
 
 
 # finding_G
-def test_S041_galore_in_8_bits_keeps_its_state_in_bytes_at_the_rank_asked_for(tmp_path):
+@pytest.mark.mission("S041")
+def test_galore_in_8_bits_keeps_its_state_in_bytes_at_the_rank_asked_for(tmp_path):
     pytest.importorskip("bitsandbytes")
     model = tiny.causal_lm(
         hidden_size=128, intermediate_size=256
@@ -525,13 +561,15 @@ def test_S041_galore_in_8_bits_keeps_its_state_in_bytes_at_the_rank_asked_for(tm
     assert state.dtype == torch.uint8 and state.numel() < weight.numel() and 32 in state.shape
 
 
-def test_S042_layerwise_in_two_processes_names_the_alternative(as_rank, tmp_path):
+@pytest.mark.mission("S042")
+def test_layerwise_in_two_processes_names_the_alternative(as_rank, tmp_path):
     as_rank(0)
     with pytest.raises(ConfigError, match="'galore_adamw'"):
         TrainingArguments(str(tmp_path), optim="galore_adamw_layerwise", optim_target_modules=TARGETS)
 
 
-def test_S043_targets_select_the_linear_layers_or_name_those_there_are(tmp_path):
+@pytest.mark.mission("S043")
+def test_targets_select_the_linear_layers_or_name_those_there_are(tmp_path):
     for targets in (TARGETS, "all-linear", ["mlp.up_proj"], "model.layers.0.mlp.up_proj"):
         options = {"optim_target_modules": targets, "optim_args": "rank=4"}
         speak(tmp_path, optim="galore_adamw", **options).create_optimizer()
@@ -539,12 +577,14 @@ def test_S043_targets_select_the_linear_layers_or_name_those_there_are(tmp_path)
         speak(tmp_path, optim="galore_adamw", optim_target_modules=["nothing"]).create_optimizer()
 
 
-def test_S044_an_unknown_optimizer_option_is_refused_with_those_known():
+@pytest.mark.mission("S044")
+def test_an_unknown_optimizer_option_is_refused_with_those_known():
     with pytest.raises(ConfigError, match="rnk.*rank.*update_proj_gap"):
         TrainingArguments(optim="galore_adamw", optim_target_modules=TARGETS, optim_args="rnk=64, scale=0.10")
 
 
-def test_S045_the_other_layers_are_trained_as_ever_and_the_division_is_said(tmp_path, caplog):
+@pytest.mark.mission("S045")
+def test_the_other_layers_are_trained_as_ever_and_the_division_is_said(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="posttrain")
     trainer = speak(tmp_path, optim="galore_adamw", optim_target_modules=TARGETS)
     groups = trainer.create_optimizer().param_groups
@@ -554,7 +594,8 @@ def test_S045_the_other_layers_are_trained_as_ever_and_the_division_is_said(tmp_
     assert "parameters, by group" in caplog.text and "selects 14 of 15 linear layers" in caplog.text
 
 
-def test_S046_galore_needs_no_other_package(tmp_path, monkeypatch):
+@pytest.mark.mission("S046")
+def test_galore_needs_no_other_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "galore_torch", None)
     assert speak(tmp_path, optim="galore_adamw", optim_target_modules=TARGETS).train().global_step == 2
 
@@ -570,7 +611,8 @@ def install_liger(monkeypatch):
 
 
 # finding_D2
-def test_S047_liger_that_cannot_be_used_is_said_and_training_goes_on(tmp_path, caplog, monkeypatch):
+@pytest.mark.mission("S047")
+def test_liger_that_cannot_be_used_is_said_and_training_goes_on(tmp_path, caplog, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels are used")
     install_liger(monkeypatch)
@@ -579,18 +621,21 @@ def test_S047_liger_that_cannot_be_used_is_said_and_training_goes_on(tmp_path, c
     assert "need a GPU" in caplog.text and logged(liger, "loss") == logged(plain, "loss")
 
 
-def test_S050_lomo_refuses_accumulation():
+@pytest.mark.mission("S050")
+def test_lomo_refuses_accumulation():
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=1"):
         TrainingArguments(optim="lomo", gradient_accumulation_steps=2)
 
 
-def test_S051_adalomo_says_that_it_cannot_clip(tmp_path, caplog):
+@pytest.mark.mission("S051")
+def test_adalomo_says_that_it_cannot_clip(tmp_path, caplog):
     speak(tmp_path, optim="adalomo", max_grad_norm=1.0).create_optimizer()
     assert "max_grad_norm" in caplog.text
 
 
+@pytest.mark.mission("S053", "S054")
 @pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_sgd"], ids=["S053", "S054"])
-def test_S053_S054_schedule_free_evaluates_averages_at_a_constant_rate(optim, tmp_path):
+def test_schedule_free_evaluates_averages_at_a_constant_rate(optim, tmp_path):
     pytest.importorskip("schedulefree")
     trainer = speak(tmp_path, optim=optim, lr_scheduler_type="constant")
     trainer.train()
@@ -603,7 +648,8 @@ def test_S053_S054_schedule_free_evaluates_averages_at_a_constant_rate(optim, tm
 # ------------------------------------------------------------------------------------------------- noise, data, evaluation
 
 
-def test_S055_neftune_is_noise_in_training_alone(tmp_path):
+@pytest.mark.mission("S055")
+def test_neftune_is_noise_in_training_alone(tmp_path):
     trainer, plain = speak(tmp_path, neftune_noise_alpha=5), speak(tmp_path)
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     trainer.train(), plain.train()
@@ -640,14 +686,16 @@ def worker_run(tmp_path_factory):
     return trainer, workers
 
 
-def test_S056_workers_make_the_rows(worker_run):
+@pytest.mark.mission("S056")
+def test_workers_make_the_rows(worker_run):
     assert set(worker_run[1]) == {0, 1, 2, 3} and worker_run[0].state.global_step == 8
 
 
+@pytest.mark.mission("S057", "S058")
 @pytest.mark.parametrize(
     "option", [{"dataloader_persistent_workers": True}, {"dataloader_prefetch_factor": 2}], ids=["S057", "S058"]
 )
-def test_S057_S058_options_of_workers_need_workers(option, worker_run):
+def test_options_of_workers_need_workers(option, worker_run):
     [name] = option
     assert getattr(worker_run[0].args, name) == option[name]
     with pytest.raises(ConfigError, match=f"(?s){name}.*dataloader_num_workers"):
@@ -683,7 +731,8 @@ def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
     assert shapes == ([(10, 3)] if whole else [[(4, 3), (4, 3), (2, 3)]])
 
 
-def test_S059_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
+@pytest.mark.mission("S059")
+def test_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
     trainer = fit(tmp_path, max_steps=1, eval_on_start=True, eval_strategy="epoch")
     trainer.train()
     assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r][0] == 0
@@ -694,7 +743,8 @@ def test_S059_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
 
 
 # finding_G
-def test_S060_predictions_leave_the_device_as_often_as_asked_for_and_are_the_same(tmp_path, monkeypatch):
+@pytest.mark.mission("S060")
+def test_predictions_leave_the_device_as_often_as_asked_for_and_are_the_same(tmp_path, monkeypatch):
     from posttrain.core.evaluation import eval_loop
 
     kept, waiting = [], []
@@ -721,7 +771,8 @@ def test_S060_predictions_leave_the_device_as_often_as_asked_for_and_are_the_sam
     assert waiting == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [3, 3, 3, 5, 5], [5] * 5]
 
 
-def test_S061_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(tmp_path):
+@pytest.mark.mission("S061")
+def test_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(tmp_path):
     options = dict(num_train_epochs=2, eval_strategy="epoch", save_strategy="best", greater_is_better=False)
     compute = {"compute_metrics": lambda prediction: {"perplexity": 2.0}}
     trainer = fit(tmp_path, metric_for_best_model="perplexity", **options, **compute)
@@ -737,8 +788,9 @@ def test_S061_a_metric_that_nobody_computes_is_refused_at_the_first_evaluation(t
     assert early.state.global_step == 0
 
 
+@pytest.mark.mission("S062")
 @pytest.mark.parametrize(("greater", "best"), [(False, 2), (True, 4)])
-def test_S062_the_direction_decides_what_is_best(greater, best, tmp_path):
+def test_the_direction_decides_what_is_best(greater, best, tmp_path):
     scores = iter([0.2, 0.9, 0.5])
     trainer = fit(
         tmp_path, num_train_epochs=3, eval_strategy="epoch", metric_for_best_model="score", greater_is_better=greater,
@@ -748,7 +800,8 @@ def test_S062_the_direction_decides_what_is_best(greater, best, tmp_path):
     assert trainer.state.best_global_step == best
 
 
-def test_S063_the_newest_and_the_best_checkpoints_remain(tmp_path):
+@pytest.mark.mission("S063")
+def test_the_newest_and_the_best_checkpoints_remain(tmp_path):
     scores = iter([0.9, 0.1, 0.2, 0.3])
     options = dict(max_steps=4, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
     options |= dict(metric_for_best_model="score", compute_metrics=lambda prediction: {"score": next(scores)})
@@ -758,7 +811,8 @@ def test_S063_the_newest_and_the_best_checkpoints_remain(tmp_path):
     assert saved(tmp_path / "newest") == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_S064_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
+@pytest.mark.mission("S064")
+def test_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
     scores = iter([0.2, 0.9, 0.5])
     options = dict(num_train_epochs=3, eval_strategy="epoch", save_strategy="best")
     compute = {"compute_metrics": lambda prediction: {"score": next(scores)}}
@@ -768,7 +822,8 @@ def test_S064_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
         fit(tmp_path, **options)
 
 
-def test_S065_a_checkpoint_of_the_model_alone_says_so_when_resumed(tmp_path, caplog):
+@pytest.mark.mission("S065")
+def test_a_checkpoint_of_the_model_alone_says_so_when_resumed(tmp_path, caplog):
     fit(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True).train()
     assert not list((tmp_path / "checkpoint-1").glob("optimizer*"))
     fit(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -781,7 +836,8 @@ class ScriptArguments:
     max_seq_length: int = field(default=128)
 
 
-def test_S066_S067_S068_the_command_line_of_a_script_reaches_its_arguments(tmp_path):
+@pytest.mark.mission("S066", "S067", "S068")
+def test_the_command_line_of_a_script_reaches_its_arguments(tmp_path):
     line = """--task_name mrpc --do_train --do_eval --max_seq_length 64 --per_device_train_batch_size 16 --learning_rate 5e-5
         --num_train_epochs 3 --overwrite_output_dir --output_dir"""
     parser = transformers.HfArgumentParser((ScriptArguments, TrainingArguments))
@@ -792,8 +848,9 @@ def test_S066_S067_S068_the_command_line_of_a_script_reaches_its_arguments(tmp_p
 
 
 # finding_G
+@pytest.mark.mission("S067")
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_S067_a_new_run_in_an_old_folder_says_so_unless_it_was_meant(overwrite, tmp_path, caplog):
+def test_a_new_run_in_an_old_folder_says_so_unless_it_was_meant(overwrite, tmp_path, caplog):
     fit(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     caplog.clear()
     fit(tmp_path, max_steps=1, overwrite_output_dir=overwrite).train()
@@ -809,7 +866,8 @@ def deterministic_again():
     os.environ.clear(), os.environ.update(before)
 
 
-def test_S069_S108_with_full_determinism_two_runs_are_equal_to_the_bit(tmp_path, deterministic_again):
+@pytest.mark.mission("S069", "S108")
+def test_with_full_determinism_two_runs_are_equal_to_the_bit(tmp_path, deterministic_again):
     pair = []
     for name in ("one", "two"):
         model = tiny.causal_lm("gpt2", resid_pdrop=0.1)
@@ -820,8 +878,9 @@ def test_S069_S108_with_full_determinism_two_runs_are_equal_to_the_bit(tmp_path,
 
 
 # finding_G
+@pytest.mark.mission("S069", "S108")
 @pytest.mark.parametrize("full", [False, True])
-def test_S069_S108_full_determinism_refuses_what_has_no_fixed_order(full, tmp_path, deterministic_again):
+def test_full_determinism_refuses_what_has_no_fixed_order(full, tmp_path, deterministic_again):
     class Puts(Trainer):
         def compute_loss(self, *args, **kwargs):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))  # which of the two stays is left open
@@ -841,7 +900,8 @@ class WithEMA(TrainingArguments):
     using_ema: bool = field(default=False)
 
 
-def test_S070_a_subclass_of_the_arguments_is_parsed_and_saved(tmp_path):
+@pytest.mark.mission("S070")
+def test_a_subclass_of_the_arguments_is_parsed_and_saved(tmp_path):
     [args] = transformers.HfArgumentParser(WithEMA).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--using_ema", "--max_steps", "1", "--use_cpu", "--report_to", "none"]
     )
@@ -859,8 +919,9 @@ def token_mean(outputs, labels, num_items_in_batch):
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
+@pytest.mark.mission("S071")
 @pytest.mark.parametrize(("size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
-def test_S071_a_loss_of_ones_own_gives_the_curve_of_the_default(size, accumulation, tmp_path):
+def test_a_loss_of_ones_own_gives_the_curve_of_the_default(size, accumulation, tmp_path):
     options = dict(max_steps=3, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
     own, usual = speak(tmp_path, compute_loss_func=token_mean, **options), speak(tmp_path, max_steps=3,
                                                                                  per_device_train_batch_size=4)  # fmt: skip
@@ -880,7 +941,8 @@ class Unlabelled(nn.Module):
         return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
 
 
-def test_S072_S073_a_loss_function_gets_raw_outputs_and_the_labels_that_forward_does_not(tmp_path):
+@pytest.mark.mission("S072", "S073")
+def test_a_loss_function_gets_raw_outputs_and_the_labels_that_forward_does_not(tmp_path):
     def loss(outputs, labels, num_items_in_batch):
         assert outputs["logits"] is outputs.logits and labels.shape == (8,)
         return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
@@ -891,7 +953,8 @@ def test_S072_S073_a_loss_function_gets_raw_outputs_and_the_labels_that_forward_
     assert given == [False, False]
 
 
-def test_S074_the_items_of_a_window_are_its_shifted_labels(tmp_path):
+@pytest.mark.mission("S074")
+def test_the_items_of_a_window_are_its_shifted_labels(tmp_path):
     def loss(outputs, labels, num_items_in_batch):
         counts.extend([(int(num_items_in_batch), int((labels[..., 1:] != -100).sum()))] * torch.is_grad_enabled())
         return token_mean(outputs, labels, num_items_in_batch)
@@ -903,7 +966,8 @@ def test_S074_the_items_of_a_window_are_its_shifted_labels(tmp_path):
         assert {given for given, _ in window} == {sum(mine for _, mine in window)}
 
 
-def test_S075_a_loss_function_is_not_normalised_again(tmp_path):
+@pytest.mark.mission("S075")
+def test_a_loss_function_is_not_normalised_again(tmp_path):
     def constant(outputs, labels, num_items_in_batch):
         return outputs["logits"].sum() * 0 + 7.0
 
@@ -912,8 +976,9 @@ def test_S075_a_loss_function_is_not_normalised_again(tmp_path):
     assert logged(trainer, "loss") == [7.0, 7.0]
 
 
+@pytest.mark.mission("S076", "S077", "S078", "S079")
 @pytest.mark.parametrize("preprocessed", [False, True], ids=["S076-S077-S079", "S078"])
-def test_S076_to_S079_metrics_see_all_rows_or_what_was_made_of_their_logits(preprocessed, tmp_path):
+def test_metrics_see_all_rows_or_what_was_made_of_their_logits(preprocessed, tmp_path):
     class Accuracy:  # as evaluate.load("accuracy") gives one
         def compute(self, predictions, references):
             shapes.append(predictions.shape)
@@ -937,8 +1002,9 @@ def test_S076_to_S079_metrics_see_all_rows_or_what_was_made_of_their_logits(prep
     assert shapes == [(6 * 4,)] and 0 <= metrics["eval_accuracy"] <= 1
 
 
+@pytest.mark.mission("S080")
 @pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (4, 2), (2, 4)])
-def test_S080_class_weights_in_three_arguments_keep_their_gradient(size, accumulation, tmp_path):
+def test_class_weights_in_three_arguments_keep_their_gradient(size, accumulation, tmp_path):
     options = dict(max_steps=1, optim="sgd", per_device_train_batch_size=size, max_grad_norm=0)
     trainer = classify(tmp_path, ClassWeights, gradient_accumulation_steps=accumulation, **options)
     rows = [trainer.train_dataset[index] for index in trainer.get_train_dataloader().sampler][:8]
@@ -956,8 +1022,9 @@ def test_S080_class_weights_in_three_arguments_keep_their_gradient(size, accumul
         torch.testing.assert_close(ours, moved.detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.mission("S081")
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_S081_a_mean_is_taken_once_per_micro_batch_and_scaled(accumulation, tmp_path):
+def test_a_mean_is_taken_once_per_micro_batch_and_scaled(accumulation, tmp_path):
     class Mean(Trainer):
         calls = 0
 
@@ -974,7 +1041,8 @@ def test_S081_a_mean_is_taken_once_per_micro_batch_and_scaled(accumulation, tmp_
     assert trainer.calls == accumulation and logged(trainer, "grad_norm") == pytest.approx([norm.item()])
 
 
-def test_S082_compute_loss_returns_the_models_loss_and_its_outputs_if_asked(tmp_path):
+@pytest.mark.mission("S082")
+def test_compute_loss_returns_the_models_loss_and_its_outputs_if_asked(tmp_path):
     trainer = classify(tmp_path)
     inputs = pad_with_label(ROWS[:4])
     expected = trainer.model(**inputs).loss
@@ -982,7 +1050,8 @@ def test_S082_compute_loss_returns_the_models_loss_and_its_outputs_if_asked(tmp_
     assert loss == expected == trainer.compute_loss(trainer.model, dict(inputs)) and outputs["logits"].shape == (4, 3)
 
 
-def test_S084_S085_evaluate_gives_metrics_and_predict_the_predictions(tmp_path):
+@pytest.mark.mission("S084", "S085")
+def test_evaluate_gives_metrics_and_predict_the_predictions(tmp_path):
     trainer = classify(tmp_path, compute_metrics=accuracy)
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_accuracy"} <= set(metrics)
@@ -995,7 +1064,8 @@ def test_S084_S085_evaluate_gives_metrics_and_predict_the_predictions(tmp_path):
     np.testing.assert_allclose(output.predictions, predictions, rtol=1e-6)
 
 
-def test_S086_S087_S090_each_step_and_each_record_passes_its_door(tmp_path):
+@pytest.mark.mission("S086", "S087", "S090")
+def test_each_step_and_each_record_passes_its_overridable_method(tmp_path):
     class Doors(Trainer):
         trained, records = 0, 0
 
@@ -1017,8 +1087,9 @@ def test_S086_S087_S090_each_step_and_each_record_passes_its_door(tmp_path):
     assert trainer.evaluate()["eval_loss"] == 3 and trainer.predict(line(2)).predictions.tolist() == [5, 5]
 
 
+@pytest.mark.mission("S088", "S089")
 @pytest.mark.parametrize("row", ["S088", "S089"])
-def test_S088_S089_the_loaders_may_be_ones_own(row, tmp_path):
+def test_the_loaders_may_be_ones_own(row, tmp_path):
     class Loaders(Trainer):
         def get_train_dataloader(self):
             if row == "S088":
@@ -1044,7 +1115,8 @@ def test_S088_S089_the_loaders_may_be_ones_own(row, tmp_path):
     assert trainer.evaluate()["eval_samples_per_second"] > 0 and len(trainer.predict(line(7)).predictions) == 7
 
 
-def test_S091_optimizer_and_scheduler_may_be_replaced_apart(tmp_path):
+@pytest.mark.mission("S091")
+def test_optimizer_and_scheduler_may_be_replaced_apart(tmp_path):
     class MyOptimizer(Trainer):
         def create_optimizer(self, *args):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
@@ -1061,7 +1133,8 @@ def test_S091_optimizer_and_scheduler_may_be_replaced_apart(tmp_path):
     assert "AdamW" in type(second.optimizer).__name__
 
 
-def test_S092_private_doors_that_subclasses_use_are_there(tmp_path):
+@pytest.mark.mission("S092")
+def test_private_methods_that_subclasses_use_are_there(tmp_path):
     class Private(Trainer):
         calls = ()
 
@@ -1097,13 +1170,15 @@ class StopAfter(TrainerCallback):
 StopAfter.__name__ = StopAfter.__qualname__ = "EarlyStoppingCallback"
 
 
-def test_S093_S094_S096_S097_a_callback_stops_the_run_by_a_dict_whatever_its_name(tmp_path):
+@pytest.mark.mission("S093", "S094", "S096", "S097")
+def test_a_callback_stops_the_run_by_a_dict_whatever_its_name(tmp_path):
     trainer = fit(tmp_path, num_train_epochs=30, callbacks=[StopAfter(10), Listener])
     assert trainer.train().global_step == 10 and type(trainer.callbacks[-3]) is StopAfter
     assert StopAfter.__name__ == EarlyStoppingCallback.__name__ and StopAfter is not EarlyStoppingCallback
 
 
-def test_S094_an_unknown_key_names_the_callback_and_the_keys_there_are(tmp_path):
+@pytest.mark.mission("S094")
+def test_an_unknown_key_names_the_callback_and_the_keys_there_are(tmp_path):
     class Mistaken(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             return {"should_stop": True}
@@ -1112,17 +1187,19 @@ def test_S094_an_unknown_key_names_the_callback_and_the_keys_there_are(tmp_path)
         fit(tmp_path, callbacks=[Mistaken()]).train()
 
 
+@pytest.mark.mission("S095")
 @pytest.mark.parametrize(
     "given", [[StopAfter(3)], StopAfter(3), [StopAfter(3), Listener]], ids=["list", "one", "class"]
 )
-def test_S095_callback_in_the_singular_is_taken_with_one_warning(given, tmp_path):
+def test_callback_in_the_singular_is_taken_with_one_warning(given, tmp_path):
     with pytest.warns(FutureWarning, match="callbacks") as warned:
         trainer = fit(tmp_path, num_train_epochs=5, callback=given)
     assert [warning.category for warning in warned].count(FutureWarning) == 1
     assert trainer.train().global_step == 3
 
 
-def test_S098_callbacks_see_the_objects_of_the_run(tmp_path):
+@pytest.mark.mission("S098")
+def test_callbacks_see_the_objects_of_the_run(tmp_path):
     trainer = fit(tmp_path, max_steps=1, callbacks=[Listener])
     trainer.train()
     seen = trainer.pop_callback(Listener).seen
@@ -1130,7 +1207,8 @@ def test_S098_callbacks_see_the_objects_of_the_run(tmp_path):
     assert seen["train_dataloader"] is not None and seen["lr_scheduler"] is trainer.lr_scheduler
 
 
-def test_S099_S100_callbacks_are_added_by_class_or_instance_and_keep_their_order(tmp_path):
+@pytest.mark.mission("S099", "S100")
+def test_callbacks_are_added_by_class_or_instance_and_keep_their_order(tmp_path):
     class Other(Listener):
         pass
 
@@ -1145,7 +1223,8 @@ def test_S099_S100_callbacks_are_added_by_class_or_instance_and_keep_their_order
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_S103_S107_a_damaged_checkpoint_is_passed_over_and_never_taken_in_part(tmp_path, caplog):
+@pytest.mark.mission("S103", "S107")
+def test_a_damaged_checkpoint_is_passed_over_and_never_taken_in_part(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="posttrain")
     options = dict(max_steps=4, save_strategy="steps", save_steps=1)
     straight = fit(tmp_path, **options)
@@ -1172,7 +1251,8 @@ class Augmented(Mapped):
 
 
 # finding_G
-def test_S109_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # noqa: F811
+@pytest.mark.mission("S109")
+def test_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # noqa: F811
     options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy="checkpoint")
     options |= dict(save_strategy="steps", save_steps=2, hub_always_push=True, lr_scheduler_type="constant")
     straight = fit(tmp_path / "straight", max_steps=4, lr_scheduler_type="constant")
@@ -1191,9 +1271,10 @@ def test_S109_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path): 
     assert_equal(weights(resumed), weights(straight))
 
 
+@pytest.mark.mission("S104", "S105", "S106")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("path", [str, Path])
-def test_S104_S105_S106_a_resumed_run_is_the_uninterrupted_one_to_the_bit(path, workers, tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(path, workers, tmp_path):
     options = dict(rows=Augmented(), max_steps=6, per_device_train_batch_size=4, dataloader_num_workers=workers)
     straight = fit(tmp_path, save_strategy="steps", save_steps=3, **options)
     straight.train()
@@ -1226,7 +1307,8 @@ def parser():
     return transformers.HfArgumentParser((ModelArguments, DataArguments, WithEMA, ActionHeadArguments))
 
 
-def test_S133_four_groups_of_arguments_are_parsed_together(parser, monkeypatch):
+@pytest.mark.mission("S133")
+def test_four_groups_of_arguments_are_parsed_together(parser, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--policy_head_type", "unet_diffusion_policy"])
     model, data, training, head = parser.parse_args_into_dataclasses()
     assert (model.model_name_or_path, data.lazy_preprocess) == ("facebook/opt-125m", False)
@@ -1234,7 +1316,8 @@ def test_S133_four_groups_of_arguments_are_parsed_together(parser, monkeypatch):
     assert head.policy_head_type == "unet_diffusion_policy"
 
 
-def test_S134_arguments_come_from_a_list_or_a_file_and_what_is_unknown_is_returned(parser, tmp_path, monkeypatch):
+@pytest.mark.mission("S134")
+def test_arguments_come_from_a_list_or_a_file_and_what_is_unknown_is_returned(parser, tmp_path, monkeypatch):
     (tmp_path / "run.args").write_text("--output_dir from_file --max_steps 7")
     (tmp_path / "train.args").write_text("--max_steps 3")
     parse = parser.parse_args_into_dataclasses
@@ -1249,14 +1332,16 @@ def test_S134_arguments_come_from_a_list_or_a_file_and_what_is_unknown_is_return
     assert parse([])[2].max_steps == 3 and parse([], look_for_args_file=False)[2].max_steps == -1
 
 
+@pytest.mark.mission("S135")
 @pytest.mark.parametrize("flags", [["--lazy_preprocess"], ["--lazy_preprocess", "true"]], ids=["flag", "value"])
-def test_S135_a_flag_may_have_a_value_and_every_field_is_optional(parser, flags):
+def test_a_flag_may_have_a_value_and_every_field_is_optional(parser, flags):
     _, data, training, _ = parser.parse_args_into_dataclasses([*flags, "--bf16", "--eval_steps", "3"])
     assert data.lazy_preprocess is True and training.bf16 is True and training.eval_steps == 3
     assert training.fp16 is False and training.run_name is None
 
 
-def test_S136_help_lists_every_argument(parser, capsys):
+@pytest.mark.mission("S136")
+def test_help_lists_every_argument(parser, capsys):
     parser.print_help()
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in ("using_ema", "learning_rate", "save_total_limit", "policy_head_type"))
@@ -1278,19 +1363,22 @@ def pair(tmp_path_factory):
     return done, torch.load(out / "weights.pt"), torch.load(out / "weighted.pt")
 
 
-def test_S083_compute_loss_of_ones_own_reads_the_wrapped_model(pair, tmp_path):
+@pytest.mark.mission("S083")
+def test_compute_loss_of_ones_own_reads_the_wrapped_model(pair, tmp_path):
     alone = class_weighted(tmp_path, 2, gradient_accumulation_steps=2)
     alone.train()
     torch.testing.assert_close(weights(alone), pair[2], rtol=0, atol=1e-6)
 
 
-def test_S013_two_processes_give_the_weights_of_one_with_twice_the_batch(pair, tmp_path):
+@pytest.mark.mission("S013")
+def test_two_processes_give_the_weights_of_one_with_twice_the_batch(pair, tmp_path):
     alone = classify(tmp_path, per_device_train_batch_size=4, max_steps=3, optim="sgd", logging_steps=3)
     alone.train()
     torch.testing.assert_close(weights(alone), pair[1], rtol=0, atol=1e-6)
 
 
-def test_S037_only_the_main_process_says_what_it_does(pair):
+@pytest.mark.mission("S037")
+def test_only_the_main_process_says_what_it_does(pair):
     assert (pair[0].stderr + pair[0].stdout).count("for 3 updates of") == 2  # one for each of two runs
 
 
@@ -1311,7 +1399,8 @@ def bert():
     return tiny.classifier(max_position_embeddings=128)
 
 
-def test_S008_script_of_001_runs_as_printed(imdb, tmp_path, monkeypatch):
+@pytest.mark.mission("S008")
+def test_script_of_the_first_promise_runs_as_printed(imdb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, dataset, tokenizer, compute_metrics = bert(), imdb, tiny.tokenizer(), accuracy
     data_collator = transformers.DataCollatorWithPadding(tokenizer)

@@ -1,4 +1,4 @@
-"""What supervised fine-tuning is for, one promise after another. The number in a test's name is that of the feature in our
+"""What supervised fine-tuning is for, one promise after another. The mark `mission` has the number of the promise in our
 plan; details are tested beside."""
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ def losses(trainer):
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
+@pytest.mark.mission("S140")
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gemma"])
-def test_S140_three_lines_train_a_causal_language_model(arch, tmp_path):
+def test_three_lines_train_a_causal_language_model(arch, tmp_path):
     trainer = tune(tmp_path, tiny.causal_lm(arch), max_steps=8)
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
-def test_S141_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another(tmp_path):
+@pytest.mark.mission("S141")
+def test_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another(tmp_path):
     plain, packed = tune(tmp_path, max_length=128), tune(tmp_path, max_length=128, packing=True)
     assert len(packed.train_dataset) < len(plain.train_dataset)
     model = packed.model.eval()
@@ -63,8 +65,9 @@ def test_S141_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another
 
 
 # finding_G
+@pytest.mark.mission("S141")
 @pytest.mark.parametrize(("packing", "eval_packing"), [(False, True), (True, False), (True, None)])
-def test_S141_evaluation_rows_are_packed_as_asked_for_and_their_loss_stays(packing, eval_packing, tmp_path):
+def test_evaluation_rows_are_packed_as_asked_for_and_their_loss_stays(packing, eval_packing, tmp_path):
     args = SFTConfig(str(tmp_path), **(USUAL | {"max_length": 128, "packing": packing, "eval_packing": eval_packing}))
     options = dict(train_dataset=TEXTS, eval_dataset=TEXTS[:6], processing_class=tiny.tokenizer())
     trainer = SFTTrainer(tiny.causal_lm(), args, **options)
@@ -74,7 +77,8 @@ def test_S141_evaluation_rows_are_packed_as_asked_for_and_their_loss_stays(packi
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
-def test_S142_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
+@pytest.mark.mission("S142")
+def test_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
     trainer = tune(tmp_path, peft_config=LORA)
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))
@@ -87,8 +91,9 @@ def test_S142_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
 
 
 # finding_G
+@pytest.mark.mission("S143")
 @pytest.mark.parametrize("use_cpu", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
-def test_S143_adapters_are_trained_on_a_base_of_four_bits(use_cpu, base, tmp_path):
+def test_adapters_are_trained_on_a_base_of_four_bits(use_cpu, base, tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -125,7 +130,8 @@ def printed(base, tmp_path, monkeypatch):
     return run
 
 
-def test_S145_S146_S147_S149_arguments_of_earlier_versions_are_taken_with_a_warning_each(printed):
+@pytest.mark.mission("S145", "S146", "S147", "S149")
+def test_arguments_of_earlier_versions_are_taken_with_a_warning_each(printed):
     with pytest.warns(FutureWarning) as warned:
         trainer = printed(output_dir="out", per_device_train_batch_size=2)
     said = [str(warning.message) for warning in warned]
@@ -137,7 +143,8 @@ def test_S145_S146_S147_S149_arguments_of_earlier_versions_are_taken_with_a_warn
     assert "label" not in batch and batch["labels"].shape == batch["input_ids"].shape
 
 
-def test_S148_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
+@pytest.mark.mission("S148")
+def test_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
     args = SFTConfig(str(tmp_path), **USUAL)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
     trainer = SFTTrainer(model=model, args=args, train_dataset=TEXTS)
@@ -147,9 +154,10 @@ def test_S148_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
 
 
 # finding_G
+@pytest.mark.mission("S150")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_S150_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
+def test_a_model_that_was_loaded_sparingly_and_moved_is_taken(printed):
     trainer = printed(to=0, output_dir="out")
     assert trainer.state.global_step == 3 and trainer.model.device == torch.device(0)
 

@@ -37,7 +37,8 @@ def test_liger_says_why_it_is_not_applied(monkeypatch):
     assert applied == [(wrapping.base_model(model), {"rope": True})]
 
 
-def test_S048_what_liger_replaces_is_said(monkeypatch, caplog):
+@pytest.mark.mission("S048")
+def test_what_liger_replaces_is_said(monkeypatch, caplog):
     def replace_norms(model, **config):
         for module in model.modules():
             if type(module).__name__ == "Qwen3RMSNorm":
