@@ -136,8 +136,8 @@ class RunArguments:
             yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
         if self.auto_find_batch_size and distributed.world_size() > 1:
             yield (
-                "auto_find_batch_size=True works in one process: of several, the others would wait for ever for the one that "
-                "has run out of memory. Find the size with one process, then set per_device_train_batch_size"
+                "auto_find_batch_size=True works in one process: of several, the others would wait for ever for the "
+                "one that has run out of memory. Find the size with one process, then set per_device_train_batch_size"
             )
 
     def _preflight(self) -> Iterator[str]:
@@ -227,7 +227,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         elif self.save_top_k is not None:
             yield from self._problems_of_comparing_checkpoints(f"save_top_k={self.save_top_k}")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
-            yield "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to 'loss'"
+            yield (
+                "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to "
+                "'loss'"
+            )
 
     def _problems_of_comparing_checkpoints(self, asker: str) -> Iterator[str]:
         """Every saved checkpoint must have been evaluated."""
@@ -244,8 +247,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ratio = save / evaluate
             if (evaluate < 1) != (save < 1):
                 yield (
-                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a "
-                    f"number of updates cannot promise (save_steps={save}, eval_steps={evaluate}); give both the same way"
+                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a number of updates "
+                    f"cannot promise (save_steps={save}, eval_steps={evaluate}); give both the same way"
                 )
             elif round(ratio) < 1 or not math.isclose(ratio, round(ratio), rel_tol=1e-9):
                 nearest = max(1, round(ratio)) * evaluate
@@ -317,7 +320,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """Level of messages in this process, as `logging` counts them; passive means INFO unless the program set one."""
+        """Level of messages in this process, as `logging` counts them; passive means INFO unless the program set
+        one.
+        """
         name = self.log_level if self.should_log else self.log_level_replica
         if name == "passive":
             return logging.getLogger("posttrain").level or logging.INFO

@@ -65,7 +65,9 @@ class TrainerCallback:
 
 
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
-    """What is wrong with what a trainer was passed as `callbacks`; a callback may have ``preflight(args)``, which says more."""
+    """What is wrong with what a trainer was passed as `callbacks`; a callback may have ``preflight(args)``, which says
+    more.
+    """
     given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     for callback in given:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -73,8 +75,8 @@ def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception
             yield TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         elif isinstance(callback, type) and (needed := _needed_arguments(callback)):
             yield TypeError(
-                f"callbacks holds the class {callback.__name__}, which cannot be made without {', '.join(needed)}: pass an "
-                f"instance, {callback.__name__}(...)."
+                f"callbacks holds the class {callback.__name__}, which cannot be made without {', '.join(needed)}: "
+                f"pass an instance, {callback.__name__}(...)."
             )
         elif hasattr(kind, "preflight"):
             yield from (kind() if isinstance(callback, type) else callback).preflight(args)
@@ -92,8 +94,8 @@ def _needed_arguments(kind: type) -> list[str]:
 class CallbackHandler:
     """The callbacks of a trainer, in order, and the objects they are shown.
 
-    The list is the caller's to change at any time. Which callbacks hear an event is worked out when it has changed, not at
-    each event: most hear few, and an update fires at least four.
+    The list is the caller's to change at any time. Which callbacks hear an event is worked out when it has changed, not
+    at each event: most hear few, and an update fires at least four.
     """
 
     def __init__(self, callbacks: Iterable[Any], model=None, processing_class=None, optimizer=None, lr_scheduler=None):
@@ -137,8 +139,9 @@ class CallbackHandler:
             places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
             if len(places) < len(saved) and name != "TrainerControl":
                 logger.warning(
-                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of the others is "
-                    "left where it is. Pass them to the trainer to go on with them.", len(saved), name, len(places),
+                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of "
+                    "the others is left where it is. Pass them to the trainer to go on with them.", len(saved), name,
+                    len(places),
                 )  # fmt: skip
             for place, entry in zip(places, saved, strict=False):
                 # transformers' own `from_state` wants both keys.
@@ -152,7 +155,9 @@ class CallbackHandler:
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def _listening(self, event: str) -> list[Any]:
-        """The callbacks, of those that are in the list now, that hear `event`; of events of the caller's own, that have it."""
+        """The callbacks, of those that are in the list now, that hear `event`; of events of the caller's own, that have
+        it.
+        """
         now, known = self.callbacks, self._listed
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             self._listed = list(now)
@@ -208,8 +213,8 @@ def _is_a(callback: Any, wanted: type) -> bool:
 
 
 def _hears(callback: Any, event: str) -> bool:
-    """Whether `callback` does something on `event`: an inherited empty method of a base class, ours or transformers', does
-    not count."""
+    """Whether `callback` does something on `event`: an inherited empty method of a base class, ours or transformers',
+    does not count."""
     if event in getattr(callback, "__dict__", ()):
         return True
     method = getattr(type(callback), event, None)
@@ -294,9 +299,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             logger.warning(
-                "EarlyStoppingCallback had stopped the run at update %d or before, after %d evaluations without improvement "
-                "(early_stopping_patience=%d), and stops it again. To train on, leave the callback out, or set "
-                "restore_callback_states_from_checkpoint=False: it then counts afresh, with the patience it is given.",
+                "EarlyStoppingCallback had stopped the run at update %d or before, after %d evaluations without "
+                "improvement (early_stopping_patience=%d), and stops it again. To train on, leave the callback out, "
+                "or set restore_callback_states_from_checkpoint=False: it then counts afresh, with the patience it "
+                "is given.",
                 state.global_step, self.early_stopping_patience_counter, self.early_stopping_patience,
             )  # fmt: skip
             control.should_training_stop = True

@@ -60,8 +60,8 @@ def opt(
         choices: the only strings allowed.
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
-        old_flags: names in the ``OLD_NAMES`` of a config that are read on the command line as this field; an argument parser
-            knows fields alone.
+        old_flags: names in the ``OLD_NAMES`` of a config that are read on the command line as this field; an argument
+            parser knows fields alone.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
     metadata: dict[str, Any] = {"help": Help(help, **bounds)}
@@ -125,7 +125,9 @@ _old_flags: dict[str, Renamed | Removed] = {}
 
 @cache
 def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
-    """``{field name: the plain classes its annotation allows}``; empty where the annotation says too little to check."""
+    """``{field name: the plain classes its annotation allows}``; empty where the annotation says too little to
+    check.
+    """
     return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
 
 
@@ -208,7 +210,9 @@ def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
         element = element_type(type(config), field.name, unsaid=object)
         wrong = [one for one in value if not _has_type(one, (element,))]
         if wrong:
-            yield f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
+            yield (
+                f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
+            )
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isnan(value):
             yield f"{field.name} is NaN; give a number"
@@ -376,8 +380,8 @@ def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dic
             new_value = old.convert(value)
             if old.new in today and today[old.new] != new_value:
                 problems.append(
-                    f"{name}={shown(name, value)} and {old.new}={shown(old.new, today[old.new])} are both given, and {name} "
-                    f"is the old name of {old.new}; keep {old.new}"
+                    f"{name}={shown(name, value)} and {old.new}={shown(old.new, today[old.new])} are both given, and "
+                    f"{name} is the old name of {old.new}; keep {old.new}"
                 )
             elif old.new not in known:
                 problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")

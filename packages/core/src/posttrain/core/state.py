@@ -21,7 +21,8 @@ TRACKER_RUNS = "tracker_runs.json"
 class ExportableState:
     """A callback (or the control) that wants to be saved in each checkpoint and restored from it.
 
-    Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``; either may be left out.
+    Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``; either may be left
+    out.
     """
 
     def state(self) -> dict[str, Any]:
@@ -51,10 +52,10 @@ class TrainerState:
         logging_steps, eval_steps, save_steps: intervals in updates, after ratios were resolved.
         num_input_tokens_seen: tokens in all batches so far, over all processes, where counting is on.
         log_history: every log record of the run so far, across resumes.
-        best_model_checkpoint: the checkpoint of the best evaluation, where it is now. In the file it stands relative to the
-            folder of the run, which may be moved.
-        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`. Saved
-            beside the file, in ``tracker_runs.json``: transformers' `TrainerState` reads the file too.
+        best_model_checkpoint: the checkpoint of the best evaluation, where it is now. In the file it stands relative to
+            the folder of the run, which may be moved.
+        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`.
+            Saved beside the file, in ``tracker_runs.json``: transformers' `TrainerState` reads the file too.
         stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
     """
 
@@ -138,7 +139,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _runs_of(file: Path) -> list[Path]:
-    """The folders that may be that of the run whose state is in `file`: in one of its checkpoints, or in the folder itself."""
+    """The folders that may be that of the run whose state is in `file`: in one of its checkpoints, or in the folder
+    itself.
+    """
     return [file.parent.parent, file.parent]
 
 
@@ -153,7 +156,9 @@ def _relative(checkpoint: str, file: Path) -> str:
 
 
 def _where_it_is(checkpoint: str, file: Path) -> str:
-    """Where the `checkpoint` that `file` names lies now: beside it, also where the path is of before the folder was moved."""
+    """Where the `checkpoint` that `file` names lies now: beside it, also where the path is of before the folder was
+    moved.
+    """
     name = Path(checkpoint).name
     beside = [run / name for run in _runs_of(file)]
     there = next((path for path in beside if path.is_dir()), None)
@@ -163,7 +168,9 @@ def _where_it_is(checkpoint: str, file: Path) -> str:
 
 
 def strict(value: Any) -> Any:
-    """`value` with what JSON cannot say made sayable: NaN and infinities null, numpy and torch scalars plain numbers."""
+    """`value` with what JSON cannot say made sayable: NaN and infinities null, numpy and torch scalars plain
+    numbers.
+    """
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -228,7 +235,9 @@ class EvalLoopOutput(NamedTuple):
 
 
 class EvalPrediction:
-    """What `compute_metrics` receives: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if asked for)."""
+    """What `compute_metrics` receives: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if asked
+    for).
+    """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
         self.predictions, self.label_ids, self.inputs, self.losses = predictions, label_ids, inputs, losses

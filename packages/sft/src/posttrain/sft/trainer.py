@@ -121,9 +121,9 @@ class SFTTrainer(GeneratesText, Trainer):
         parts = Parts.of(
             old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, data_collator=data_collator, compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            quantization_config=quantization_config, peft_config=peft_config,
-            datasets={f"{name}_dataset": dataset for name, dataset in named},
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, quantization_config=quantization_config,
+            peft_config=peft_config, datasets={f"{name}_dataset": dataset for name, dataset in named},
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
         )  # fmt: skip
         self._preflight(args, parts)

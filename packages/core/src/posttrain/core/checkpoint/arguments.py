@@ -27,14 +27,14 @@ class CheckpointArguments:
     )
     save_total_limit: int | None = opt(
         None,
-        "How many checkpoints to keep. The oldest go first, never the newest or the best. 0 keeps all, and so does None, but "
-        "for save_strategy='best', where it keeps one.",
+        "How many checkpoints to keep. The oldest go first, never the newest or the best. 0 keeps all, and so does "
+        "None, but for save_strategy='best', where it keeps one.",
         min=0,
     )
     save_top_k: int | None = opt(
         None,
-        "Keep the checkpoints of the so many best evaluations by metric_for_best_model, and the newest. Others go, unless "
-        "save_total_limit leaves room for them.",
+        "Keep the checkpoints of the so many best evaluations by metric_for_best_model, and the newest. Others go, "
+        "unless save_total_limit leaves room for them.",
         min=1,
     )
     save_only_model: bool = opt(
@@ -42,13 +42,14 @@ class CheckpointArguments:
     )
     remote_dir: str | None = opt(
         None,
-        "Copy checkpoints, log and final model to this url (s3://, gs://, any that fsspec knows), and fetch from it what "
-        "this machine lacks. A url given as output_dir is taken for this, with a folder below trainer_output to work in.",
+        "Copy checkpoints, log and final model to this url (s3://, gs://, any that fsspec knows), and fetch from it "
+        "what this machine lacks. A url given as output_dir is taken for this, with a folder below trainer_output to "
+        "work in.",
     )
     save_async: bool = opt(
         False,
-        "Write checkpoints in the background: training waits only while the state is copied into host memory, of which as "
-        "much as a checkpoint is big stays taken.",
+        "Write checkpoints in the background: training waits only while the state is copied into host memory, of "
+        "which as much as a checkpoint is big stays taken.",
     )
     save_on_each_node: bool = opt(
         False, "Write the checkpoint once on every node, for nodes that do not share a file system."
@@ -114,6 +115,8 @@ class CheckpointArguments:
 
 
 def asked_for(resume_from_checkpoint: Any) -> Any:
-    """What `resume_from_checkpoint` means where it may be a word of a command line: "true" is True, and "false" is None."""
+    """What `resume_from_checkpoint` means where it may be a word of a command line: "true" is True, and "false" is
+    None.
+    """
     words = {"true": True, "false": None, "": None}
     return words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)

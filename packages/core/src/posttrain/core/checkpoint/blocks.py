@@ -1,8 +1,8 @@
 """Large files in blocks: filled, hashed and written at the same time, past the system's page cache where that can be.
 
-Writing through the cache costs the processor about as much as copying the file, and what waits there for the disk has to
-be waited for later. Directly written, a file costs the processor its checksums alone, and is on the disk when the last
-block is.
+Writing through the cache costs the processor about as much as copying the file, and what waits there for the disk has
+to be waited for later. Directly written, a file costs the processor its checksums alone, and is on the disk when the
+last block is.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Memory:
-    """Host memory for the images of files, kept from one checkpoint to the next: fresh pages cost more than the copy."""
+    """Host memory for the images of files, kept from one checkpoint to the next: fresh pages cost more than the
+    copy.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -108,7 +110,9 @@ class Memory:
 
 
 def allocate(size: int, pinned: bool = False) -> torch.Tensor:
-    """`size` bytes of page-aligned host memory; not in huge pages, which are filled no faster and may take seconds to be found."""
+    """`size` bytes of page-aligned host memory; not in huge pages, which are filled no faster and may take seconds to
+    be found.
+    """
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]

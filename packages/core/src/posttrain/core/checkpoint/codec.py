@@ -103,8 +103,8 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
         raise CheckpointError(f"{path} was not written by posttrain: it does not hold the format {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {document.get('version')!r} of its format, and this posttrain reads version {VERSION}. "
-            "Install the posttrain that wrote it."
+            f"{path} has version {document.get('version')!r} of its format, and this posttrain reads version "
+            f"{VERSION}. Install the posttrain that wrote it."
         )
     try:
         return _Decoder(_file(stem, ".safetensors"), mmap).decode(document["tree"])

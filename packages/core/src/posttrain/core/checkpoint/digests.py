@@ -40,7 +40,8 @@ def digests_of_files(
     """
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     digests: dict[str, list[Digest]] = {name: [] for name in sizes}
-    # At least four: what is not in the page cache is read eight times as fast when several blocks are asked for at once.
+    # At least four: what is not in the page cache is read eight times as fast when several blocks are asked for at
+    # once.
     with ThreadPoolExecutor(max_workers=min(max(cores(), 4), 16), thread_name_prefix="checksum") as pool:
         hashed = pool.map(lambda item: _digest_of_block(directory / item[0], item[1], block, kinds), blocks)
         for (name, _), found in zip(blocks, hashed, strict=True):

@@ -65,9 +65,11 @@ def free_bytes(directory: str | Path) -> int:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`, which need not exist yet, as the rest of a sentence; None if it can.
+    """Why nothing can be written into the folder `path`, which need not exist yet, as the rest of a sentence; None if
+    it can.
 
-    Tried by making an empty folder and taking it away again, since rights alone do not tell of a disk that is read-only.
+    Tried by making an empty folder and taking it away again, since rights alone do not tell of a disk that is
+    read-only.
     """
     directory = Path(path).absolute()
     while not os.path.lexists(directory) and directory != directory.parent:
@@ -96,8 +98,8 @@ def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, 
         return None
     what = "a checkpoint" if checkpoints == 1 else f"{checkpoints} checkpoints"
     sentence = (
-        f"The disk of {directory} has {_size(free)} free and about {_size(needed_bytes)} are needed for {what}. Free some "
-        "space, set save_total_limit, or choose another output_dir."
+        f"The disk of {directory} has {_size(free)} free and about {_size(needed_bytes)} are needed for {what}. Free "
+        "some space, set save_total_limit, or choose another output_dir."
     )
     if free < least:
         raise DiskFullError(f"{sentence} The weights of one checkpoint alone have {_size(least)}.")
@@ -120,8 +122,8 @@ def explaining_full_disk(directory: str | Path, needed: int = 0) -> Iterator[Non
         written = directory_bytes(directory)
         of_needed = f" of about {_size(needed)} needed" if needed > written else ""
         raise DiskFullError(
-            f"The disk is full: {_size(written)}{of_needed} were written into {directory} and {_size(free_bytes(directory))}"
-            " are free. Free some space or lower save_total_limit."
+            f"The disk is full: {_size(written)}{of_needed} were written into {directory} and "
+            f"{_size(free_bytes(directory))} are free. Free some space or lower save_total_limit."
         ) from error
 
 

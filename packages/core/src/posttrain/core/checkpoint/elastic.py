@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """The state of process `rank`: its own, or for another number of processes than saved it, one made of all of theirs.
+    """The state of process `rank`: its own, or for another number of processes than saved it, one made of all of
+    theirs.
 
     Such a state has no random numbers (``"rng"`` is None), since there is no telling whose they should be.
 
@@ -44,15 +45,16 @@ def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str,
     first, before = states[0], len(states)
     if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
         raise CheckpointError(
-            f"Each of {before} processes read its own shards of the stream, so its position fits no other number. Resume with "
-            f"{before} processes, or set ignore_data_skip=True to read the epoch's data afresh."
+            f"Each of {before} processes read its own shards of the stream, so its position fits no other number. "
+            f"Resume with {before} processes, or set ignore_data_skip=True to read the epoch's data afresh."
         )
     metrics: dict[str, tuple[float, float]] = {}
     for state in states:
         for name, (total, count) in state["metrics"].items():
             sums = metrics.get(name, (0, 0))
             metrics[name] = (sums[0] + total, sums[1] + count)
-    # A step's loss is the mean over processes of their shares times their number: as many steps must count as much as before.
+    # A step's loss is the mean over processes of their shares times their number: as many steps must count as much as
+    # before.
     share = world_size / before
     if "loss" in metrics:
         metrics["loss"] = (metrics["loss"][0] * share, metrics["loss"][1] * share)
@@ -65,8 +67,8 @@ def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[in
     """The state of generators that were seeded for this place of the run; those of this process stay as they are."""
     if rank == 0:
         logger.warning(
-            "The checkpoint is of another number of processes: the same rows are still to come, and random numbers (dropout) "
-            "are drawn afresh from the seed %d and the update %d.", seed, step,
+            "The checkpoint is of another number of processes: the same rows are still to come, and random numbers "
+            "(dropout) are drawn afresh from the seed %d and the update %d.", seed, step,
         )  # fmt: skip
     before = rng_state()
     set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

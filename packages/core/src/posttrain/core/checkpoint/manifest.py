@@ -1,7 +1,7 @@
 """``manifest.json``: name, size, SHA-256 and XXH128 of every file of a checkpoint. It is written last and read first.
 
-The XXH128 is what a resume compares; the SHA-256 where a checkpoint came over a network, or is of version 2, which had a
-CRC-32 beside it.
+The XXH128 is what a resume compares; the SHA-256 where a checkpoint came over a network, or is of version 2, which had
+a CRC-32 beside it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     if not path.is_file():
         if is_foreign(path.parent):
             raise CheckpointError(
-                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or trl's. Name its "
-                f"path to go on from its weights, log and update: resume_from_checkpoint={str(path.parent)!r}."
+                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or "
+                "trl's. Name its path to go on from its weights, log and update: "
+                f"resume_from_checkpoint={str(path.parent)!r}."
             )
         raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")
     manifest = read_json(path)
@@ -98,7 +99,9 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def is_foreign(directory: str | Path) -> bool:
-    """Whether transformers' trainer, or one made of it, wrote the checkpoint: its own files are there, and none of ours."""
+    """Whether transformers' trainer, or one made of it, wrote the checkpoint: its own files are there, and none of
+    ours.
+    """
     files = {path.name for path in Path(directory).iterdir()} if Path(directory).is_dir() else set()
     ours = MANIFEST in files or any(name.startswith("rank-") and name.endswith(".json") for name in files)
     theirs = files & _THEIRS or any(name.startswith("rng_state") and name.endswith(".pth") for name in files)

@@ -74,7 +74,9 @@ class Remote:
             self.fs.get_file(self._path(name, file), str(directory / file))
 
     def rotate(self, limit: int, keep: Iterable[str]) -> None:
-        """Delete checkpoints of the lowest steps until `limit` are left, but none of `keep`, nor the newest whole one."""
+        """Delete checkpoints of the lowest steps until `limit` are left, but none of `keep`, nor the newest whole
+        one.
+        """
         names, kept = self._names(), {*keep, *self.whole()[-1:]}
         for name in [name for name in names if name not in kept][: max(0, len(names) - limit)]:
             if self.fs.exists(self._path(name, MANIFEST)):

@@ -1,7 +1,8 @@
-"""State of which every process holds a part, on disk: one tree for each process, put together again for any number of them.
+"""State of which every process holds a part, on disk: one tree for each process, put together again for any number of
+them.
 
-``<name>-<rank>-of-<processes>`` is a tree of `save_tree`. In the place of a tensor that is in pieces it holds this process'
-piece, with where it lies in the whole; the rest is the same in all trees and is read from the first.
+``<name>-<rank>-of-<processes>`` is a tree of `save_tree`. In the place of a tensor that is in pieces it holds this
+process' piece, with where it lies in the whole; the rest is the same in all trees and is read from the first.
 """
 
 from __future__ import annotations
@@ -143,7 +144,10 @@ def _joined(trees: list[Any], where: str) -> Any:
 
 
 def fitted(tensor: Any, like: Any) -> torch.Tensor:
-    """`tensor`, whole or `Pieces`, cut as `like` is, or put together where that is whole. Nothing is asked of other processes."""
+    """`tensor`, whole or `Pieces`, cut as `like` is, or put together where that is whole.
+
+    Nothing is asked of other processes.
+    """
     if sharding.is_piece(like) and not sharding.is_piece(tensor):
         whole = isinstance(tensor, torch.Tensor)
         return sharding.piece_like(

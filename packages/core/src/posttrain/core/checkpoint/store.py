@@ -180,8 +180,9 @@ class Store:
                     self.remote.push(path)
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
-                    "%s was not copied to %s (%s: %s). Training goes on, the checkpoint is whole on this machine, and copying "
-                    "is tried again at the next save.", path, self.remote, type(error).__name__, redact(str(error)),
+                    "%s was not copied to %s (%s: %s). Training goes on, the checkpoint is whole on this "
+                    "machine, and copying is tried again at the next save.", path, self.remote, type(error).__name__,
+                    redact(str(error)),
                 )  # fmt: skip
 
     def push_files(self) -> None:
@@ -232,7 +233,8 @@ class Store:
 
         Raises:
             MissingCheckpointError: there is none.
-            CheckpointError: the one at that path is damaged. One of another trainer is taken for what can be read of it.
+            CheckpointError: the one at that path is damaged. One of another trainer is taken for what can be read of
+                it.
         """
         if resume_from_checkpoint is True:
             newest = self.newest_whole()
@@ -255,8 +257,9 @@ class Store:
             raise MissingCheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}. {hint}")
         if is_foreign(path):
             logger.warning(
-                "%s was written by another trainer, such as transformers' or trl's, and nothing in it can be checked. Its weights, "
-                "log and update are taken over; its other files are pickles, which are not read.", path,
+                "%s was written by another trainer, such as transformers' or trl's, and nothing in it can be "
+                "checked. Its weights, log and update are taken over; its other files are pickles, which are not "
+                "read.", path,
             )  # fmt: skip
             return path
         self._check(path)
@@ -279,8 +282,8 @@ class Store:
         passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
         foreign = [path for path in self.checkpoints() if is_foreign(path)]
         theirs = (
-            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to go "
-            f"on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
+            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to "
+            f"go on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
             if foreign
             else ""
         )
@@ -366,7 +369,9 @@ class Store:
             self._removals.pop().join()
 
     def _remove_later(self, hidden: Path) -> None:
-        """Delete what has no checkpoint's name any more: file systems take 0.2 s for each GB, for which no one must wait."""
+        """Delete what has no checkpoint's name any more: file systems take 0.2 s for each GB, for which no one must
+        wait.
+        """
         thread = threading.Thread(target=remove, args=(hidden,), name="checkpoint-removal")
         thread.start()
         self._removals.append(thread)

@@ -1,4 +1,6 @@
-"""One checkpoint written by all processes of a run, at once or while training goes on: it is there whole, or not at all."""
+"""One checkpoint written by all processes of a run, at once or while training goes on: it is there whole, or not at
+all.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ PARTS = "weights"  # the tree of weights that every process writes its part of
 
 
 def save_weights(model: nn.Module, directory: str | Path) -> None:
-    """Write `model` (not wrapped) into `directory`: with its config where it has one, the adapters alone of a PEFT model."""
+    """Write `model` (not wrapped) into `directory`: with its config where it has one, the adapters alone of a PEFT
+    model.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
@@ -143,8 +145,8 @@ def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], une
     faults = [f"{what} {names[:5]} ({len(names)} in all)" for what, names in found.items() if names]
     if faults:
         raise CheckpointError(
-            f"The weights in {where} are not those of {whose}: {'; '.join(faults)}. Make the model as it was when they were "
-            "saved, or name another checkpoint."
+            f"The weights in {where} are not those of {whose}: {'; '.join(faults)}. Make the model as it was when "
+            "they were saved, or name another checkpoint."
         )
 
 
@@ -211,8 +213,8 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Whether virtual tokens of `model` come out of a network that is trained, as in p-tuning and projected prefixes. The file
-    of the adapter holds the tokens alone, from which training cannot go on."""
+    """Whether virtual tokens of `model` come out of a network that is trained, as in p-tuning and projected prefixes.
+    The file of the adapter holds the tokens alone, from which training cannot go on."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return any(name.startswith("prompt_encoder.") and not name.endswith(".embedding.weight") for name in names)
 

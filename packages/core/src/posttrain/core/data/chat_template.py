@@ -1,8 +1,7 @@
-"""Dataset formats and chats: what a row is, how a conversation becomes tokens, which of them the assistant wrote.
+"""Detects dataset formats, renders conversations with chat templates and finds the assistant's tokens.
 
-Conversations are lists of messages, ``{"role": ..., "content": ...}``. The text of a conversation is made by the
-tokenizer's chat template; what the assistant wrote is found in that text by rendering the conversation again up to
-each of its turns, so that any template will do.
+Conversations are lists of messages, ``{"role": ..., "content": ...}``. The assistant's spans are found by rendering the
+conversation up to each turn, so any chat template works.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from posttrain.core.models.special_tokens import ensure_pad_token
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat", "encode_texts",
-    "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice", "set_up_tokenizer", "sharegpt_to_messages",
-    "special_tokens_around", "to_messages", "to_tools",
+    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat",
+    "encode_texts", "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice",
+    "set_up_tokenizer", "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools",
 ]  # fmt: skip
 
 Message = dict[str, Any]
@@ -49,7 +48,7 @@ FORMATS: dict[str, tuple[frozenset[str], ...]] = {
     "language_modeling": (frozenset({"messages"}), frozenset({"conversations"}), frozenset({"text"})),
     "prompt_only": (frozenset({"prompt"}),),
 }
-"""Format -> the columns that a row of it has, one of several sets. The first that fits is the format."""
+"""Format -> sets of columns. A row has the first format of which it has one whole set."""
 
 ROLES = {
     "human": "user",
@@ -68,9 +67,9 @@ ROLES = {
 """ShareGPT's speakers -> the roles of a chat template."""
 
 MESSAGE_FLAGS = ("train", "weight")
-"""Keys of a message that say whether it is trained on. They are never shown to a chat template."""
+"""Keys that mark a message as trained or not. Chat templates never see them."""
 
-# A text that no conversation contains and no template changes, put in a message's place to find where it is rendered.
+# A placeholder that no conversation contains and no template changes; it shows where a message is rendered.
 PLACEHOLDER = "posttrain4f1c9a"
 UNCLEAR = "the chat template does not show where the messages that are trained on start and stop"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -126,10 +125,10 @@ def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
 
 
 def to_messages(value: Any, name: str = "messages") -> list[Message]:
-    """Check a conversation and bring it into the form that chat templates read.
+    """Check a conversation and convert it to the form that chat templates read.
 
-    Reads ShareGPT turns too, and drops keys that are None: Arrow gives every message the keys of all others.
-    Raises DataError: what is wrong, without the value: the reason is used to count the rows it happens in.
+    Reads ShareGPT turns too, and drops keys that are None: Arrow gives every message the keys of all others. Raises
+    DataError without the value in its text, because rows are counted by reason.
     """
     if value is None:
         raise DataError(f"{name} is null")
@@ -161,8 +160,8 @@ def message_choice(
     """Which messages of a conversation are trained on; None for all of its text, headers of turns included.
 
     Args:
-        value: messages or ShareGPT turns, as the row has them. A message's own flag, ``"train": true`` or ``"weight": 1``
-            (OpenAI's name), goes before its role.
+        value: messages or ShareGPT turns, as the row has them. A message's own flag, ``"train": true`` or
+            ``"weight": 1`` (OpenAI's name), takes precedence over its role.
         train_on: a role or several; "all"; or "last", the assistant's last message. None: all, and the assistant's in a
             conversation whose messages have a key for a flag.
 
@@ -229,8 +228,7 @@ def load_template(source: str | os.PathLike[str], trust_remote_code: bool = Fals
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"chat_template_path={path!r} is neither a file here (looked from {os.getcwd()}) nor a tokenizer's folder or name: "
-            f"{error}"
+            f"chat_template_path={path!r} is no file below {os.getcwd()} and no tokenizer's folder or name: {error}"
         ) from error
     if not tokenizer.chat_template:
         raise ValueError(f"chat_template_path={path!r}: the tokenizer there has no chat template.")
@@ -238,7 +236,7 @@ def load_template(source: str | os.PathLike[str], trust_remote_code: bool = Fals
 
 
 def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
-    """Give a tokenizer or processor the chat template and special tokens that `args` name, and a pad token if it has none.
+    """Set the chat template and special tokens that `args` name, and a pad token if there is none.
 
     Args:
         args: a config; of ``chat_template_path``, ``eos_token`` and ``pad_token`` it may have any.
@@ -259,7 +257,7 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 
 
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
-    """Which of the special tokens that `args` names the tokenizer does not know."""
+    """Problems: special tokens in `args` that the tokenizer does not have."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name, None)
@@ -306,19 +304,19 @@ class Template:
         options = {"tools": self.tools, "tokenize": False, **options, **self.kwargs}
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template is a program of its own: what it raises is up to its author
+        except Exception as error:  # a template is a program and may raise anything
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
 
     def prompt_length(self, prompt: Sequence[Message], text: str, next_role: str = "assistant") -> int:
-        """How many characters of `text`, a rendered conversation that begins with `prompt`, the prompt takes.
+        """The number of characters that `prompt` takes of `text`, a rendered conversation that begins with it.
 
         The prompt is what the model is given before it writes: with the generation prompt, or, where it ends in an
-        unfinished turn of the assistant, with that turn left open. Templates that render the end of a prompt
-        otherwise in a longer conversation (an empty thought, for example) are followed as far as they agree. Where
-        the completion begins with a message of another role, `next_role`, the prompt is what its messages render to.
+        unfinished turn of the assistant, with that turn left open. If a template renders the end of a prompt
+        differently in a longer conversation (an empty thought, for example), the common part counts. Where the
+        completion begins with a message of another role, `next_role`, the prompt is what its messages render to.
 
         Raises:
-            DataError: the template renders the prompt's messages otherwise in the conversation than alone.
+            DataError: the template renders the prompt's messages differently in the conversation.
         """
         answers = next_role == "assistant"
         unfinished = answers and prompt[-1]["role"] == "assistant"
@@ -327,24 +325,26 @@ class Template:
             return len(asked)
         agreed = len(os.path.commonprefix([asked, text]))
         if unfinished or agreed < len(self.render(prompt)):
-            raise DataError("the chat template renders the prompt otherwise when the completion follows")
+            raise DataError("the chat template renders the prompt differently when the completion follows")
         return agreed
 
     def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what in it the assistant wrote, end-of-turn token included; see `trained_spans`."""
+        """The text of a conversation and the spans the assistant wrote, with end-of-turn tokens; see
+        `trained_spans`.
+        """
         return self.trained_spans(messages, [message["role"] == "assistant" for message in messages])
 
     def trained_spans(self, messages: Sequence[Message], chosen: Sequence[bool]) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the `chosen` messages stand, end-of-turn token included.
 
-        What the assistant wrote begins where the generation prompt ends. A template that marks it with ``{% generation %}``
-        is believed. For any other the turn is what comes between the rendering of all before it with the generation
-        prompt, and the rendering of all up to it; its content must be found in there. Where that fails (templates that
-        drop the thoughts of earlier turns), and for other roles, the message is found by rendering the conversation
-        with a placeholder in its place: what is before and after it must be rendered the same.
+        The assistant's text begins where the generation prompt ends. Marks of the template, ``{% generation %}``, are
+        used where there are any. Otherwise the turn is the difference between two renderings, of all messages before it
+        with the generation prompt and of all up to it; its content must be in there. Where that fails (templates that
+        drop the thoughts of earlier turns), and for other roles, a rendering with a placeholder locates the message:
+        the text before and after it must not change.
 
         Raises:
-            DataError: neither way tells where a message starts and stops.
+            DataError: neither way finds where a message starts and stops.
         """
         spans: list[Span] = []
         if self._marks_generation:
@@ -376,7 +376,7 @@ class Template:
         if not text.startswith(before) or not text.startswith(after) or len(before) > len(after):
             return None
         content = messages[i]["content"]
-        # The last line, for thoughts before it may have been moved into the prompt or dropped.
+        # The last line: the template may have moved or dropped thoughts before it.
         if isinstance(content, str) and content.strip().rpartition("\n")[2] not in text[len(before) : len(after)]:
             return None  # the template renders the turn elsewhere, or leaves its content out
         return len(before), len(after)
@@ -384,7 +384,7 @@ class Template:
     def _turn_by_placeholder(self, messages: Sequence[Message], i: int, text: str, earlier: int) -> Span:
         role = messages[i]["role"]
         shown = [{"type": "text", "text": PLACEHOLDER}] if isinstance(messages[i]["content"], list) else PLACEHOLDER
-        # Thoughts and calls are of the assistant's turn, and so are left out where the turn is; other keys name things.
+        # Thoughts and calls belong to the assistant's turn and are left out with it; other keys stay.
         turn = {"role": role, "content": shown} if role == "assistant" else {**messages[i], "content": shown}
         head, found, rest = self.render([*messages[:i], turn, *messages[i + 1 :]]).partition(PLACEHOLDER)
         if not found or not text.endswith(rest):
@@ -397,21 +397,23 @@ class Template:
             opening = asked[len(history) :] if asked.startswith(history) else ""
             opened = text.rfind(opening, earlier, start) if opening else -1
             start = opened + len(opening) if opened >= 0 else start
-            # A prompt with a thought of its own, which the turn replaces, is followed as far as they agree.
+            # If the turn replaces a thought in the prompt, the common part counts.
             begins |= opened >= 0 or len(history) < len(os.path.commonprefix([asked, text])) <= start
         if not begins:
-            raise DataError(UNCLEAR)  # what is before the message depends on what it says
+            raise DataError(UNCLEAR)  # the text before the message depends on its content
         return start, stop + self._agree_on_tokens(self._ending([*messages[:i], turn]), rest)
 
     def _ending(self, messages: Sequence[Message]) -> str:
-        """What ends the last of `messages`, whose content is the placeholder; nothing where they cannot stand alone."""
+        """The text after the last message, whose content is the placeholder; empty if the messages do not render
+        alone.
+        """
         try:
             return self.render(messages).partition(PLACEHOLDER)[2]
         except DataError:
             return ""
 
     def _agree_on_tokens(self, ending: str, rest: str) -> int:
-        """How many characters two texts begin with in common, without the beginning of a token that differs."""
+        """The length of the common prefix of two texts, without the start of a token that differs."""
         agreed = len(os.path.commonprefix([ending, rest]))
         # "<|end|>" and "<|eos|>" agree on nothing, not on "<|".
         if agreed and getattr(self.tokenizer, "is_fast", False):
@@ -447,7 +449,9 @@ class Template:
         return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks[0]]
 
     def turn_ending(self) -> str:
-        """What the template writes after the assistant's last words, e.g. ``"<|im_end|>\\n"``; empty if it refuses."""
+        """The text that the template adds after an assistant's turn, e.g. ``"<|im_end|>\
+        "``; empty on an error.
+        """
         return self._turn_ending
 
     @cached_property
@@ -463,10 +467,10 @@ def encode_chat(
     chat_template_kwargs: dict[str, Any] | None = None,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation. Nothing is added to what the template renders: no second bos.
+    """The token ids of a conversation as the template renders it, without a second bos.
 
     Raises:
-        DataError: no chat template, messages that are none, or the template refused them.
+        DataError: no chat template, not messages, or the template refused them.
     """
     template = Template(tokenizer, to_tools(tools), chat_template_kwargs)
     return encode_texts(tokenizer, [template.render(to_messages(messages), add_generation_prompt)])[0].ids
@@ -478,7 +482,7 @@ def assistant_mask(
     tools: list[Any] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], np.ndarray]:
-    """The token ids of a conversation, and a mask that is True at what the assistant wrote and at its end-of-turn.
+    """The token ids of a conversation, and a mask that is True at the assistant's tokens and their end-of-turn.
 
     Works for any chat template, see `Template.assistant_spans`.
 
@@ -491,7 +495,7 @@ def assistant_mask(
 
 
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
-    """The ids after which generation stops: eos, and what the chat template ends the assistant's turn with."""
+    """The ids that stop generation: eos and the token that ends an assistant's turn in the chat template."""
     ends = {tokenizer.eos_token_id, eos_token_id} - {None}
     if getattr(tokenizer, "chat_template", None):
         ending = tokenizer(Template(tokenizer).turn_ending().strip(), add_special_tokens=False)["input_ids"]

@@ -67,8 +67,8 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
             batch[target] = _stack(values, is_label=target != name)
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(
-                f"the column {name!r} cannot be stacked into one tensor ({error}). Rows of several lengths need padding: pass "
-                "the tokenizer as processing_class, or a data_collator that pads this column."
+                f"the column {name!r} cannot be stacked into one tensor ({error}). Rows of several lengths need "
+                "padding: pass the tokenizer as processing_class, or a data_collator that pads this column."
             ) from error
     return batch if return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
 
@@ -123,8 +123,9 @@ def _unpadded(features: Features, settings: dict[str, Any]) -> str:
             wrong.append(f"{name!r} holds null or text, where numbers are needed")
         elif name.startswith("label") and len(lengths) > 1 and settings.get("padding") is True:
             wrong.append(
-                f"{name!r} has several lengths, and only inputs are padded here; pass data_collator=DataCollatorForSeq2Seq"
-                "(tokenizer) or DataCollatorForTokenClassification(tokenizer), which pad labels too"
+                f"{name!r} has several lengths, and only inputs are padded here; pass "
+                "data_collator=DataCollatorForSeq2Seq(tokenizer) or DataCollatorForTokenClassification(tokenizer), "
+                "which pad labels too"
             )
     return "; ".join(wrong) + ". " if wrong else "the tokenizer cannot pad these rows. "
 
@@ -283,9 +284,9 @@ class DataCollatorForLanguageModeling:
 
     Args:
         tokenizer: pads; masked modeling needs its ``mask_token``.
-        whole_word_mask: choose words, all of whose tokens are predicted. Words are told by the column ``offset_mapping``
-            where rows have it (a token that begins where the one before ends belongs to its word), and else by the marks
-            of the vocabulary: ``##`` within words, or a space mark at their start.
+        whole_word_mask: choose words, all of whose tokens are predicted. Words are told by the column
+            ``offset_mapping`` where rows have it (a token that begins where the one before ends belongs to its word),
+            and else by the marks of the vocabulary: ``##`` within words, or a space mark at their start.
         pad_to_multiple_of: round the length up to a multiple of this.
         seed: draw from an own generator (plus the worker's id in a worker); None draws from torch's global one.
     """
@@ -413,8 +414,8 @@ class DataCollatorWithFlattening:
     Args:
         return_position_ids: give ``position_ids``.
         separator_id: label of each row's first token.
-        return_flash_attn_kwargs: also give ``cu_seq_lens_q`` and ``cu_seq_lens_k``, the places where rows begin and the last
-            ends, (rows + 1,) int32, and ``max_length_q`` and ``max_length_k``, the length of the longest.
+        return_flash_attn_kwargs: also give ``cu_seq_lens_q`` and ``cu_seq_lens_k``, the places where rows begin and the
+            last ends, (rows + 1,) int32, and ``max_length_q`` and ``max_length_k``, the length of the longest.
         return_seq_idx: also give ``seq_idx``, (1, T) int32, the number of the row that each token is of.
         position_ids_start: position of each row's first token.
     """
@@ -447,10 +448,11 @@ class DataCollatorWithFlattening:
 
 
 def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
-    """What transformers' flash attention takes for documents of these lengths, one behind the other; empty ones are left out.
+    """What transformers' flash attention takes for documents of these lengths, one behind the other; empty ones are
+    left out.
 
-    ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each begins and the last ends, (documents + 1,) int32. ``max_length_q`` and
-    ``max_length_k``: the longest, int.
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each begins and the last ends, (documents + 1,) int32.
+    ``max_length_q`` and ``max_length_k``: the longest, int.
     """
     lengths = [int(length) for length in lengths if length]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

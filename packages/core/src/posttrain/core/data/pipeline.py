@@ -1,4 +1,6 @@
-"""Datasets become loaders, columns become batches: what a trainer asks of its data, as functions that know no trainer."""
+"""Datasets become loaders, columns become batches: what a trainer asks of its data, as functions that know no
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from posttrain.core.errors import DataError, did_you_mean
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "DataArguments", "Filler", "Loader", "RemoveColumns", "adopt", "batch_size_of", "build_eval_loader", "build_train_loader",
-    "check_dataset", "check_limits", "default_collator", "enable_full_determinism", "has_length", "is_filler", "is_stream", "keep_columns",
-    "make_train_sampler", "num_examples", "remove_unused_columns", "set_seed", "signature_columns", "to_device",
+    "DataArguments", "Filler", "Loader", "RemoveColumns", "adopt", "batch_size_of", "build_eval_loader",
+    "build_train_loader", "check_dataset", "check_limits", "default_collator", "enable_full_determinism", "has_length",
+    "is_filler", "is_stream", "keep_columns", "make_train_sampler", "num_examples", "remove_unused_columns", "set_seed",
+    "signature_columns", "to_device",
 ]  # fmt: skip
 
 has_length = is_sized
@@ -53,7 +56,8 @@ class DataArguments:
     )
     dataloader_in_order: bool = opt(
         True,
-        "Take batches in order; off takes them as workers finish, and then a run cannot be repeated or resumed exactly.",
+        "Take batches in order; off takes them as workers finish, and then a run cannot be repeated or resumed "
+        "exactly.",
     )
     remove_unused_columns: bool = opt(True, "Drop the columns that neither the model's forward nor the labels name.")
     label_names: list[str] | None = opt(
@@ -231,8 +235,8 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         )
     if not is_stream(dataset) and not is_sized(dataset):
         raise TypeError(
-            f"{name} is of type {type(dataset).__name__}, which gives rows by index (__getitem__) but does not say how many: "
-            "it needs __len__."
+            f"{name} is of type {type(dataset).__name__}, which gives rows by index (__getitem__) but does not say "
+            "how many: it needs __len__."
         )
     if is_sized(dataset) and len(dataset) == 0:
         raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
@@ -329,8 +333,9 @@ def _nothing_left(found: list[str], wanted: Iterable[str]) -> str:
     wanted = sorted(wanted)
     near = next((f" (column {name!r}{hint})" for name in found if (hint := did_you_mean(name, wanted))), "")
     return (
-        f"No column of the dataset is one that the model takes. Found: {', '.join(found)}. Wanted: {', '.join(wanted)}{near}. "
-        "Rename or tokenize the columns, or set remove_unused_columns=False if your collator makes batches of these."
+        f"No column of the dataset is one that the model takes. Found: {', '.join(found)}. Wanted: "
+        f"{', '.join(wanted)}{near}. Rename or tokenize the columns, or set remove_unused_columns=False if your "
+        "collator makes batches of these."
     )
 
 

@@ -173,7 +173,8 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
 
 
 def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]:
-    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on; the last may be short.
+    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on; the last may be
+    short.
 
     A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
     """

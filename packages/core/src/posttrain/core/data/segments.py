@@ -1,7 +1,8 @@
 """Several texts in one flattened row: which tokens belong together, and what each of them sees.
 
-Packed documents are segments that continue nothing. A prompt and its completions are one segment and several that continue
-it, so that the prompt is there once. How a model is made to compute this is in `posttrain.core.models.varlen_attention`.
+Packed documents are segments that continue nothing. A prompt and its completions are one segment and several that
+continue it, so that the prompt is there once. How a model is made to compute this is in
+`posttrain.core.models.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 class Segments:
     """The pieces of one flattened row, in order.
 
-    A token sees its own segment up to itself, and the whole of the segment that this one continues, of the one that that
-    continues, and so on.
+    A token sees its own segment up to itself, and the whole of the segment that this one continues, of the one that
+    that continues, and so on.
 
     Args:
         lengths: tokens of each segment, at least 1.
@@ -51,7 +52,9 @@ class Segments:
 
     @classmethod
     def groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> Segments:
-        """Of each ``(prompt length, completion lengths)``: the prompt, then its completions, each of which continues it."""
+        """Of each ``(prompt length, completion lengths)``: the prompt, then its completions, each of which continues
+        it.
+        """
         lengths: list[int] = []
         parents: list[int] = []
         for prompt, completions in groups:
@@ -128,8 +131,9 @@ class Segments:
 
 
 def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as `Segments.model_inputs` has
-    it. What is left of a row is one more document. A batch without ``seq_lengths`` comes back as it was."""
+    """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as
+    `Segments.model_inputs` has it. What is left of a row is one more document. A batch without ``seq_lengths`` comes
+    back as it was."""
     batch = dict(batch)
     if "seq_lengths" in batch:
         rows, width = batch["input_ids"].shape
@@ -143,13 +147,14 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
     """A batch padded on the right as one row without padding: for a model that reads segments, the same sum of losses.
 
     Args:
-        batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with ``position_ids`` and
-            ``seq_lengths``, as for `with_segments`. ``sources`` (B, T), a number for each token, may be there too.
+        batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with
+            ``position_ids`` and ``seq_lengths``, as for `with_segments`. ``sources`` (B, T), a number for each token,
+            may be there too.
 
     Returns:
-        ``input_ids`` and ``labels`` (and ``sources``) of (1, N), where N counts tokens that are no padding, and `Segments.model_inputs`. The
-        label of each row's first token, which nothing predicts, is `ignore_index`. A batch that holds anything else, or
-        whose rows do not begin with a token, comes back as `with_segments` has it.
+        ``input_ids`` and ``labels`` (and ``sources``) of (1, N), where N counts tokens that are no padding, and
+        `Segments.model_inputs`. The label of each row's first token, which nothing predicts, is `ignore_index`. A batch
+        that holds anything else, or whose rows do not begin with a token, comes back as `with_segments` has it.
     """
     batch = dict(batch)
     kinds = {"input_ids", "labels"} | ({"sources"} & set(batch))

@@ -73,9 +73,9 @@ class Loader(DataLoader):
         drop_last: leave out the last, short group.
         advance: begin the next epoch when an iteration has come to its end.
         limits: what the model can read, see `check_limits`; each batch is compared with it before it is given out.
-        any_rank: whether a flag is true on any process. Given it, a `datasets.IterableDataset` whose shards can be split
-            is read by shards, and processes ask each other at each batch whether to go on. Without it, each process
-            reads the whole stream and keeps its part.
+        any_rank: whether a flag is true on any process. Given it, a `datasets.IterableDataset` whose shards can be
+            split is read by shards, and processes ask each other at each batch whether to go on. Without it, each
+            process reads the whole stream and keeps its part.
         engine: further arguments of the `DataLoader`, such as ``num_workers``.
 
     Attributes:
@@ -173,7 +173,10 @@ class Loader(DataLoader):
             self._now = self._next = self._beginning()
 
     def skip(self, num_batches: int) -> None:
-        """Let the next iteration start after so many batches of its epoch. No row is read unless the data is a stream."""
+        """Let the next iteration start after so many batches of its epoch.
+
+        No row is read unless the data is a stream.
+        """
         start = self._beginning()
         if len(start.given) == 1:
             start.given[0] = num_batches * self._unit
@@ -201,7 +204,9 @@ class Loader(DataLoader):
         return None if draw is None else list(draw.indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch and what was given out of it, in rows, so that it holds for any number of processes."""
+        """The position: the epoch and what was given out of it, in rows, so that it holds for any number of
+        processes.
+        """
         now = self._now
         state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
         if self._stream is None:
@@ -314,8 +319,9 @@ class Loader(DataLoader):
         what = f"Resuming a stream of type {type(dataset).__name__} reads its first {rows} rows again and drops them"
         if _is_one_shot(dataset):
             logger.warning(
-                "%s. It can be read only once, so the rows that follow are those of the first run only if it was made afresh "
-                "from its beginning; exact resuming cannot be promised. Pass a dataset whose __iter__ starts anew.", what,
+                "%s. It can be read only once, so the rows that follow are those of the first run only if it was "
+                "made afresh from its beginning; exact resuming cannot be promised. Pass a dataset whose __iter__ "
+                "starts anew.", what,
             )  # fmt: skip
         elif not hasattr(dataset, "state_dict"):
             logger.warning(
@@ -464,7 +470,10 @@ class _Collate:
                 return
             if tokens != labels:
                 where = "A row of the stream" if indices is None else f"Row {indices[place]} of the dataset"
-                message = f"{where} has {tokens} input_ids and {labels} labels, and {self.name} padded both to {shapes[0][1]}."
+                message = (
+                    f"{where} has {tokens} input_ids and {labels} labels, and {self.name} padded both to "
+                    f"{shapes[0][1]}."
+                )
                 if self.only_pads:
                     raise DataError(f"{message} Give each token a label, -100 where nothing is to be learned.")
                 self.looks_at_labels = False
@@ -575,8 +584,8 @@ class _Share(NamedTuple):
 class _Stream(IterableDataset):
     """Cuts a stream into groups and gives this process's part of each.
 
-    Every group is read under a seed of its own, the same in all processes that read the whole stream: however the stream
-    draws its random numbers, they see the same rows, and reading it again gives them again.
+    Every group is read under a seed of its own, the same in all processes that read the whole stream: however the
+    stream draws its random numbers, they see the same rows, and reading it again gives them again.
     """
 
     def __init__(
@@ -707,6 +716,6 @@ def as_filler(batch: Any) -> Filler | FillerList:
     if isinstance(batch, (list, tuple)):
         return FillerList(batch)
     raise DataError(
-        f"The last rows of an epoch do not go round all processes, and a batch of type {type(batch).__name__} cannot be "
-        "marked as one that does not count. Let the collator return a dict, or set dataloader_drop_last=True."
+        f"The last rows of an epoch do not go round all processes, and a batch of type {type(batch).__name__} cannot "
+        "be marked as one that does not count. Let the collator return a dict, or set dataloader_drop_last=True."
     )

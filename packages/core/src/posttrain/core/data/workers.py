@@ -30,8 +30,8 @@ def keep_through_sigterm(on: bool) -> None:
 
 
 class WorkerStart:
-    """What a worker does first. It leaves SIGINT to the process that it works for, and outlives one SIGTERM if that process
-    does (see `keep_through_sigterm`): the update that is to be finished needs its rows.
+    """What a worker does first. It leaves SIGINT to the process that it works for, and outlives one SIGTERM if that
+    process does (see `keep_through_sigterm`): the update that is to be finished needs its rows.
 
     Args:
         then: the user's own ``worker_init_fn``.

@@ -39,7 +39,8 @@ class AcceleratorArguments:
 
     accelerator_config: dict | str | None = opt(
         None,
-        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md for what they do.",
+        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md for what "
+        "they do.",
     )
 
     def _normalize(self) -> None:
@@ -68,13 +69,13 @@ class AcceleratorArguments:
                 yield f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}{did_you_mean(name, DEFAULTS)}"
         if config["dispatch_batches"]:
             yield (
-                "accelerator_config: dispatch_batches=True has no effect: every process reads its own rows, and of a stream "
-                "its part; leave it None"
+                "accelerator_config: dispatch_batches=True has no effect: every process reads its own rows, and of a "
+                "stream its part; leave it None"
             )
         if not config["use_seedable_sampler"]:
             yield (
-                "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function of the "
-                "seed and the epoch, so that a run can be resumed; leave it True"
+                "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function "
+                "of the seed and the epoch, so that a run can be resumed; leave it True"
             )
         yield from self._accumulation_problems(config.accumulation)
         processes = self.world_size
@@ -82,8 +83,8 @@ class AcceleratorArguments:
             for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
                 if (size := getattr(self, name)) % processes:
                     yield (
-                        f"accelerator_config: split_batches=True divides {name}={size} between {processes} processes, and it "
-                        f"does not come out even; set {name} to a multiple of {processes}"
+                        f"accelerator_config: split_batches=True divides {name}={size} between {processes} "
+                        f"processes, and it does not come out even; set {name} to a multiple of {processes}"
                     )
 
     def _accumulation_problems(self, options: dict[str, Any]) -> Iterator[str]:
@@ -100,8 +101,8 @@ class AcceleratorArguments:
         num_steps = options.get("num_steps")
         if num_steps is not None and num_steps != self.gradient_accumulation_steps:
             yield (
-                f"{where}: num_steps={num_steps} and gradient_accumulation_steps={self.gradient_accumulation_steps} are both "
-                "given; keep gradient_accumulation_steps"
+                f"{where}: num_steps={num_steps} and gradient_accumulation_steps={self.gradient_accumulation_steps} "
+                "are both given; keep gradient_accumulation_steps"
             )
 
     @property

@@ -36,8 +36,8 @@ class DistributedArguments:
     )  # fmt: skip
     ddp_timeout: int = opt(
         1800,
-        "Seconds that a process waits for the others in a step, on every device; then each writes its stacks and the job ends. "
-        "Preparation of data, and what the main process does alone, has no limit.",
+        "Seconds that a process waits for the others in a step, on every device; then each writes its stacks and the "
+        "job ends. Preparation of data, and what the main process does alone, has no limit.",
         min=1,
     )
     ddp_find_unused_parameters: bool | None = opt(
@@ -65,7 +65,8 @@ class DistributedArguments:
     )
     parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
-        "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, dp_shard_size.",
+        "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, "
+        "dp_shard_size.",
     )
 
     def _normalize(self) -> None:
@@ -104,4 +105,7 @@ class DistributedArguments:
         if (self.bf16 or self.bf16_full_eval) and not self.use_cpu and torch.cuda.is_available():
             if not torch.cuda.is_bf16_supported():
                 name = "bf16" if self.bf16 else "bf16_full_eval"
-                yield f"{name}=True needs a GPU that has bfloat16 (Ampere or newer), and this one lacks it; set fp16 instead"
+                yield (
+                    f"{name}=True needs a GPU that has bfloat16 (Ampere or newer), and this one lacks it; set fp16 "
+                    "instead"
+                )

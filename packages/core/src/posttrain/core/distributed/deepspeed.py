@@ -1,7 +1,7 @@
 """DeepSpeed's engine behind the verbs of `Distributed`: ZeRO's shards, its clipping and its step.
 
-Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. The optimizer and the schedule are those that the other arguments
-name; DeepSpeed cuts up their state.
+Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. The optimizer and the schedule are those that the other
+arguments name; DeepSpeed cuts up their state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from posttrain.core.models.wrapping import base_model
 
 logger = logging.getLogger(__name__)
 
-# What a configuration's optimizer may be, since the arguments make it, and which argument is meant by each of its values.
+# What a configuration's optimizer may be, since the arguments make it, and which argument is meant by each of its
+# values.
 OPTIMIZERS = ("adam", "adamw")
 MEANT = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "betas": None}
 # What follows from the width of the model, as a number of it.
@@ -68,8 +69,9 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
         found = {name: os.environ.get(name, "none") for name in ENVIRONMENT}
         zero = {ENVIRONMENT[n][0]: ENVIRONMENT[n][1](v) for n, v in found.items() if v.lower() != "none"}
         return {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 2} | zero,
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 2} | zero,
         }  # fmt: skip
     if isinstance(config, (str, os.PathLike)):
         try:
@@ -272,8 +274,8 @@ class Engine:
         inner, masters = self._inner(), self._masters()
         if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
             raise CheckpointError(
-                "The state of DeepSpeed's optimizer is cut in another way than this run cuts it. Set the stage of ZeRO and the "
-                "number of processes as they were."
+                "The state of DeepSpeed's optimizer is cut in another way than this run cuts it. Set the stage of "
+                "ZeRO and the number of processes as they were."
             )
         for group, options in zip(inner.param_groups, state["groups"], strict=True):
             group.update(options)

@@ -84,8 +84,8 @@ def precision(args: Any) -> str:
 def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] | None = None) -> str | None:
     """A sentence if the launcher was asked for several processes and quietly started this one alone.
 
-    ``accelerate launch --cpu --num_processes 2`` does (accelerate 1.15), and leaves no trace of the number but in its own
-    command line.
+    ``accelerate launch --cpu --num_processes 2`` does (accelerate 1.15), and leaves no trace of the number but in its
+    own command line.
 
     Args:
         environ: the environment of this process.

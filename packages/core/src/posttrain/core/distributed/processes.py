@@ -47,7 +47,9 @@ _waits: Waits | None = None
 
 
 def _leave_group() -> None:
-    """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is done."""
+    """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is
+    done.
+    """
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
@@ -82,8 +84,9 @@ def _without_plugins() -> Iterator[None]:
 
 
 def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
-    """Round those weights of `model` that its forward rounds each time: those of products under autocast, or `everything`
-    under FSDP, which gathers weights in that type. Weights that an embedding shares are read as they are, and stay."""
+    """Round those weights of `model` that its forward rounds each time: those of products under autocast, or
+    `everything` under FSDP, which gathers weights in that type. Weights that an embedding shares are read as they are,
+    and stay."""
     shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for module in model.modules():
         if everything or isinstance(module, nn.Linear):
@@ -178,7 +181,8 @@ class Distributed:
     # ---- model ----
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
-        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or the arguments forbid it.
+        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or the arguments
+        forbid it.
 
         Args:
             trained: it is the one that is trained; where that is to be cut up, it is moved piece by piece.
@@ -190,8 +194,8 @@ class Distributed:
         emulated = makes_emulated_products(model, self.precision == "bf16" or self.args.bf16_full_eval)
         if emulated and not self._is_emulated:
             logger.info(
-                "This processor has no bfloat16 instructions (AVX-512 BF16, AMX): products of bfloat16 are computed in float32, "
-                "which is faster than torch's emulation, and no faster than bf16=False."
+                "This processor has no bfloat16 instructions (AVX-512 BF16, AMX): products of bfloat16 are computed "
+                "in float32, which is faster than torch's emulation, and no faster than bf16=False."
             )
         self._is_emulated |= emulated
 
@@ -240,8 +244,8 @@ class Distributed:
         return self._mesh
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
-        """`model`, which is asked and never trained, where the trained one is: on this process' device, and in pieces if
-        that is. Every process must call it.
+        """`model`, which is asked and never trained, where the trained one is: on this process' device, and in pieces
+        if that is. Every process must call it.
 
         Args:
             rounds: keep weights that the forward rounds to bfloat16 or float16 anyway so rounded: it computes the same.
@@ -273,8 +277,8 @@ class Distributed:
 
     @contextlib.contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
-        """Within this context every process holds the weights of all `models` whole, as for generating with them, and need not
-        keep in step with the others."""
+        """Within this context every process holds the weights of all `models` whole, as for generating with them, and
+        need not keep in step with the others."""
         with contextlib.ExitStack() as stack:
             for model in models:
                 stack.enter_context(self._one_gathered(model))
@@ -301,8 +305,8 @@ class Distributed:
     def whole_state_dict(
         self, model: nn.Module, only: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor] | None:
-        """The weights of a sharded `model` put together in rank 0's host memory (elsewhere an empty dict); None for one that
-        is whole. Every process must call it."""
+        """The weights of a sharded `model` put together in rank 0's host memory (elsewhere an empty dict); None for one
+        that is whole. Every process must call it."""
         if not self.shards and self.engine is None:
             return None
         with self._waiting("gathering the weights"):
@@ -322,8 +326,8 @@ class Distributed:
         return _within(autocast, float32_products()) if self._is_emulated else autocast
 
     def in_step(self) -> contextlib.AbstractContextManager:
-        """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded weights, and
-        for the buffers that DDP copies."""
+        """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded
+        weights, and for the buffers that DDP copies."""
         waiting = self._waiting("the forward pass")
         # The backward computes checkpointed activations once more, and must do it in the same way.
         return _within(waiting, float32_products()) if self._is_emulated else waiting
@@ -351,14 +355,16 @@ class Distributed:
     def clip_gradients(
         self, parameters: list[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
     ) -> torch.Tensor:
-        """Scale the gradients down to `max_norm` (None or 0: leave them) and return their norm before that, shape ()."""
+        """Scale the gradients down to `max_norm` (None or 0: leave them) and return their norm before that, shape
+        ().
+        """
         if self.engine is not None:
             return self.engine.gradient_norm()
         if self.scaler:
             if self.scaler._scale is None:
                 raise RuntimeError(
-                    "fp16=True: the gradients were not made by the loss scaler, so they cannot be scaled back. In a training_step of "
-                    "your own, call self.accelerator.backward(loss) where it calls loss.backward()."
+                    "fp16=True: the gradients were not made by the loss scaler, so they cannot be scaled back. In a "
+                    "training_step of your own, call self.accelerator.backward(loss) where it calls loss.backward()."
                 )
             self.scaler.unscale_(optimizer)
         with self._waiting("the norm of the gradients"):

@@ -1,7 +1,7 @@
-"""Fully sharded data parallel training by torch's FSDP2: its settings, how a model is cut up, and how it is put together.
+"""Fully sharded data parallel training with torch's FSDP2: settings, sharding and gathering of a model.
 
-Every process holds a part of each weight, of its gradient and of its optimizer state. A layer's weights are gathered when it
-runs and let go after it, so a model needs the memory of one whole layer and of its own share. The numbers are those of DDP.
+Every process holds a shard of each weight, gradient and optimizer state. A layer's weights are gathered when it runs
+and freed after it, so a process needs memory for one whole layer and its own shards. The numbers equal those of DDP.
 
 Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 """
@@ -34,10 +34,9 @@ class Sharding:
     """How a model is sharded.
 
     Attributes:
-        reshard_after_forward: let go of a layer's gathered weights after its forward; False keeps them for the backward,
-            which is faster and needs the memory of the whole model.
+        reshard_after_forward: free a layer's weights after its forward; False is faster and needs more memory.
         cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
-        wrap: "transformer" makes a unit of each layer, "size" of each module with `min_num_params`, "none" of the model.
+        wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
         layer_classes: names of the classes that are layers; empty: those the model names itself.
         state_dict_type: "full" checkpoints are written whole by the main process, "sharded" ones in parts by all.
         replicas: groups of processes that each hold the whole model; 0: one for each machine.
@@ -68,15 +67,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 _NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
 POLICIES = {"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"}
 STATE_DICTS = {"full_state_dict": "full", "sharded_state_dict": "sharded"}
-# Options of the first FSDP whose purpose FSDP2 serves of itself.
+# Options of FSDP 1 that FSDP2 does not need.
 WITHOUT_EFFECT = (
-    "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params", "ignored_modules",
-    "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
+    "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
+    "ignored_modules", "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
 )  # fmt: skip
 NAMES = (
-    "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params", "activation_checkpointing",
-    "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy", "transformer_layer_cls_to_wrap",
-    "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", "min_num_params", "mixed_precision_policy", "xla",
+    "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params",
+    "activation_checkpointing", "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", "min_num_params",
+    "mixed_precision_policy", "xla",
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def read(
         elif option == "offload":
             settings = replace(settings, cpu_offload=True)
         elif option == "no_shard":
-            problems.append("fsdp='no_shard' shards nothing: leave fsdp away, and gradients are averaged by DDP")
+            problems.append("fsdp='no_shard' shards nothing; leave fsdp out to use DDP")
         elif option not in ("auto_wrap", "true"):
             hint = did_you_mean(option, [*STRATEGIES, "offload", "auto_wrap"])
             problems.append(
@@ -124,7 +124,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
         return read(None, None, sizes)
     found = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
     found = {name: value for name, value in found.items() if value.lower() not in ("", "none")}
-    # The first FSDP had strategies and the second has a switch; accelerate writes both whichever is meant.
+    # FSDP 1 has strategies, FSDP2 a switch; accelerate writes both.
     found.pop("sharding_strategy" if found.get("version") == "2" else "reshard_after_forward", None)
     options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
     return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
@@ -167,8 +167,8 @@ def _parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
     for name, kind in kinds.items():
         if sizes.get(name, 1) > 1:
             problems.append(
-                f"parallelism_config: {name}={sizes[name]} asks for {kind} parallelism, which this version does not have; "
-                "set it to 1 and shard the model over the data parallel processes with dp_shard_size"
+                f"parallelism_config: {name}={sizes[name]} is {kind} parallelism, which this version does not "
+                "support; set it to 1 and shard the model over the data parallel processes with dp_shard_size"
             )
     return sizes
 
@@ -194,7 +194,7 @@ def _with(settings: Sharding, name: str, value: Any) -> Sharding:
     if name == "activation_checkpointing":
         return replace(settings, activation_checkpointing=is_true(value))
     if name == "cpu_ram_efficient_loading":
-        # Read by from_pretrained, which runs before any trainer: the launcher's environment variable is what counts.
+        # from_pretrained reads the launcher's variable before a trainer exists, so this has no effect here.
         is_true(value)
         return settings
     if name == "state_dict_type":
@@ -238,26 +238,26 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
 
 
 def optimizer_problems(name: Any) -> Iterator[str]:
-    """Why the optimizer `name` cannot train weights that are kept in pieces."""
+    """Why the optimizer `name` cannot train sharded weights."""
     name = str(getattr(name, "value", name))
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # refused for several processes anyway
     whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
     if whole or "8bit" in name or "4bit" in name or "fp8" in name:
         why = "looks at whole matrices" if whole else "has kernels of its own"
-        yield f"optim={name!r} {why}, and fsdp keeps them in pieces; set an optimizer such as adamw_torch_fused, or fsdp=None"
+        yield f"optim={name!r} {why}, and fsdp shards them; set optim=adamw_torch_fused, or fsdp=None"
 
 
-# ------------------------------------------------------------------------------------------------------ cutting a model
+# ----------------------------------------------------------------------------------------------------- sharding a model
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `model` was cut up by `shard`."""
+    """Whether `model` was sharded by `shard`."""
     return any(kind.__name__ == "FSDPModule" for kind in type(unwrap(model)).__mro__)
 
 
 def plain_class(model: nn.Module) -> type[nn.Module]:
-    """The class of `model` before it was cut up, which puts another in front of it."""
+    """The class of `model` before `shard` changed it."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
@@ -272,8 +272,8 @@ def make_mesh(settings: Sharding, device_type: str, world_size: int, local_world
     replicas = settings.replicas or max(world_size // local_world_size, 1)
     if world_size % replicas or settings.shards not in (0, world_size // replicas):
         raise ValueError(
-            f"{world_size} processes are not dp_replicate_size={replicas} groups of dp_shard_size={settings.shards or 'any'}; "
-            "change these sizes, or the number of processes."
+            f"{world_size} processes are not dp_replicate_size={replicas} groups of "
+            f"dp_shard_size={settings.shards or 'any'}; change these sizes, or the number of processes."
         )
     if replicas == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -283,15 +283,15 @@ def make_mesh(settings: Sharding, device_type: str, world_size: int, local_world
 def shard(
     model: nn.Module, settings: Sharding, mesh: Any, device: torch.device, precision: str, frozen: bool = False
 ) -> nn.Module:
-    """Cut up `model` in place, layer by layer, so that no device ever holds more than one whole layer.
+    """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer.
 
     All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
 
     Args:
-        frozen: it is asked and never trained: nothing stays gathered for a backward.
+        frozen: the model is never trained, so nothing stays gathered for a backward.
 
     Returns:
-        `model`, which is now an `FSDPModule` too. Its parameters are new ones.
+        `model`, now also an `FSDPModule`, with new parameters.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -305,15 +305,15 @@ def shard(
         _load_from_main(unit, device, moved)
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     _load_from_main(model, device, moved)
-    # What is left is mostly the embedding and the head, needed first and last: gathered once for forward and backward.
+    # The rest is mostly the embedding and the head, so it is gathered once for forward and backward.
     fully_shard(model, reshard_after_forward=frozen or (None if settings.reshard_after_forward else False), **options)
-    # At its first forward each unit asks whether it is the outermost, and a generation does not begin at that.
+    # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
     model._get_fsdp_state()._lazy_init()
     return model
 
 
 def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
-    """The modules that are gathered one at a time, inner ones first; `model` itself, which holds the rest, is not listed."""
+    """The modules that are gathered one at a time, inner ones first, without `model` itself, which holds the rest."""
     base = base_model(model)
     if settings.wrap == "none":
         return []
@@ -325,13 +325,13 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         near = did_you_mean(sorted(absent)[0], kinds)
         raise ValueError(
-            f"transformer_layer_cls_to_wrap names {', '.join(sorted(absent))}, and {type(base).__name__} has no such module"
-            f"{near}. It has {', '.join(kinds)}."
+            f"transformer_layer_cls_to_wrap names {', '.join(sorted(absent))}, and {type(base).__name__} has no such "
+            f"module{near}. It has {', '.join(kinds)}."
         )
     if not found:
         logger.warning(
-            "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for instance "
-            "{'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
+            "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for "
+            "instance {'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
         )  # fmt: skip
     return found[::-1]
 
@@ -352,10 +352,10 @@ def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
 
 
 def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Move what `unit` holds, and no earlier unit has, to `device`, with the values of the main process.
+    """Move the tensors that only `unit` holds to `device`, with the values of the main process.
 
     Args:
-        moved: ``{id(tensor): (tensor, what took its place)}``; tied weights stay one.
+        moved: ``{id(tensor): (tensor, its replacement)}``; tied weights stay tied.
     """
     for module in unit.modules():
         for table in (module._parameters, module._buffers):
@@ -380,45 +380,45 @@ def units_of(model: nn.Module) -> list[Any]:
 
 
 def gather(model: nn.Module) -> None:
-    """Put all weights together and let them stay so, whatever runs."""
+    """Gather all weights and keep them gathered."""
     for unit in units_of(model):
         unit.unshard()
         unit.set_reshard_after_forward(False, recurse=False)
 
 
 def scatter(model: nn.Module, settings: Sharding) -> None:
-    """Let go of weights that are not this process' own, and of each layer's after it has run."""
+    """Free all weights but the process's own shards, and each layer's weights after it has run."""
     for unit in units_of(model):
         unit.reshard()
         unit.set_reshard_after_forward(settings.reshard_after_forward and unit is not model, recurse=False)
 
 
 def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
-    """Let `optimizer`, made from the parameters of `model` before it was cut up, train those that it has now.
+    """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones.
 
     Args:
         before: ``{id(parameter): name}`` before `shard`.
 
     Raises:
-        ValueError: it has state already, which is of whole weights.
+        ValueError: the optimizer already has state for whole weights.
     """
     if optimizer is None:
         return
     if optimizer.state:
         raise ValueError(
-            "The optimizer has taken steps before FSDP cut up the weights, so its state does not fit them. Pass "
-            "optimizer_cls_and_kwargs instead, and it is made afterwards."
+            "The optimizer took steps before FSDP sharded the weights, so its state does not fit them. Pass "
+            "optimizer_cls_and_kwargs instead of an optimizer."
         )
     now = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [now[before[id(p)]] if id(p) in before else p for p in group["params"]]
 
 
-# ------------------------------------------------------------------------------------------------- pieces and the whole
+# --------------------------------------------------------------------------------------------- shards and whole tensors
 
 
 def extent(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of this process' piece of a `DTensor`."""
+    """(offset, shape) of this process's shard of a `DTensor`."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -435,30 +435,30 @@ def is_piece(value: Any) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, put together where each process holds a piece of it; then every process must call this."""
+    """`tensor` whole: gathered if it is sharded, in which case every process must call this."""
     if is_piece(tensor):
         return tensor.full_tensor()
     return deepspeed.whole(tensor) if deepspeed.is_piece(tensor) else tensor
 
 
 def is_in_pieces(tensor: torch.Tensor) -> bool:
-    """Whether each process holds a piece of `tensor`: under FSDP, or under DeepSpeed's ZeRO-3."""
+    """Whether `tensor` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
     return is_piece(tensor) or deepspeed.is_piece(tensor)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape that `whole` would give `tensor`."""
+    """The shape of the whole `tensor`."""
     return tuple(tensor.ds_shape if deepspeed.is_piece(tensor) else tensor.shape)
 
 
 def is_first_copy(tensor: Any) -> bool:
-    """Whether this process is the first of those that hold the same piece."""
+    """Whether this process is the first of those that hold the same shard."""
     mesh = tensor.device_mesh
     return all(p.is_shard() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
 
 
 def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], like: Any) -> Any:
-    """A `DTensor` laid out as `like`, whose local part is ``cut(offset, shape)``. No process hears of another."""
+    """A `DTensor` laid out as `like` with the local shard ``cut(offset, shape)``; without communication."""
     from torch.distributed.tensor import DTensor
 
     local = like.to_local()
@@ -469,7 +469,7 @@ def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], 
 
 
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
-    """Write `full` into `tensor`, of which this process may hold a piece."""
+    """Write `full` into `tensor`, which may be sharded."""
     if is_piece(tensor):
         tensor.to_local().copy_(full[index(*extent(tensor))])
     else:
@@ -477,17 +477,17 @@ def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Of a piece in the whole."""
+    """The slice of a shard in the whole tensor."""
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """The state dict of a sharded `model` put together, tensor by tensor, in host memory.
+    """The whole state dict of a sharded `model`, gathered tensor by tensor into host memory.
 
     Every process must call it; where not `keep`, nothing is kept and an empty dict is returned.
     """
     kept: dict[str, torch.Tensor] = {}
-    seen: dict[int, torch.Tensor] = {}  # tied weights, which stay one
+    seen: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for name, tensor in model.state_dict().items():
         if not only(name):
             continue

@@ -1,7 +1,7 @@
 """Waits that may take as long as the work of another process does: through the store that all share, in no collective.
 
-A collective has a limit, and a process that prepares data for hours is not late. What ends such a wait is the work, an error
-in it, or the end of the process that does it: each shows four times a minute or more that it lives.
+A collective has a limit, and a process that prepares data for hours is not late. What ends such a wait is the work, an
+error in it, or the end of the process that does it: each shows four times a minute or more that it lives.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Waits:
             raise
         except RuntimeError as error:  # torch's errors of a store that is gone
             raise LostProcessError(
-                f"The processes cannot reach each other any more ({error}), and this one waited for process {rank}: {what}."
+                f"The processes cannot reach each other any more ({error}), and this one waited for process {rank}: "
+                f"{what}."
             ) from error
 
     def gather(self, value: Any, what: str) -> list[Any]:

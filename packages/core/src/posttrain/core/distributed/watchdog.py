@@ -1,7 +1,8 @@
 """What ends a run of several processes in time: a process that fails says so, and one that hangs is found.
 
-A process that waits for another longer than ``ddp_timeout`` sounds the alarm in the store that all share. Every process has a
-thread that listens for it, also the one that all wait for: each writes the stacks of its threads, and the job ends.
+A process that waits for another longer than ``ddp_timeout`` sounds the alarm in the store that all share. Every process
+has a thread that listens for it, also the one that all wait for: each writes the stacks of its threads, and the job
+ends.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Watchdog(threading.Thread):
         self._waits = None
 
     def stop(self) -> None:
-        """End the thread and wait for it: one that still asks the store aborts an interpreter that is taken down meanwhile."""
+        """End the thread and wait for it: one that still asks the store aborts an interpreter that is taken down
+        meanwhile.
+        """
         self._stopped.set()
         if self.is_alive():
             self.join(timeout=5)
@@ -123,7 +126,9 @@ class Watchdog(threading.Thread):
 
 
 def record_failure(error: BaseException) -> None:
-    """Leave `error` for the launcher (torchrun and those built on it), which shows that of the first process to fail, last."""
+    """Leave `error` for the launcher (torchrun and those built on it), which shows that of the first process to fail,
+    last.
+    """
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -82,8 +82,8 @@ def _prompt_of(row: Any, tokenizer: Any) -> tuple[str, list[int]]:
     if "prompt_ids" in row:
         return tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"])
     raise DataError(
-        f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep one, with "
-        "remove_unused_columns=True the trainer itself does not read it."
+        f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep one, "
+        "with remove_unused_columns=True the trainer itself does not read it."
     )
 
 

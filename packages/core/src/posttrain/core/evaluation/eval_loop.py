@@ -33,15 +33,16 @@ class EvaluationArguments:
     )
     eval_delay: float = opt(0, "Updates (or epochs, by strategy) before the first evaluation.", min=0)
     eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
-    per_device_eval_batch_size: int = opt(8, "Rows of one evaluation batch on each device; metrics do not depend on it.",
+    per_device_eval_batch_size: int = opt(8,
+    "Rows of one evaluation batch on each device; metrics do not depend on it.",
                                           min=1, aliases=("per_gpu_eval_batch_size",))  # fmt: skip
     prediction_loss_only: bool = opt(
         False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run."
     )
     eval_accumulation_steps: int | None = opt(
         None,
-        "Batches whose predictions stay on the device before they move to host memory; None: each moves at once. More wait "
-        "for the device less often, and need its memory.",
+        "Batches whose predictions stay on the device before they move to host memory; None: each moves at once. "
+        "More wait for the device less often, and need its memory.",
         min=1,
     )
     eval_do_concat_batches: bool = opt(
@@ -109,17 +110,19 @@ def predict_batch(
 
 @runtime_checkable
 class StreamingMetric(Protocol):
-    """Metrics that are computed batch by batch: pass an object with these methods as ``compute_metrics``, and no prediction
-    is stored.
+    """Metrics that are computed batch by batch: pass an object with these methods as ``compute_metrics``, and no
+    prediction is stored.
 
-    An evaluation starts with ``reset()`` where there is such a method, and otherwise with a copy of the object as it was
-    given. With several processes each of them sees every batch, in the order of the dataset; an object that also has
-    ``merge(others)``, which takes in what the others of a list have seen, sees the batches of its own process alone, and is
-    merged before ``compute``. Both ways every row counts once.
+    An evaluation starts with ``reset()`` where there is such a method, and otherwise with a copy of the object as it
+    was given. With several processes each of them sees every batch, in the order of the dataset; an object that also
+    has ``merge(others)``, which takes in what the others of a list have seen, sees the batches of its own process
+    alone, and is merged before ``compute``. Both ways every row counts once.
     """
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Take in a batch: tensors of shape (rows, ...), detached, or what ``preprocess_logits_for_metrics`` made of them."""
+        """Take in a batch: tensors of shape (rows, ...), detached, or what ``preprocess_logits_for_metrics`` made of
+        them.
+        """
 
     def compute(self) -> dict[str, float]:
         """The metrics of everything that was taken in, by name."""
@@ -147,7 +150,8 @@ class _Streamed:
         metrics = metric.compute()
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"{type(metric).__name__}.compute() returned {metrics!r}; a streaming metric returns a dict of named values."
+                f"{type(metric).__name__}.compute() returned {metrics!r}; a streaming metric returns a dict of named "
+                "values."
             )
         return dict(metrics)
 
@@ -173,25 +177,27 @@ def is_streaming(compute_metrics: Any) -> bool:
 
 
 def check_metrics(compute_metrics: Any, batch_eval_metrics: bool, include_for_metrics: list[str]) -> None:
-    """Raise TypeError where `compute_metrics` cannot be one, ValueError where the arguments ask of it what it cannot do."""
+    """Raise TypeError where `compute_metrics` cannot be one, ValueError where the arguments ask of it what it cannot
+    do.
+    """
     if compute_metrics is None:
         return
     name = type(compute_metrics).__name__
     if is_streaming(compute_metrics):
         if include_for_metrics:
             raise ValueError(
-                f"include_for_metrics={include_for_metrics!r} has no use: update(predictions, labels) of the {name} passed as "
-                "compute_metrics gets neither. Leave it out, or pass a function."
+                f"include_for_metrics={include_for_metrics!r} has no use: update(predictions, labels) of the {name} "
+                "passed as compute_metrics gets neither. Leave it out, or pass a function."
             )
     elif not callable(compute_metrics):
         raise TypeError(
-            f"compute_metrics is of type {name}; it must be callable with an EvalPrediction, or have update(predictions, "
-            "labels) and compute()."
+            f"compute_metrics is of type {name}; it must be callable with an EvalPrediction, or have "
+            "update(predictions, labels) and compute()."
         )
     elif batch_eval_metrics and not accepts(compute_metrics, "compute_result"):
         raise ValueError(
-            "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at the "
-            "last; this compute_metrics has no argument compute_result."
+            "batch_eval_metrics=True calls compute_metrics(batch, compute_result=...) after each batch, with True at "
+            "the last; this compute_metrics has no argument compute_result."
         )
 
 
@@ -248,8 +254,8 @@ def run(
         fill: fills predictions of ragged width; labels are filled with -100.
 
     Raises:
-        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set. Found
-            at the first batch.
+        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set.
+            Found at the first batch.
     """
     keep = keep and (batch_metrics is None or keep_with_batch_metrics)
     kept, waiting, rows = Kept(concatenate, fill), [], 0

@@ -1,8 +1,8 @@
 """Evaluation that generates: what `predict_with_generate` means for every trainer that has it.
 
-The loss and the generated tokens of a batch come from one pass, with the encoder run once for both. Models without an encoder
-get their prompts alone, padded on the left, and the prompts are cut off what they generate. Evaluation rows are read longest
-first, so that rows of a batch end together; their predictions come back in the order of the dataset.
+The loss and the generated tokens of a batch come from one pass, with the encoder run once for both. Models without an
+encoder get their prompts alone, padded on the left, and the prompts are cut off what they generate. Evaluation rows are
+read longest first, so that rows of a batch end together; their predictions come back in the order of the dataset.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def load_generation_config(source: Any) -> Any:
     elif isinstance(source, Mapping):
         for name in unknown_options(source):
             raise ValueError(
-                f"generation_config: {name!r} is no field of GenerationConfig{did_you_mean(name, vars(GenerationConfig()))}."
+                f"generation_config: {name!r} is no field of "
+                f"GenerationConfig{did_you_mean(name, vars(GenerationConfig()))}."
             )
         config = GenerationConfig(**source)
     elif isinstance(source, (str, Path)):
@@ -100,7 +101,8 @@ def load_generation_config(source: Any) -> Any:
             config = GenerationConfig.from_pretrained(*place)
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
-                f"generation_config={str(source)!r} is neither a file or folder here nor a model's name on the Hub: {error}"
+                f"generation_config={str(source)!r} is neither a file or folder here nor a model's name on the Hub: "
+                f"{error}"
             ) from error
     else:
         raise TypeError(
@@ -120,7 +122,8 @@ class LongestFirst(EpochSampler):
     """Rows by length, longest first: batches of like rows, and what does not fit into memory fails at once.
 
     Attributes:
-        rows_to_restore: the dataset's row of each row read; `posttrain.core.evaluation.eval_loop.run` puts results back by it.
+        rows_to_restore: the dataset's row of each row read; `posttrain.core.evaluation.eval_loop.run` puts results back
+            by it.
         longest_target: the most labels that a row has; None where rows have none.
     """
 
@@ -135,7 +138,8 @@ class LongestFirst(EpochSampler):
 
 
 def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int | None = None) -> LongestFirst | None:
-    """The order in which `dataset` is generated from; None where its lengths cannot be had without reading every row twice.
+    """The order in which `dataset` is generated from; None where its lengths cannot be had without reading every row
+    twice.
 
     Args:
         pad_token_id: not counted among the labels, besides -100; None where padding cannot be told by its id.
@@ -182,7 +186,8 @@ def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, 
         longest: the most tokens that a row's labels have; None where that is not known.
 
     Raises:
-        ValueError: `args` asks for outputs shorter than the longest label. A length that nobody asked for is raised instead.
+        ValueError: `args` asks for outputs shorter than the longest label. A length that nobody asked for is raised
+            instead.
     """
     found = {name: value for name, value in given.items() if value is not None}
     if "generation_config" in found:
@@ -215,9 +220,9 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
         return found
     if asked or args.generation_max_length is not None:
         raise ValueError(
-            f"{who} is below the longest label of the evaluation set, which has {longest} tokens: that row could never be "
-            f"generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To cut outputs short "
-            "on purpose, pass max_length=... to evaluate or predict."
+            f"{who} is below the longest label of the evaluation set, which has {longest} tokens: that row could "
+            f"never be generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To "
+            "cut outputs short on purpose, pass max_length=... to evaluate or predict."
         )
     message = "The longest label of the evaluation set has %d tokens, so up to as many are generated, not %s. Set "
     logger.info(message + "generation_max_length to choose another length.", longest, who)
@@ -271,7 +276,8 @@ def predict_batch(
         compute_loss: ``(model, inputs) -> loss``; called where the batch has labels.
         generate_options: as `options` gives them.
         synced: the parameters are spread over processes, which must take every step together.
-        lean: generates in place of ``model.generate`` where it can, given inputs, encoder outputs and options; else None.
+        lean: generates in place of ``model.generate`` where it can, given inputs, encoder outputs and options; else
+            None.
     """
     inputs, whole = dict(inputs), unwrap(model)
     labels = inputs.get("labels")
@@ -314,12 +320,12 @@ def encode(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Rows of prompt and target become (prompts padded on the left, targets padded on the right with -100).
 
-    The target is the last run of labelled tokens: the completion, or the last answer of a conversation. The prompt is all
-    that comes before it; the whole row, where it has no labels. On which side the batch is padded does not matter.
+    The target is the last run of labelled tokens: the completion, or the last answer of a conversation. The prompt is
+    all that comes before it; the whole row, where it has no labels. On which side the batch is padded does not matter.
 
     Args:
-        inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any; what is
-            there besides and does not belong to single tokens is kept.
+        inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any; what
+            is there besides and does not belong to single tokens is kept.
 
     Raises:
         DataError: a row is labelled from its first token on, so there is no prompt to generate from.
@@ -331,8 +337,9 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
     if labels is not None:
         if labels.shape != ids.shape:
             raise DataError(
-                f"labels of shape {tuple(labels.shape)} do not lie beside input_ids of shape {tuple(ids.shape)}. A model "
-                "without an encoder reads prompt and target as one row, and its labels are -100 over the prompt."
+                f"labels of shape {tuple(labels.shape)} do not lie beside input_ids of shape {tuple(ids.shape)}. A "
+                "model without an encoder reads prompt and target as one row, and its labels are -100 over the "
+                "prompt."
             )
         labelled = labels != IGNORE_INDEX
         begins = labelled.clone()
@@ -346,9 +353,9 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
     lengths = is_prompt.sum(1)
     if not bool(lengths.all()):
         raise DataError(
-            f"Row {int(lengths.argmin())} of the batch has no prompt: its first token is labelled already, so there is nothing "
-            "to generate from. Use rows of prompt and completion, with labels of -100 over the prompt, or set "
-            "predict_with_generate=False."
+            f"Row {int(lengths.argmin())} of the batch has no prompt: its first token is labelled already, so there "
+            "is nothing to generate from. Use rows of prompt and completion, with labels of -100 over the prompt, "
+            "or set predict_with_generate=False."
         )
     by_token = {name for name, v in inputs.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape}
     rest = {name: v for name, v in inputs.items() if name not in {*by_token, "labels", "seq_lengths"} and v is not None}

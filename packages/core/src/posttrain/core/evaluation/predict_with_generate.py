@@ -1,6 +1,7 @@
 """The half of a trainer whose evaluations generate: what `Seq2SeqTrainer` and `SFTTrainer` have in common.
 
-Mixed in before `Trainer`, in a class whose arguments hold `GenerationArguments`. What is done is in the room `generation`.
+Mixed in before `Trainer`, in a class whose arguments hold `GenerationArguments`. What is done is in the room
+`generation`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratesText:
-    """Adds ``predict_with_generate`` to a trainer: `evaluate` and `predict` generate, and take arguments of ``generate``."""
+    """Adds ``predict_with_generate`` to a trainer: `evaluate` and `predict` generate, and take arguments of
+    ``generate``.
+    """
 
     #: Generates in place of ``model.generate`` where it can; see `posttrain.core.evaluation.generate.predict_batch`.
     _lean: Any = None
@@ -77,7 +80,8 @@ class GeneratesText:
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, generated tokens, labels) of one evaluation batch; logits instead of tokens where nothing is generated.
+        """(loss, generated tokens, labels) of one evaluation batch; logits instead of tokens where nothing is
+        generated.
 
         Args:
             gen_kwargs: arguments of ``generate``; by default those of the `evaluate` or `predict` that is running.
@@ -99,7 +103,9 @@ class GeneratesText:
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """The `GenerationConfig` that is passed, or named by a path or the name of a model; see `posttrain.core.evaluation.generate`."""
+        """The `GenerationConfig` that is passed, or named by a path or the name of a model; see
+        `posttrain.core.evaluation.generate`.
+        """
         return generate.load_generation_config(gen_config_arg)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
@@ -127,7 +133,8 @@ class GeneratesText:
             return
         if not callable(getattr(self.model, "generate", None)):
             raise TypeError(
-                f"predict_with_generate=True needs a model with a method generate, and {type(self.model).__name__} has none."
+                f"predict_with_generate=True needs a model with a method generate, and {type(self.model).__name__} "
+                "has none."
             )
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         for dataset in sets:

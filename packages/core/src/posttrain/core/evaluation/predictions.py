@@ -1,4 +1,6 @@
-"""What an evaluation keeps of its batches: on the way to host memory, joined to one array, at the peak once its size."""
+"""What an evaluation keeps of its batches: on the way to host memory, joined to one array, at the peak once its
+size.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Kept:
 
 
 def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with `padding`."""
+    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with
+    `padding`.
+    """
     return _join(list(parts), padding)
 
 
@@ -87,8 +91,8 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array by torch's allocator: numpy asks for huge pages, which a virtual machine may have to find first, for a second
-    each GB and more."""
+    """An array by torch's allocator: numpy asks for huge pages, which a virtual machine may have to find first, for a
+    second each GB and more."""
     try:
         return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
     except TypeError:  # texts, objects
@@ -157,9 +161,9 @@ def check_size(need: int, num_batches: int) -> None:
         return
     said = (
         f"Keeping the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "
-        f"{free / 2**30:.1f} GiB of memory are free. Pass preprocess_logits_for_metrics (an argmax, say) so that less is kept, "
-        "or metrics that are computed batch by batch (an object with update and compute, or batch_eval_metrics=True), or set "
-        "prediction_loss_only=True."
+        f"{free / 2**30:.1f} GiB of memory are free. Pass preprocess_logits_for_metrics (an argmax, say) so that "
+        "less is kept, or metrics that are computed batch by batch (an object with update and compute, or "
+        "batch_eval_metrics=True), or set prediction_loss_only=True."
     )
     if need > free:
         raise MemoryError(said)

@@ -163,8 +163,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
 
     Args:
         model_name: None: the name of the directory.
-        fields: the arguments of `model_card`, `datasets` also under its earlier names ``dataset_name``, ``dataset_tags``
-            and ``dataset``; `versions` defaults to those of this process.
+        fields: the arguments of `model_card`, `datasets` also under its earlier names ``dataset_name``,
+            ``dataset_tags`` and ``dataset``; `versions` defaults to those of this process.
 
     Returns:
         The file, or None if there is a card that somebody wrote, which stays.
@@ -186,7 +186,9 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
 
 
 def _with_datasets(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with `datasets` under its name of today: ``dataset_name`` (trl), ``dataset_tags`` or ``dataset`` (transformers)."""
+    """`fields` with `datasets` under its name of today: ``dataset_name`` (trl), ``dataset_tags`` or ``dataset``
+    (transformers).
+    """
     named = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]
     return fields | {"datasets": fields.get("datasets") or next(filter(None, named), None)}
 

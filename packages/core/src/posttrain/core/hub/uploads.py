@@ -24,7 +24,8 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 RESUME_FILES = ("optimizer*", "scheduler*", "rank-*", "manifest.json", "trainer_state.json")
 #: Seconds to wait before the second, third, ... attempt of an upload.
 RETRY_WAITS = (1.0, 4.0, 16.0)
-#: Seconds that the end of a run waits for uploads. They do not end by themselves where a server accepts and stays silent.
+#: Seconds that the end of a run waits for uploads. They do not end by themselves where a server accepts and stays
+# silent.
 FINISH_TIMEOUT = 3600.0
 # Refusals that may pass: timeout, conflict, another commit came first, locked, too early, too many requests.
 _MAY_PASS = {408, 409, 412, 423, 425, 429}
@@ -84,8 +85,8 @@ def missing_token(args: HubArguments) -> str | None:
     if get_token():
         return None
     return (
-        "push_to_hub=True and there is no token to upload with, so nothing will be uploaded: set HF_TOKEN, run `hf auth login`, or "
-        "pass hub_token. Training goes on, and its results are in output_dir."
+        "push_to_hub=True and there is no token to upload with, so nothing will be uploaded: set HF_TOKEN, run `hf "
+        "auth login`, or pass hub_token. Training goes on, and its results are in output_dir."
     )
 
 

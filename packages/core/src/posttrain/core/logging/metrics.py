@@ -74,8 +74,8 @@ class Metrics:
     def drain(
         self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
     ) -> dict[str, tuple[float, float]]:
-        """The (sum, count) of each metric since the last drain, over all processes; then start afresh. That of an extreme
-        is itself, and 1; one that was never anything but NaN is left out.
+        """The (sum, count) of each metric since the last drain, over all processes; then start afresh. That of an
+        extreme is itself, and 1; one that was never anything but NaN is left out.
 
         Args:
             gather: gives the list of what every process passed (`Distributed.gather_object`); called once.
@@ -130,9 +130,10 @@ def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 # Dense 16-bit matrix operations a second, as the makers' data sheets have them, by a part of the device's name.
 PEAK_FLOPS = {
-    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12,
-    "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
+    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12,
+    "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "MI300X": 1307e12, "MI250X": 383e12,
 }  # fmt: skip
 
 
@@ -151,8 +152,8 @@ class Clock:
     """Where the seconds of a run go, by phase, and how fast it moves.
 
     Args:
-        device: an accelerator's phases between `begin` and `lap` are timed by the device itself, and read when a record is
-            made; without one, they are the host's.
+        device: an accelerator's phases between `begin` and `lap` are timed by the device itself, and read when a record
+            is made; without one, they are the host's.
         peak_flops: operations a second that all devices together could do, for the ``perf/mfu`` of a record.
     """
 
@@ -198,7 +199,9 @@ class Clock:
         return event
 
     def count(self, tokens: float, slots: float, flops: float = 0) -> None:
-        """Take in, for the next `performance`, tokens that are not padding, all `slots`, and operations, over all processes."""
+        """Take in, for the next `performance`, tokens that are not padding, all `slots`, and operations, over all
+        processes.
+        """
         self._tokens += tokens
         self._slots += slots
         self._flops += flops
@@ -210,8 +213,8 @@ class Clock:
     def performance(self, steps: int, steps_left: int) -> dict[str, float]:
         """The ``perf/`` values of a log record, since the last one; then start afresh.
 
-        Times of phases are in seconds, peaks of memory in MiB and since the process began, ``perf/mfu`` is the share of what
-        the devices could do at best (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        Times of phases are in seconds, peaks of memory in MiB and since the process began, ``perf/mfu`` is the share of
+        what the devices could do at best (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
         Args:
             steps: updates since the last record. steps_left: updates to the end of the run.
@@ -275,7 +278,9 @@ def speed_metrics(
 
 
 def formatted(metrics: dict[str, Any]) -> dict[str, Any]:
-    """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), other fractions to four places."""
+    """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), other fractions to four
+    places.
+    """
     return {name: _formatted(name, value) for name, value in metrics.items()}
 
 

@@ -62,7 +62,8 @@ def loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: s
     if not losses:
         raise ValueError(
             f"None of the {len(log_history)} records holds 'step' together with 'loss' or 'eval_loss', so there is "
-            "nothing to draw. Pass trainer.state.log_history, and set logging_steps to no more than the steps of the run."
+            "nothing to draw. Pass trainer.state.log_history, and set logging_steps to no more than the steps of "
+            "the run."
         )
     rates = read_series(log_history, "learning_rate", "learning rate", "var(--rate)")
     steps = [x for series in [*losses, rates] for x, _ in series.points]

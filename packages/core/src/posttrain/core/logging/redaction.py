@@ -15,12 +15,13 @@ _WORDS = (
 _NAME = re.compile(rf"(?:.*[_-])?{_WORDS}", re.IGNORECASE)
 # The special tokens of tokenizers and processors, which are named like what opens an account.
 _TEXT_TOKENS = re.compile(
-    r"(bos|eos|pad|unk|sep|cls|mask|image|video|audio|fake_image|boi|eoi|boa|eoa|eot|eom|eod|stop|begin|end|start|decoder_start"
-    r"|response|thinking|special|new|next|first|last|per|vision_(start|end))_token",
+    r"(bos|eos|pad|unk|sep|cls|mask|image|video|audio|fake_image|boi|eoi|boa|eoa|eot|eom|eod|stop|begin|end|start"
+    r"|decoder_start|response|thinking|special|new|next|first|last|per|vision_(start|end))_token",
     re.IGNORECASE,
 )
 _HIDDEN = "***"
-# What gives itself away wherever it stands: tokens by the beginnings that their makers gave them, and the user in an address.
+# What gives itself away wherever it stands: tokens by the beginnings that their makers gave them, and the user in an
+# address.
 _TELLING = re.compile(
     r"\b(hf_\w{6,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{12,}"
     r"|glpat-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
@@ -38,7 +39,9 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str, *known: str | None) -> str:
-    """`text` without what looks like a token or is named like one, a password in an address, and the secrets `known`."""
+    """`text` without what looks like a token or is named like one, a password in an address, and the secrets
+    `known`.
+    """
     for secret in known:
         if secret:
             text = text.replace(secret, _HIDDEN)
@@ -48,7 +51,8 @@ def redact(text: str, *known: str | None) -> str:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """`value` with every secret in it replaced: all texts of what is named like a secret, at any depth, and what looks like one.
+    """`value` with every secret in it replaced: all texts of what is named like a secret, at any depth, and what looks
+    like one.
 
     What holds no secret is returned as it is.
     """
@@ -96,7 +100,9 @@ def without_secrets(value: Any) -> Any:
 
 
 def masked_words(words: list[str]) -> list[str]:
-    """The words of a command line without the values of flags such as --hub_token, and what looks like a secret elsewhere."""
+    """The words of a command line without the values of flags such as --hub_token, and what looks like a secret
+    elsewhere.
+    """
     found, hide = [], False
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -12,7 +12,8 @@ COLUMNS = 2
 
 
 class RichProgressCallback(TrainerCallback):
-    """Draws bars of the updates and of an evaluation under way, with the last log record beneath; needs the package rich.
+    """Draws bars of the updates and of an evaluation under way, with the last log record beneath; needs the package
+    rich.
 
     Pass it in `callbacks`, with ``disable_tqdm=True``, or there are two bars.
     """

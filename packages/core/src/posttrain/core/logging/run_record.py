@@ -1,4 +1,6 @@
-"""What a run was: ``run.json`` beside its log, from which ``posttrain rerun`` starts it again and says what differs by then."""
+"""What a run was: ``run.json`` beside its log, from which ``posttrain rerun`` starts it again and says what differs by
+then.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,9 @@ def _hash_of(rows: Any) -> str:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Up to `most` of `count` indices, the first and the last among them, so that any beginning of the list is spread, too."""
+    """Up to `most` of `count` indices, the first and the last among them, so that any beginning of the list is spread,
+    too.
+    """
     even = list(range(count)) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
     found, step = even[:1] + even[-1:] if len(even) > 1 else even, 1 << len(even).bit_length()
     seen = set(found)

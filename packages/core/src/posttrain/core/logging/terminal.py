@@ -44,8 +44,8 @@ class Handler(logging.StreamHandler):
 def line(record: dict[str, Any], max_length: int = 100) -> str:
     """What a reader wants of a log record in one line; ``log.jsonl`` and ``log_history`` hold all of it.
 
-    How fast the machine was is left out. Of more than `SHOWN` numbers, or more than fit on a line of the terminal, those stay
-    that are nearest to the result: losses and the epoch first, then names without a group, then rewards.
+    How fast the machine was is left out. Of more than `SHOWN` numbers, or more than fit on a line of the terminal,
+    those stay that are nearest to the result: losses and the epoch first, then names without a group, then rewards.
     """
     names = [name for name in record if not name.startswith(_MACHINE) and not name.endswith(_MACHINE_ENDS)]
     names = names or list(record)

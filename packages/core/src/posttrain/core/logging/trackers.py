@@ -104,9 +104,9 @@ def set_verbosity(level: int) -> None:
 class JSONLinesCallback(TrainerCallback):
     """Writes every log record to ``log.jsonl`` in the output directory, as strict JSON.
 
-    With its first record, not before, a run takes the file over. One that starts afresh moves the log of an earlier run aside,
-    to ``log-1.jsonl`` and so on. A resumed run drops the records that lie after its checkpoint, so that no step stands there
-    twice.
+    With its first record, not before, a run takes the file over. One that starts afresh moves the log of an earlier run
+    aside, to ``log-1.jsonl`` and so on. A resumed run drops the records that lie after its checkpoint, so that no step
+    stands there twice.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -205,7 +205,9 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether transformers' integration called `name` finds its package; asked without making a tracker, which may start one."""
+    """Whether transformers' integration called `name` finds its package; asked without making a tracker, which may
+    start one.
+    """
     from transformers.integrations import integration_utils
 
     short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
@@ -216,8 +218,8 @@ def _is_installed(name: str) -> bool:
 def apart(name: str, callback: Any) -> Any:
     """Keep a failing tracker from ending the run: `callback` itself, its methods guarded.
 
-    What goes wrong when training begins is raised, for then nothing is lost and the remedy is at hand. What goes wrong later
-    (a network that is down, a full disk) is warned of once; ``log.jsonl`` has every record in any case.
+    What goes wrong when training begins is raised, for then nothing is lost and the remedy is at hand. What goes wrong
+    later (a network that is down, a full disk) is warned of once; ``log.jsonl`` has every record in any case.
     """
     failed = False
 
@@ -233,7 +235,8 @@ def apart(name: str, callback: Any) -> Any:
                 what = f"{type(error).__name__}: {redact(str(error))}"
                 if event == "on_train_begin":
                     raise RuntimeError(
-                        f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of report_to."
+                        f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of "
+                        "report_to."
                     ) from error
                 if not failed:
                     logger.warning(
@@ -252,7 +255,9 @@ def apart(name: str, callback: Any) -> Any:
 
 
 def afresh(callback: Any) -> Any:
-    """A tracker as new where `callback` is one, for it may serve one run alone (MLflow's does); else `callback` itself."""
+    """A tracker as new where `callback` is one, for it may serve one run alone (MLflow's does); else `callback`
+    itself.
+    """
     name = getattr(callback, "kept_apart_as", None)
     return callback if name is None else apart(name, type(callback)())
 
@@ -261,7 +266,9 @@ def afresh(callback: Any) -> Any:
 
 
 def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-    """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date after."""
+    """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date
+    after.
+    """
     saved = None if state.is_hyper_param_search else state.tracker_runs.get(name)
     arguments = {}
     if name == "tensorboard" and callback.logging_dir is None:

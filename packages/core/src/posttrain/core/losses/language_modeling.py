@@ -38,9 +38,10 @@ class LossStats(NamedTuple):
     """Entropy of the predicted distributions, in nats, summed over the targets."""
 
 
-#: What `token_logps` can tell of each predicted distribution besides: whether the target is the most probable token (1 or
-#: 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the logarithm of the probability that
-#: two draws agree.
+#: What `token_logps` can tell of each predicted distribution besides: whether the target is the most probable token (1
+#or
+#: 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the logarithm of the
+#probability that : two draws agree.
 TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
 
 
@@ -104,13 +105,16 @@ def cross_entropy(
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) -> (...)."""
+    """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) ->
+    (...).
+    """
     logits = logits.to(_statistics_dtype(logits.dtype))
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
-    r"""What Dynamic Fine-Tuning multiplies cross-entropies with, Wu et al. 2025, https://arxiv.org/abs/2508.05629, eq. 9.
+    r"""What Dynamic Fine-Tuning multiplies cross-entropies with, Wu et al. 2025, https://arxiv.org/abs/2508.05629, eq.
+    9.
 
     .. math:: L = -\sum_t \operatorname{sg}(p_t) \log p_t, \quad p_t = \exp(-\mathrm{loss}_t)
 
@@ -132,7 +136,7 @@ def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
-# ---------------------------------------------------------------------------------------------------- from hidden states
+# --------------------------------------------------------------------------------------------------- from hidden states
 
 
 def linear_cross_entropy(
@@ -173,7 +177,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``; with `groups` besides,
-        ``(loss, stats, (losses, targets))``, the summed loss and the number of targets of each group, as `group_sums` has them.
+        ``(loss, stats, (losses, targets))``, the summed loss and the number of targets of each group, as `group_sums`
+        has them.
     """
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of sum, mean, none.")
@@ -210,7 +215,8 @@ def linear_cross_entropy(
 
 
 def group_sums(values: torch.Tensor, groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of `values`, how many they are) of each group, both (G,) in float32: (N,) values, (N,) groups from 0 to G - 1.
+    """(sum of `values`, how many they are) of each group, both (G,) in float32: (N,) values, (N,) groups from 0 to G -
+    1.
 
     Never waits for the device, and adds in a fixed order, as scattering does not.
     """
@@ -301,8 +307,8 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The type of the matrix products: autocast's where it is on, else the wider of the two.
 
-    float32 in the place of bfloat16 where the processor has no instructions for it: torch then emulates each product, at
-    a tenth to an eightieth of the speed, and no more exactly.
+    float32 in the place of bfloat16 where the processor has no instructions for it: torch then emulates each product,
+    at a tenth to an eightieth of the speed, and no more exactly.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
@@ -315,9 +321,9 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 class _Tiles:
     """Products ``hidden @ weight.T + bias`` of many rows at a time, and what becomes of them, of few.
 
-    A tile is as many rows as matrix products like to have: `chunk_size` in float32, twice as many in 16 bits. It is read,
-    scored and overwritten in blocks that stay in the cache, in the type of the statistics. All tiles and blocks of one call
-    share their buffers.
+    A tile is as many rows as matrix products like to have: `chunk_size` in float32, twice as many in 16 bits. It is
+    read, scored and overwritten in blocks that stay in the cache, in the type of the statistics. All tiles and blocks
+    of one call share their buffers.
     """
 
     def __init__(
@@ -349,7 +355,9 @@ class _Tiles:
             yield start, min(start + self.tile_rows, self.num_rows)
 
     def scores(self, columns: int) -> torch.Tensor:
-        """(columns, M) to be filled block by block: small tensors that are kept between large ones would break memory up."""
+        """(columns, M) to be filled block by block: small tensors that are kept between large ones would break memory
+        up.
+        """
         return self.hidden.new_empty(columns, self.num_rows, dtype=self.statistics_dtype)
 
     def hidden_at(self, start: int, stop: int) -> torch.Tensor:
@@ -410,7 +418,8 @@ def _score(
     probabilities = tiles.softmax(logits)
     log_sums = -probabilities.amax(1).log()  # of exp(logits - highest), whose largest is 1
     if "entropy" in stats:
-        # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is NaN.
+        # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is
+        # NaN.
         distance = logits.sub_(highest.unsqueeze(1)).clamp_(min=-1e30)
         found["entropy"] = log_sums - distance.mul_(probabilities).sum(1)
     if "log_collision" in stats:
@@ -455,7 +464,9 @@ class _Gradients:
         slope: torch.Tensor | None,
         factor: torch.Tensor | None,
     ) -> None:
-        """Overwrite a block of a tile with its gradient, times the upstream gradient that `factor`, (n,), stands for."""
+        """Overwrite a block of a tile with its gradient, times the upstream gradient that `factor`, (n,), stands
+        for.
+        """
         gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
         gradient[torch.arange(len(labels), device=labels.device), labels] -= 1 - smoothing
         if smoothing:

@@ -1,12 +1,12 @@
 """The loss of one micro-batch, and how it is averaged: the contract between the loop and every `compute_loss`.
 
-A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where nothing
-is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``, or a mean over
-its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the gradient of the mean over
-the whole window, however it was cut.
+A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where
+nothing is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``,
+or a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the
+gradient of the mean over the whole window, however it was cut.
 
-Which of the two it is, is known where it does not take that argument (a mean), where ``loss_is_scaled_for_ga`` says so, and of
-the trainers' own losses. Else `posttrain.core.losses.scale_check` finds out.
+Which of the two it is, is known where it does not take that argument (a mean), where ``loss_is_scaled_for_ga`` says so,
+and of the trainers' own losses. Else `posttrain.core.losses.scale_check` finds out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Objective:
     """Calls a `compute_loss` of any generation, and knows whether it returns a mean.
 
     Args:
-        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is looked at.
-        returns_mean: True or False where it is known; None where it is to be found out (`posttrain.core.losses.scale_check`).
+        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is looked
+            at.
+        returns_mean: True or False where it is known; None where it is to be found out
+            (`posttrain.core.losses.scale_check`).
     """
 
     def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
@@ -86,15 +88,17 @@ def weighted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the share of a mean `loss` over `items` in the mean over `num_items`, its weight), shape () each.
 
-    A micro-batch without items has no mean: what it returned, NaN most often, is left out, with its gradient. Where the whole
-    window has none, the share is NaN.
+    A micro-batch without items has no mean: what it returned, NaN most often, is left out, with its gradient. Where the
+    whole window has none, the share is NaN.
     """
     weight = items / num_items
     return torch.where(scalar(items, loss.device) == 0, weight.to(loss), loss * weight), weight
 
 
 def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Tensor:
-    """`value` as a tensor of shape () on `device`, written there: a copy of ordinary host memory waits for the device."""
+    """`value` as a tensor of shape () on `device`, written there: a copy of ordinary host memory waits for the
+    device.
+    """
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return value.to(device)
     if isinstance(value, torch.Tensor):
@@ -103,7 +107,8 @@ def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Ten
 
 
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, or a dict that has it under ``"loss"``.
+    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, or a dict that has it under
+    ``"loss"``.
 
     The terms are detached, shape () each.
 
@@ -115,8 +120,9 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
         what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
         raise TypeError(
-            f"compute_loss returned {what}; it must return a tensor of shape (), or a dict with that tensor under 'loss' and "
-            "terms of it to be logged under other names; when called with return_outputs=True, (either of them, outputs)."
+            f"compute_loss returned {what}; it must return a tensor of shape (), or a dict with that tensor under "
+            "'loss' and terms of it to be logged under other names; when called with return_outputs=True, (either "
+            "of them, outputs)."
         )
     terms = {}
     for name, value in loss.items():
@@ -124,8 +130,8 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(
-                f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of shape (). "
-                "Return (loss, outputs) where the outputs are asked for."
+                f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of "
+                "shape (). Return (loss, outputs) where the outputs are asked for."
             )
         terms[str(name)] = value.reshape(())
     del terms["loss"]
@@ -301,8 +307,8 @@ def model_loss(
     """
     if type(inputs) is not dict and not isinstance(inputs, Mapping) or not _tensors_in(inputs):
         raise TypeError(
-            f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for the model's "
-            "forward."
+            f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for "
+            "the model's forward."
         )
     labels = None
     if (loss_func is not None or label_smoothing) and "labels" in inputs:
@@ -317,7 +323,7 @@ def model_loss(
         return LabelSmoother(label_smoothing)(outputs, labels, shifted, num_items), outputs
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
-            f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it labels, "
-            "pass compute_loss_func, or override compute_loss."
+            f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it "
+            "labels, pass compute_loss_func, or override compute_loss."
         )
     return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs

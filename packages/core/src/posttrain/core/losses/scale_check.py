@@ -1,7 +1,8 @@
-"""Whether a loss is divided by the count of items, where nobody says so: it is computed under two counts, and nothing stays of it.
+"""Whether a loss is divided by the count of items, where nobody says so: it is computed under two counts, and nothing
+stays of it.
 
-The count of a micro-batch that has items is doubled. A loss that halves is a sum divided by it; one that stays is a mean; any
-other is an error that names what to set.
+The count of a micro-batch that has items is doubled. A loss that halves is a sum divided by it; one that stays is a
+mean; any other is an error that names what to set.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ COARSE = 2e-2
 def loss_ratio(
     compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor, owner: Any
 ) -> tuple[float, float] | None:
-    """(the loss under twice the count as a share of the loss, how exact that is); None where the loss shows nothing: 0, or NaN.
+    """(the loss under twice the count as a share of the loss, how exact that is); None where the loss shows nothing: 0,
+    or NaN.
 
-    Without gradients, uncompiled, and with the same random numbers both times. Afterwards those, the buffers of `model` and the
-    attributes of `owner` are as they were.
+    Without gradients, uncompiled, and with the same random numbers both times. Afterwards those, the buffers of `model`
+    and the attributes of `owner` are as they were.
 
     Args:
         owner: the object that has `compute_loss`; what it sets, counts, collects or logs meanwhile is forgotten.
@@ -50,9 +52,9 @@ def loss_ratio(
                 except RuntimeError as error:
                     if "grad" in str(error):  # it takes a gradient of its own
                         error.add_note(
-                            "compute_loss is called twice without gradients here, to see whether it divides by num_items_in_batch. "
-                            "Set loss_is_scaled_for_ga on the trainer (True: it divides by it; False: it returns a mean) to leave "
-                            "that out."
+                            "compute_loss is called twice without gradients here, to see whether it divides by "
+                            "num_items_in_batch. Set loss_is_scaled_for_ga on the trainer (True: it divides by it; "
+                            "False: it returns a mean) to leave that out."
                         )
                     raise
                 found.append(loss)
@@ -81,17 +83,20 @@ def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool, na
         return False
     worst = max(shown, key=lambda one: min(abs(one[0] - 1), abs(one[0] - 0.5)))[0]
     raise ValueError(
-        f"{name}.compute_loss takes num_items_in_batch, and it cannot be told whether it divides by it: with twice the count, its "
-        f"loss is {worst:.4g} times what it was, where 0.5 would mean sum / num_items_in_batch, and 1 a mean over the micro-batch. "
-        f"A part of the loss may be divided and another not, or it draws random numbers of its own. Set {name}."
-        "loss_is_scaled_for_ga = True if the loss is a share of the whole update's, which is added up as it is, or False if it is "
-        "a mean, which is to be weighted by its micro-batch's share of the items."
+        f"{name}.compute_loss takes num_items_in_batch, and it cannot be told whether it divides by it: with twice "
+        f"the count, its loss is {worst:.4g} times what it was, where 0.5 would mean sum / num_items_in_batch, and 1 "
+        "a mean over the micro-batch. A part of the loss may be divided and another not, or it draws random numbers "
+        f"of its own. Set {name}.loss_is_scaled_for_ga = True if the loss is a share of the whole update's, which is "
+        "added up as it is, or False if it is a mean, which is to be weighted by its micro-batch's share of the "
+        "items."
     )
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module, owner: Any) -> Iterator[None]:
-    """Put the buffers of `model` and the attributes of `owner` back at the end; ``owner.log`` does nothing meanwhile."""
+    """Put the buffers of `model` and the attributes of `owner` back at the end; ``owner.log`` does nothing
+    meanwhile.
+    """
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

@@ -35,7 +35,9 @@ def offloading_problem(device: torch.device) -> str | None:
 
 
 def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | None:
-    """What moves the activations of `model` away, but for those of its output head; None, said in the log, where nothing can."""
+    """What moves the activations of `model` away, but for those of its output head; None, said in the log, where
+    nothing can.
+    """
     if problem := offloading_problem(device):
         logger.info("activation_offloading=True has no effect: %s", problem)
         return None
@@ -51,8 +53,8 @@ def with_offloading(context: contextlib.AbstractContextManager, offload: Offload
 
 
 class OffloadActivations:
-    """Within this context what the forward pass saves for the backward pass is moved to the host, and fetched when it is
-    asked for; the gradients are the same to the bit. The same object can be entered again for the next micro-batch::
+    """Within this context what the forward pass saves for the backward pass is moved to the host, and fetched when it
+    is asked for; the gradients are the same to the bit. The same object can be entered again for the next micro-batch::
 
         offload = OffloadActivations(model, device)
         with offload:
@@ -60,9 +62,9 @@ class OffloadActivations:
         loss.backward()
 
     Parameters stay where they are, and so does what is small, what several places are laid over one another, and what
-    `stays` saves. What is saved several times is moved once. On a GPU the copies are made through pinned memory on a stream
-    of their own, in the forward pass behind the computation and in the backward pass one tensor ahead of it. Not yet
-    verified on a GPU.
+    `stays` saves. What is saved several times is moved once. On a GPU the copies are made through pinned memory on a
+    stream of their own, in the forward pass behind the computation and in the backward pass one tensor ahead of it. Not
+    yet verified on a GPU.
 
     Args:
         model: whose parameters stay.
@@ -117,7 +119,8 @@ class OffloadActivations:
         if kept is None:
             kept = _Kept(next(self._numbers), tensor.stride(), self._to_host(tensor.detach()))
             self._kept[kept.number] = kept
-            # The weak reference keeps the address from being given to another storage, so that equal keys are the same one.
+            # The weak reference keeps the address from being given to another storage, so that equal keys are the same
+            # one.
             self._seen[key] = StorageWeakRef(storage), ref(kept)
         return kept
 
@@ -142,7 +145,9 @@ class OffloadActivations:
         return host
 
     def _settle(self, left: int) -> None:
-        """Let go of what was copied, in the order of the computation: it can use the memory again as soon as it waited."""
+        """Let go of what was copied, in the order of the computation: it can use the memory again as soon as it
+        waited.
+        """
         while len(self._under_way) > left:
             tensor, copied = self._under_way.popleft()
             torch.accelerator.current_stream(tensor.device).wait_event(copied)

@@ -1,7 +1,8 @@
 r"""An average of the weights that is moved ahead by how far training has come: Block and Zhang 2025, BEMA,
 https://arxiv.org/abs/2508.00180, algorithm 1.
 
-With the weights :math:`\theta_t` after t updates, :math:`\theta_0` those at the beginning and :math:`s_t = \rho + \gamma t`:
+With the weights :math:`\theta_t` after t updates, :math:`\theta_0` those at the beginning and
+:math:`s_t = \rho + \gamma t`:
 
 .. math:: m_t = (1 - \beta_t) m_{t-1} + \beta_t \theta_t, \quad \hat\theta_t = m_t + \alpha_t (\theta_t - \theta_0),
     \quad \beta_t = s_t^{-\kappa}, \quad \alpha_t = s_t^{-\eta}
@@ -27,7 +28,8 @@ FOLDER = "bema"
 
 
 class BEMACallback(TrainerCallback):
-    r"""Keeps a bias-corrected average of the trained weights and writes the model that they make into ``<output_dir>/bema``.
+    r"""Keeps a bias-corrected average of the trained weights and writes the model that they make into
+    ``<output_dir>/bema``.
 
     Args:
         update_freq: updates from one step of the average to the next.
@@ -71,8 +73,8 @@ class BEMACallback(TrainerCallback):
         self._weights = {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
         if any(map(is_in_pieces, self._weights.values())):
             raise ValueError(
-                "BEMACallback averages whole weights, and this run keeps them in pieces (fsdp, or ZeRO-3). Leave one of the two "
-                "out; ema_decay=... averages pieces."
+                "BEMACallback averages whole weights, and this run keeps them in pieces (fsdp, or ZeRO-3). Leave one "
+                "of the two out; ema_decay=... averages pieces."
             )
         self._begin()
         kept = self._file(args, state.global_step)
@@ -82,7 +84,8 @@ class BEMACallback(TrainerCallback):
                 own.update({key: value.to(self.device) for key, value in tree[name].items()})
         elif state.global_step > self.update_after:
             logger.warning(
-                "BEMACallback: no averages of update %d are in %s, so they begin afresh with the weights of that update.",
+                "BEMACallback: no averages of update %d are in %s, so they begin afresh with the weights of that "
+                "update.",
                 state.global_step, kept.parent,
             )  # fmt: skip
 

@@ -49,7 +49,8 @@ def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
     ids, positions = segments.segment_ids(), segments.position_ids()[0]
     blocks = -(-len(ids) // BLOCK)
     rows = torch.arange(len(ids)) // BLOCK
-    # Of each stretch [low, high): whole blocks from that of `low` up to that of `high`, as steps; then what is wrong at both ends.
+    # Of each stretch [low, high): whole blocks from that of `low` up to that of `high`, as steps; then what is wrong at
+    # both ends.
     steps, ends = torch.zeros(2, blocks, blocks + 1, dtype=torch.long)
     above = ids
     while above.max() >= 0:

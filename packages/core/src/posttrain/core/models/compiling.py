@@ -1,8 +1,10 @@
-"""What `torch_compile` compiles: the layers of a model of transformers, one graph for all of them, and any other model whole.
+"""What `torch_compile` compiles: the layers of a model of transformers, one graph for all of them, and any other model
+whole.
 
-Layers hold most of the work and compile once, however many they are. Embeddings, masks and the output head stay outside: the
-head then still takes its loss tile by tile (`posttrain.core.models.lm_head`). Modules are compiled in place, so no wrapper renames a
-weight or hides a model from what looks at it; they are as they were when the context is left.
+Layers hold most of the work and compile once, however many they are. Embeddings, masks and the output head stay
+outside: the head then still takes its loss tile by tile (`posttrain.core.models.lm_head`). Modules are compiled in
+place, so no wrapper renames a weight or hides a model from what looks at it; they are as they were when the context is
+left.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.dev
 def compiled(model: nn.Module, backend: str | None = None, mode: str | None = None) -> Iterator[list[nn.Module]]:
     """Within this context the parts of `model` are compiled; gives a list of them.
 
-    Shapes are symbols from the start: which kernel a batch meets then depends on nothing that ran before, and a resumed run
-    computes what the whole one did. Random numbers are those of the uncompiled model.
+    Shapes are symbols from the start: which kernel a batch meets then depends on nothing that ran before, and a resumed
+    run computes what the whole one did. Random numbers are those of the uncompiled model.
     """
     if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
         logger.info("The model was compiled before it came to the trainer, and stays as it is.")
@@ -103,8 +105,8 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _call_of(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs in the place of ``module(...)``: `forward`, between the module's hooks; the module itself where an input changes
-    from call to call, as caches of generation and segments do: each would be a graph of its own."""
+    """What runs in the place of ``module(...)``: `forward`, between the module's hooks; the module itself where an
+    input changes from call to call, as caches of generation and segments do: each would be a graph of its own."""
     run = functools.partial(forward, module)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights: kept in float32 beside them, used for evaluation and for the final model."""
+"""An exponential moving average of the weights: kept in float32 beside them, used for evaluation and for the final
+model.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class EMAArguments:
         optimizer = str(getattr(self, "optim", ""))
         if self.ema_decay is not None and optimizer.startswith("schedule_free"):
             yield (
-                f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, for that optimizer evaluates an "
-                "average by itself; keep one of them"
+                f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, for that optimizer "
+                "evaluates an average by itself; keep one of them"
             )
 
 
@@ -53,8 +55,8 @@ def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
         return None
     if hasattr(optimizer, "eval"):
         raise ValueError(
-            f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, for it evaluates an average of "
-            "the weights by itself. Set ema_decay=None, or use another optimizer."
+            f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, for it evaluates an "
+            "average of the weights by itself. Set ema_decay=None, or use another optimizer."
         )
     return EMA(model, args.ema_decay, args.ema_update_steps, args.ema_start_step)
 
@@ -78,8 +80,8 @@ def load(ema: EMA | None, checkpoint: Path) -> None:
 class EMA:
     r"""The average :math:`\bar w_t = d \bar w_{t-1} + (1 - d) w_t` of the trainable parameters of a model.
 
-    Polyak & Juditsky 1992; with a constant decay as in Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780. Buffers
-    are not averaged.
+    Polyak & Juditsky 1992; with a constant decay as in Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780.
+    Buffers are not averaged.
 
     Args:
         model: whose parameters are averaged. What is frozen is not copied.
@@ -114,7 +116,10 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model with the averages in place of its weights, which come back at the end. Nothing is copied in float32."""
+        """The model with the averages in place of its weights, which come back at the end.
+
+        Nothing is copied in float32.
+        """
         weights = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -144,8 +149,8 @@ class EMA:
         if saved.keys() != self._averages.keys():
             [first, *_] = sorted(saved.keys() ^ self._averages.keys())
             raise CheckpointError(
-                f"The averaged weights of the checkpoint are those of other parameters than this model trains ({first!r} is in "
-                "one of the two alone). Train the same parameters, or set ema_decay=None."
+                "The averaged weights of the checkpoint are those of other parameters than this model trains "
+                f"({first!r} is in one of the two alone). Train the same parameters, or set ema_decay=None."
             )
         for name, average in self._averages.items():
             average.copy_(saved[name])

@@ -13,7 +13,9 @@ from posttrain.core.models.wrapping import base_model
 
 
 def reads_boundaries(model: nn.Module) -> bool:
-    """Whether the attention of `model` is told where documents end by ``cu_seq_lens_q`` and its kin, as flash attention is."""
+    """Whether the attention of `model` is told where documents end by ``cu_seq_lens_q`` and its kin, as flash attention
+    is.
+    """
     forward = inspect.signature(base_model(model).forward).parameters.values()
     return _is_flash(model) and any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward)
 
@@ -26,9 +28,9 @@ def precision_problem(model: nn.Module, precision: str) -> str | None:
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in base.parameters()):
         return None
     return (
-        f"attn_implementation={base.config._attn_implementation!r} computes in bfloat16 or float16 alone, and the weights of "
-        f"{type(base).__name__} are {str(next(base.parameters()).dtype).removeprefix('torch.')} without mixed precision. Set bf16=True, "
-        "load the model with dtype='bfloat16', or with attn_implementation='sdpa'."
+        f"attn_implementation={base.config._attn_implementation!r} computes in bfloat16 or float16 alone, and the "
+        f"weights of {type(base).__name__} are {str(next(base.parameters()).dtype).removeprefix('torch.')} without "
+        "mixed precision. Set bf16=True, load the model with dtype='bfloat16', or with attn_implementation='sdpa'."
     )
 
 

@@ -28,7 +28,8 @@ SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_mu
 
 @dataclass(frozen=True)
 class CausalHead:
-    """A head whose logits are ``softcap * tanh(scale * linear(hidden) / softcap)``; plain ``linear(hidden)`` by default.
+    """A head whose logits are ``softcap * tanh(scale * linear(hidden) / softcap)``; plain ``linear(hidden)`` by
+    default.
 
     Its attributes are the arguments of `linear_cross_entropy` and `token_logps`.
     """
@@ -181,10 +182,12 @@ PACKED_FROM = 2**22
 
 @contextlib.contextmanager
 def packed_head(model: nn.Module) -> Iterator[None]:
-    """Within this context the head multiplies few rows at 1.5 times the speed: by a copy of its weight in oneDNN's own order.
+    """Within this context the head multiplies few rows at 1.5 times the speed: by a copy of its weight in oneDNN's own
+    order.
 
-    For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight must
-    not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in float32.
+    For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight
+    must not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in
+    float32.
     """
     linear = output_embedding(base_model(model))
     if linear is None or not _can_be_packed(linear) or _is_sharded(model):

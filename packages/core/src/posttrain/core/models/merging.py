@@ -60,8 +60,9 @@ class Merge:
             f", {self.mean / self.effect:.2%} of the {self.effect:.3g} that the adapter changes" if self.effect else ""
         )
         return (
-            f"Merged into {self.base} in {self.dtype}: the logits differ from those of base and adapter by {self.mean:.3g} in the "
-            f"mean{share}, and by {self.largest:.3g} at most (they spread by {self.spread:.3g})."
+            f"Merged into {self.base} in {self.dtype}: the logits differ from those of base and adapter by "
+            f"{self.mean:.3g} in the mean{share}, and by {self.largest:.3g} at most (they spread by "
+            f"{self.spread:.3g})."
         )
 
 
@@ -75,8 +76,8 @@ def merge(
 ) -> Merge:
     """Write a model of its own into `folder`, as ``from_pretrained`` reads it, with its tokenizer.
 
-    An adapter that was trained on 4 or 8 bits is added to the weights that these were made of: the quantized ones could not
-    hold the sum. It is added in float32, and rounded once. The host needs memory for the weights in float32, twice.
+    An adapter that was trained on 4 or 8 bits is added to the weights that these were made of: the quantized ones could
+    not hold the sum. It is added in float32, and rounded once. The host needs memory for the weights in float32, twice.
 
     Args:
         adapter: a folder that holds a saved adapter: a checkpoint, or what `save_model` wrote.
@@ -131,8 +132,9 @@ def merge(
         )  # fmt: skip
         if not outcome.mean <= max(tolerance * outcome.effect, ROUNDING * outcome.spread):
             raise CheckpointError(
-                f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the model that "
-                "it was trained on (--base)? Does --dtype=float32 help? --tolerance sets how much may be lost."
+                f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the "
+                "model that it was trained on (--base)? Does --dtype=float32 help? --tolerance sets how much may be "
+                "lost."
             )
         beside.chmod(0o755)
         if folder.exists():
@@ -151,8 +153,8 @@ def _read_config(peft: Any, adapter: Path) -> Any:
     config = peft.PeftConfig.from_pretrained(str(adapter))
     if config.is_prompt_learning:
         raise CheckpointError(
-            f"The adapter in {adapter} is of {getattr(config.peft_type, 'value', config.peft_type)}, whose virtual tokens are no "
-            "part of any weight and cannot be merged. Use it with peft.PeftModel.from_pretrained."
+            f"The adapter in {adapter} is of {getattr(config.peft_type, 'value', config.peft_type)}, whose virtual "
+            "tokens are no part of any weight and cannot be merged. Use it with peft.PeftModel.from_pretrained."
         )
     if _task(config) not in AUTO_CLASSES:
         known = ", ".join(AUTO_CLASSES)
@@ -188,8 +190,8 @@ def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: boo
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **options)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
-            f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 values. Name "
-            "the model that they were made of: --base MODEL"
+            f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 "
+            "values. Name the model that they were made of: --base MODEL"
         )
 
 

@@ -7,10 +7,10 @@ A model reads them after `enable_segments`:
     logits = model(input_ids=row, **segments.model_inputs(row.shape)).logits        # row: (1, 368)
 
 Segments travel as a keyword of the forward down to the attention function, so they are there again when a layer is
-recomputed in the backward pass, whatever wraps the model. No mask of (N, N) is ever made: the work is cut into blocks, each
-the queries of some segments against the keys of one stretch that they see wholly or causally. The blocks of a query are
-joined by the logarithm of their normalisers, the way Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867) sum a
-softmax piece by piece.
+recomputed in the backward pass, whatever wraps the model. No mask of (N, N) is ever made: the work is cut into blocks,
+each the queries of some segments against the keys of one stretch that they see wholly or causally. The blocks of a
+query are joined by the logarithm of their normalisers, the way Milakov and Gimelshein (2018,
+https://arxiv.org/abs/1805.02867) sum a softmax piece by piece.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from posttrain.core.data.segments import Segments
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.wrapping import base_model, unwrap
 
-# -------------------------------------------------------------------------------------------- how a model is made to use it
+# ---------------------------------------------------------------------------------------- how a model is made to use it
 
 PREFIX = "segments_"
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
@@ -54,8 +54,8 @@ def enable_segments(model: nn.Module) -> None:
 def segments_problem(model: nn.Module) -> str | None:
     """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
 
-    Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a shared
-    prompt must be those of each text alone. The answer is remembered for as long as the model lives.
+    Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a
+    shared prompt must be those of each text alone. The answer is remembered for as long as the model lives.
     """
     base = base_model(model)
     name = type(base).__name__
@@ -70,8 +70,8 @@ def segments_problem(model: nn.Module) -> str | None:
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
-            f"{name} uses attn_implementation={_underlying(model)!r}; load it with one of {', '.join(IMPLEMENTATIONS)}, which "
-            "segments can stand in for."
+            f"{name} uses attn_implementation={_underlying(model)!r}; load it with one of "
+            f"{', '.join(IMPLEMENTATIONS)}, which segments can stand in for."
         )
     device = next(base.parameters()).device
     if device.type == "meta":
@@ -146,8 +146,8 @@ def _try(model: nn.Module, base: nn.Module) -> str | None:
     wrong /= float(expected.abs().max().clamp_min(1e-12))
     if not wrong < (5e-5 if parameter.dtype in (torch.float32, torch.float64) else 5e-2):
         return (
-            f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of each text "
-            "alone. Recurrent and convolution layers and learned sums over the whole row cannot."
+            f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of "
+            "each text alone. Recurrent and convolution layers and learned sums over the whole row cannot."
         )
     return None
 
@@ -170,8 +170,8 @@ def _attention_function(
     rows, _, width, _ = query.shape
     if key.shape[2] != width or rows * width != segments.num_tokens:
         raise ValueError(
-            f"Segments of {segments.num_tokens} tokens were given to {rows} x {width} queries and {rows} x {key.shape[2]} keys; "
-            "pass the whole row at once, without a cache."
+            f"Segments of {segments.num_tokens} tokens were given to {rows} x {width} queries and {rows} x "
+            f"{key.shape[2]} keys; pass the whole row at once, without a cache."
         )
     query, key, value = (_flat(tensor) for tensor in (query, key, value))
     scaling = kwargs.get("scaling", args[0] if args else None)
@@ -215,7 +215,7 @@ def layer_window(module: nn.Module, told: int | None) -> int | None:
     return told
 
 
-# ------------------------------------------------------------------------------------------------------- the computation
+# ------------------------------------------------------------------------------------------------------ the computation
 
 
 def segment_attention(
@@ -314,7 +314,9 @@ class _Block(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _blocks(segments: Segments) -> tuple[_Block, ...]:
-    """The blocks of a row: each segment against itself, then neighbours that continue the same against what they continue."""
+    """The blocks of a row: each segment against itself, then neighbours that continue the same against what they
+    continue.
+    """
     ends = [start + length for start, length in zip(segments.starts, segments.lengths, strict=True)]
     blocks = [_Block(start, end, start, end, True, True) for start, end in zip(segments.starts, ends, strict=True)]
     seen: list[tuple[int, int, int, int]] = []
@@ -398,7 +400,8 @@ def _block_inputs(
     return tuple(tensor.float() for tensor in inputs) if short else inputs
 
 
-#: Documents of so many tokens at most, in pieces of no more than the second number on average, are computed in one call with
+#: Documents of so many tokens at most, in pieces of no more than the second number on average, are computed in one call
+# with
 #: a mask: up to nine times as fast on the CPU, since a call for each block takes longer than what it computes.
 TILE, TILE_PIECE = 64, 16
 

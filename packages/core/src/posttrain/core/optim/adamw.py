@@ -11,12 +11,13 @@ import torch
 class OneKernelAdamW(torch.optim.AdamW):
     """Fused AdamW whose groups share one kernel as long as their options are equal.
 
-    Parameters are grouped by whether they decay. Without weight decay, the default, the groups differ in nothing, and a kernel
-    for each would be a twentieth of a small model's step. State and groups are those of `torch.optim.AdamW`.
+    Parameters are grouped by whether they decay. Without weight decay, the default, the groups differ in nothing, and a
+    kernel for each would be a twentieth of a small model's step. State and groups are those of `torch.optim.AdamW`.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # torch wraps the step of each class in hooks and a profiler's range when it first makes an instance. This step has
+        # torch wraps the step of each class in hooks and a profiler's range when it first makes an instance. This step
+        # has
         # been wrapped so already; AdamW's own, where a plain AdamW was made too, would be a second time.
         step = torch.optim.AdamW.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step

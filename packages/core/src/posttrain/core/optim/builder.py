@@ -51,7 +51,8 @@ class OptimizerArguments:
     adam_epsilon: float = opt(1e-8, "Added to the root of the squared gradients; larger damps small ones.", min=0)
     optim_target_modules: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None,
-        "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of them.",
+        "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of "
+        "them.",
     )
     max_grad_norm: float | None = opt(
         1.0, "Norm to which larger gradients are scaled down; None or 0 leaves them as they are.", min=0, max=math.inf
@@ -64,7 +65,10 @@ class OptimizerArguments:
         yield from _option_problems(name, self.optim_args)
         low_rank = name.startswith(("galore_", "apollo_"))
         if low_rank and self.optim_target_modules is None:
-            yield f"optim={name!r} needs optim_target_modules, the linear layers to project; set 'all-linear' for all of them"
+            yield (
+                f"optim={name!r} needs optim_target_modules, the linear layers to project; set 'all-linear' for all "
+                "of them"
+            )
         targets = self.optim_target_modules or []
         for target in [targets] if isinstance(targets, str) else targets:
             try:
@@ -254,8 +258,9 @@ def build(
     optimizer_class, kwargs = class_and_kwargs or optimizer_class_and_kwargs(args, model)
     if getattr(args, "optim_target_modules", None) and plain(getattr(args, "optim", "")) in WITHOUT_TARGETS:
         logger.warning(
-            "optim=%r trains all layers alike, so optim_target_modules=%r has no effect. Leave it out, or choose an optimizer "
-            "that treats those layers apart: galore_adamw, apollo_adamw or muon.", plain(args.optim), args.optim_target_modules,
+            "optim=%r trains all layers alike, so optim_target_modules=%r has no effect. Leave it out, or choose "
+            "an optimizer that treats those layers apart: galore_adamw, apollo_adamw or muon.", plain(args.optim),
+            args.optim_target_modules,
         )  # fmt: skip
     kwargs = dict(kwargs)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
@@ -330,9 +335,10 @@ def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if held and trained and not any(id(parameter) in held for parameter in trained):
         raise ValueError(
-            f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are trained, so nothing "
-            "would be learned: it was made from another model, or before this one got its adapters or was made anew. Make it "
-            "from trainer.model.parameters() and set trainer.optimizer, or pass optimizer_cls_and_kwargs."
+            f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are "
+            "trained, so nothing would be learned: it was made from another model, or before this one got its "
+            "adapters or was made anew. Make it from trainer.model.parameters() and set trainer.optimizer, or pass "
+            "optimizer_cls_and_kwargs."
         )
 
 
@@ -346,14 +352,17 @@ def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
     groups = getattr(its, "param_groups", None)
     if its is not optimizer and groups is not None and groups is not getattr(optimizer, "param_groups", None):
         raise ValueError(
-            f"The lr_scheduler that was given ({type(scheduler).__name__}) was made for another optimizer ({type(its).__name__}) "
-            f"than the one that trains ({type(optimizer).__name__}), so no learning rate would follow it. Give both, as "
-            "optimizers=(optimizer, lr_scheduler) or as trainer.optimizer and trainer.lr_scheduler, or override create_scheduler."
+            f"The lr_scheduler that was given ({type(scheduler).__name__}) was made for another optimizer "
+            f"({type(its).__name__}) than the one that trains ({type(optimizer).__name__}), so no learning rate "
+            "would follow it. Give both, as optimizers=(optimizer, lr_scheduler) or as trainer.optimizer and "
+            "trainer.lr_scheduler, or override create_scheduler."
         )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it keeps."""
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it
+    keeps.
+    """
     total = 0
     for group in optimizer.param_groups:
         moments = 2 if "betas" in group else 1 if group.get("momentum") else 0

@@ -434,7 +434,9 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs one."""
+    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
+    one.
+    """
     return _needs_metrics(type(scheduler))  # asked in each update, so that the answer is kept
 
 

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 # Parameters of mallopt(3), from malloc.h of glibc.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 _KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 * 2**20}
-# What glibc comes to by itself in a program that frees tensors: its own defaults, and the thresholds at their limits, since
+# What glibc comes to by itself in a program that frees tensors: its own defaults, and the thresholds at their limits,
+# since
 # they no longer move once anything was set. The settings from before cannot be read.
 _GIVE_BACK = {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 64 * 2**20, M_TOP_PAD: 128 * 2**10}
 _keeping = 0
@@ -29,8 +30,8 @@ class AllocatorArguments:
 
     keep_freed_memory: bool = opt(
         True,
-        "On the CPU with glibc, keep freed memory for the next step instead of giving it back to the system: up to 1.5 times as "
-        "fast. It holds until train() ends.",
+        "On the CPU with glibc, keep freed memory for the next step instead of giving it back to the system: up to "
+        "1.5 times as fast. It holds until train() ends.",
     )
 
 

@@ -1,4 +1,6 @@
-"""Arguments that changed between a checkpoint and the run that goes on from it: which they are, and what becomes of them."""
+"""Arguments that changed between a checkpoint and the run that goes on from it: which they are, and what becomes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 # Arguments that say where and how a run is watched, saved and set up, and change none of its numbers.
 _BESIDE_THE_RUN = (
-    "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint local_rank "
-    "include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model greater_is_better "
-    "per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug torch_empty_cache_steps "
-    "restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval max_nonfinite_steps auto_find_batch_size use_cache "
-    "ignore_data_skip"
+    "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint "
+    "local_rank include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model "
+    "greater_is_better per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug "
+    "torch_empty_cache_steps restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval "
+    "max_nonfinite_steps auto_find_batch_size use_cache ignore_data_skip"
 ).split()
 _PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
 # Options of an optimizer's groups that come from arguments, by the argument.
@@ -85,9 +87,9 @@ def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: 
     old, new = changed.get("optim", (None, None))
     if old != new and not any({old, new} <= kin for kin in _ONE_STATE):
         raise CheckpointError(
-            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot go on from it. Set "
-            f"optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and pass no "
-            "resume_from_checkpoint."
+            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot go on from "
+            f"it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and pass "
+            "no resume_from_checkpoint."
         )
     listed = []
     for name, (before, after) in changed.items():

@@ -1,7 +1,7 @@
 """Search for hyperparameters: many runs of one trainer, each with other arguments, and the best of them.
 
-The runner stands above the trainer. It lends it the arguments, the folder and the callbacks of one trial, lets it train,
-and takes them back.
+The runner stands above the trainer. It lends it the arguments, the folder and the callbacks of one trial, lets it
+train, and takes them back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BestRun(NamedTuple):
     """The best trial of a search.
 
     Args:
-        run_id: number of the trial; its files lie in ``run-<run_id>`` below the output folder, unless ``hp_name`` named it.
+        run_id: number of the trial; its files lie in ``run-<run_id>`` below the output folder, unless ``hp_name`` named
+            it.
         objective: what it reached; a list where there are several objectives.
         hyperparameters: what was suggested to it.
         run_summary: the whole `optuna.Study`, on the main process.
@@ -82,10 +83,10 @@ def search(
 ) -> BestRun | list[BestRun]:
     """Train `trainer` again and again with arguments that optuna suggests.
 
-    Each trial has a fresh model, fresh states of the callbacks and a folder of its own. Every evaluation along the way is
-    reported, and a trial that the study's pruner gives up ends there, with its trackers closed. A trial whose loss is not
-    finite counts as failed, and the search goes on. With several processes, the first one runs the study and all train;
-    suggest everything in `hp_space` then, nothing in ``model_init``.
+    Each trial has a fresh model, fresh states of the callbacks and a folder of its own. Every evaluation along the way
+    is reported, and a trial that the study's pruner gives up ends there, with its trackers closed. A trial whose loss
+    is not finite counts as failed, and the search goes on. With several processes, the first one runs the study and all
+    train; suggest everything in `hp_space` then, nothing in ``model_init``.
 
     Args:
         trainer: a trainer with a ``model_init``, which may take the trial. Afterwards it has its own arguments again.
@@ -162,16 +163,16 @@ def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: An
         raise ValueError("search: trials are compared by their evaluations; build the trainer with an eval_dataset.")
     if kwargs.pop("n_jobs", 1) != 1:
         raise ValueError(
-            "search: a trainer runs one trial at a time (n_jobs=1); start the program several times with one `storage`, "
-            "study_name and load_if_exists=True to share the trials between processes."
+            "search: a trainer runs one trial at a time (n_jobs=1); start the program several times with one "
+            "`storage`, study_name and load_if_exists=True to share the trials between processes."
         )
     for one in [direction] if isinstance(direction, str) else direction:
         if one not in DIRECTIONS:
             raise ValueError(f"search: direction={one!r} is not minimize or maximize{did_you_mean(one, DIRECTIONS)}")
     if not isinstance(direction, str) and compute_objective is None:
         raise ValueError(
-            f"search: direction={direction!r} asks for {len(direction)} objectives; pass compute_objective, which returns "
-            "one number for each."
+            f"search: direction={direction!r} asks for {len(direction)} objectives; pass compute_objective, which "
+            "returns one number for each."
         )
 
 

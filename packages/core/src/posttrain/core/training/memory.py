@@ -24,7 +24,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> int | None:
-    """Bytes of the host that can be taken without swapping, or before the container's limit; None where the system does not say."""
+    """Bytes of the host that can be taken without swapping, or before the container's limit; None where the system does
+    not say.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -85,7 +87,8 @@ def _cut(batch: Any, rows: slice) -> Any:
 def advice(rows: int, accumulation: int) -> str:
     """What to set when a step of `accumulation` micro-batches of `rows` rows did not fit."""
     smaller = (
-        f"per_device_train_batch_size={rows // 2} with gradient_accumulation_steps={accumulation * 2} (the same update), "
+        f"per_device_train_batch_size={rows // 2} with gradient_accumulation_steps={accumulation * 2} (the same "
+        "update), "
         if rows > 1
         else ""
     )
@@ -120,8 +123,8 @@ class MemoryTracker:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[dict[str, int]]:
-        """A dict that holds, after the block, ``<name>_mem_cpu_alloc_delta`` and ``<name>_mem_cpu_peaked_delta`` in bytes, and
-        ``_mem_gpu_`` likewise where there is a device. Empty for a stage within another.
+        """A dict that holds, after the block, ``<name>_mem_cpu_alloc_delta`` and ``<name>_mem_cpu_peaked_delta`` in
+        bytes, and ``_mem_gpu_`` likewise where there is a device. Empty for a stage within another.
 
         The stage ``init`` reports nothing by itself: the first stage after it brings its numbers along.
         """

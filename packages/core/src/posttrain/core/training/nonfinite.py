@@ -66,7 +66,8 @@ class Update:
         losses: the share of each of them in the loss, shape () each.
         loss, grad_norm: shape ().
         num_items: items in the window, shape (), where they were counted.
-        origins: for each micro-batch, which of those that the loader gave for this window it is a part of; None: itself.
+        origins: for each micro-batch, which of those that the loader gave for this window it is a part of; None:
+            itself.
     """
 
     step: int
@@ -87,7 +88,7 @@ class Update:
         return number if self.origins is None else self.origins[number]
 
     def bad_batches(self) -> list[int]:
-        """Which micro-batches of the window had a loss that is not finite; all of them where only the gradient is bad."""
+        """The micro-batches whose loss is not finite; all of the window if only the gradient is not finite."""
         bad = [number for number, loss in enumerate(self.losses) if not math.isfinite(float(loss))]
         return bad or list(range(len(self.losses)))
 
@@ -95,9 +96,9 @@ class Update:
 class FiniteGuard:
     """Keeps updates that are not finite from the weights, without waiting for the device where that can be.
 
-    On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are looked at before each step. A fused
-    optimizer on another device is handed a flag instead, which its kernel reads: it leaves weights and moments as they are,
-    and the flag is read some steps later.
+    On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are looked at before each step. A
+    fused optimizer on another device is handed a flag instead, which its kernel reads: it leaves weights and moments as
+    they are, and the flag is read some steps later.
 
     Args:
         policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
@@ -203,7 +204,7 @@ class FiniteGuard:
         return lacks if self._total is None else not self._total(int(not lacks))
 
     def _leave_out(self, update: Update, late: int) -> bool:
-        """Which labels there are may be drawn at random: a window without one is no fault, unless that goes on and on."""
+        """Counts windows without a label: labels may be drawn at random, so only many in a row are an error."""
         self.in_a_row += 1
         self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late)
         if self.in_a_row >= self.limit:
@@ -275,17 +276,17 @@ def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
         fate = f"The update was not applied: the weights are those of update {update.step}."
     if update.lacks_labels:
         return (
-            f"Update {update.step + 1}: not one label of its rows is to be learned (all are -100), so there is no loss. {fate} "
-            "Where labels are drawn at random, larger batches have some; else leave such rows out of the dataset, or look at what "
-            "masks their labels."
+            f"Update {update.step + 1}: not one label of its rows is to be learned (all are -100), so there is no "
+            f"loss. {fate} Where labels are drawn at random, larger batches have some; else leave such rows out of "
+            "the dataset, or look at what masks their labels."
         )
     loss, norm = float(update.loss), float(update.grad_norm)
     return f"Update {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
 
 
 REMEDY = (
-    "Lower the learning rate, look at the rows of this batch, or use bf16 where fp16 overflows; on_nonfinite='skip' leaves "
-    "such updates out."
+    "Lower the learning rate, look at the rows of this batch, or use bf16 where fp16 overflows; on_nonfinite='skip' "
+    "leaves such updates out."
 )
 
 
@@ -342,9 +343,9 @@ def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
             "float16 model is fine, if it is in float32 itself."
         )
     logger.warning(
-        "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses overflow, and Adam "
-        "divides by 0. Updates that are not finite are left out, as a loss scaler would; after max_nonfinite_steps in a row the "
-        "run stops. %s", what, remedy,
+        "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses "
+        "overflow, and Adam divides by 0. Updates that are not finite are left out, as a loss scaler would; after "
+        "max_nonfinite_steps in a row the run stops. %s", what, remedy,
     )  # fmt: skip
 
 
@@ -364,8 +365,8 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
-    """``"NaN"``, ``"inf"`` or ``"-inf"``, whatever is found first; minus infinity only where there is nothing else, since
-    masks hold it rightly."""
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, whatever is found first; minus infinity only where there is nothing else,
+    since masks hold it rightly."""
     lowest = None
     for tensor in tensors:
         values = tensor.detach()
@@ -411,8 +412,9 @@ class _Trace:
 def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> str | None:
     """Where the numbers go bad when `run` is called with each of `batches` in turn; None where they stay finite.
 
-    Parameters and batches are looked at first, then the output of each module in the order of the forward pass, then what
-    `run` returns (the loss), then the gradients in the order of the backward pass, if `run` makes one. Waits for the device at each of them.
+    Parameters and batches are looked at first, then the output of each module in the order of the forward pass, then
+    what `run` returns (the loss), then the gradients in the order of the backward pass, if `run` makes one. Waits for
+    the device at each of them.
     """
     for name, parameter in model.named_parameters():
         if (fault := _fault(_tensors(parameter))) in ("NaN", "inf"):
@@ -442,7 +444,7 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
 
 
 def spoilt_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that hold NaN, as running statistics do after one bad batch: no skipped update mends them."""
+    """Names of the buffers that hold NaN, such as running statistics: skipping optimizer steps does not repair them."""
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())]
 
 
@@ -474,8 +476,9 @@ def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
             if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
                 listing = "\n".join(seen)
                 raise NonFiniteError(
-                    f"debug='underflow_overflow': the output of {name or 'the model'} ({type(module).__name__}) holds {fault}. "
-                    f"The last modules, with the smallest and largest magnitude of their numbers:\n{listing}"
+                    f"debug='underflow_overflow': the output of {name or 'the model'} ({type(module).__name__}) "
+                    f"holds {fault}. The last modules, with the smallest and largest magnitude of their numbers:\n"
+                    f"{listing}"
                 )
 
         return saw

@@ -12,10 +12,11 @@ _SEARCH = "override hyperparameter_search or call_model_init"
 #: The inner methods of transformers 5 and its predecessors, and what to override instead.
 INSTEAD = {
     "_inner_training_loop": _LOOP, "_run_epoch": _LOOP, "_prepare_for_training": _LOOP, "_finalize_training": _LOOP,
-    "_init_training_state": _LOOP, "_maybe_log_save_evaluate": _FLAGS, "_load_best_model": "override _load_from_checkpoint",
-    "_save_optimizer_and_scheduler": _STATE, "_load_optimizer_and_scheduler": _STATE, "_save_scaler": _STATE,
-    "_load_scaler": _STATE, "_save_rng_state": _STATE, "_load_rng_state": _STATE, "_load_callback_state": _STATE,
-    "_clip_grad_norm": _GRADIENTS, "_get_grad_norm": _GRADIENTS, "_get_num_items_in_batch": "override count_items",
+    "_init_training_state": _LOOP, "_maybe_log_save_evaluate": _FLAGS,
+    "_load_best_model": "override _load_from_checkpoint", "_save_optimizer_and_scheduler": _STATE,
+    "_load_optimizer_and_scheduler": _STATE, "_save_scaler": _STATE, "_load_scaler": _STATE, "_save_rng_state": _STATE,
+    "_load_rng_state": _STATE, "_load_callback_state": _STATE, "_clip_grad_norm": _GRADIENTS,
+    "_get_grad_norm": _GRADIENTS, "_get_num_items_in_batch": "override count_items",
     "_prepare_input": "override _prepare_inputs", "_move_model_to_device": "override place_model_on_device",
     "_push_from_checkpoint": _HUB, "_finish_current_push": _HUB, "_hp_search_setup": _SEARCH,
     "_report_to_hp_search": _SEARCH, "create_accelerator_and_postprocess": "set accelerator_config, fsdp or deepspeed",
@@ -34,7 +35,8 @@ def is_from(owner: object, method: str, kind: str) -> bool:
 
 
 def unheard(trainer_class: type) -> str | None:
-    """A sentence on methods that classes other than ours have put into `trainer_class`, and that nothing calls; None without.
+    """A sentence on methods that classes other than ours have put into `trainer_class`, and that nothing calls; None
+    without.
 
     They are those of `INSTEAD`, and of the dict ``INSTEAD`` that a trainer of ours may have of its own.
     """

@@ -78,14 +78,14 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
     """
     if batches_per_epoch == 0:
         raise ValueError(
-            "The training dataloader yields no batch: the dataset is empty, or dataloader_drop_last=True drops its only, "
-            "incomplete batch. Give more rows, or a smaller per_device_train_batch_size."
+            "The training dataloader yields no batch: the dataset is empty, or dataloader_drop_last=True drops its "
+            "only, incomplete batch. Give more rows, or a smaller per_device_train_batch_size."
         )
     if batches_per_epoch is None:
         if max_steps <= 0:
             raise ValueError(
-                "The training data has no known length (it is iterable without __len__), so the number of updates cannot "
-                "be computed from num_train_epochs. Set max_steps."
+                "The training data has no known length (it is iterable without __len__), so the number of updates "
+                "cannot be computed from num_train_epochs. Set max_steps."
             )
         return Plan(accumulation, None, max_steps, sys.maxsize)
     steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
@@ -97,10 +97,12 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
 
 
 def resumed(plan: Plan, step: int, epoch: int, batches: int, keeps_max_steps: bool) -> Plan:
-    """`plan` for going on after `step` updates of another size, `batches` of its own micro-batches into pass number `epoch`.
+    """`plan` for going on after `step` updates of another size, `batches` of its own micro-batches into pass number
+    `epoch`.
 
     Args:
-        keeps_max_steps: the run ends after ``plan.max_steps`` updates, of whatever size; else with the last row of its epochs.
+        keeps_max_steps: the run ends after ``plan.max_steps`` updates, of whatever size; else with the last row of its
+            epochs.
     """
     if plan.steps_per_epoch is None:
         return plan

@@ -33,8 +33,8 @@ class InterruptArguments:
 
     save_on_signal: bool | None = opt(
         None,
-        "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a second "
-        "signal ends at once. None: unless save_strategy is 'no'.",
+        "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a "
+        "second signal ends at once. None: unless save_strategy is 'no'.",
         flag=True,
     )
     enable_jit_checkpoint: bool = opt(
@@ -46,8 +46,8 @@ class InterruptArguments:
     )
     max_time: float | str | None = opt(
         None,
-        "Save a checkpoint and stop after so long: seconds, or '[days:]hours:minutes:seconds'. Updates are finished first, so "
-        "leave room for one and for the save.",
+        "Save a checkpoint and stop after so long: seconds, or '[days:]hours:minutes:seconds'. Updates are finished "
+        "first, so leave room for one and for the save.",
     )
 
     def _problems(self) -> Iterator[str]:
@@ -76,7 +76,8 @@ def seconds(duration: float | str) -> float:
 
 
 class Left(BaseException):
-    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an error.
+    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an
+    error.
 
     Args:
         reason: the number of the signal, or `TIME_IS_UP`.
@@ -200,8 +201,8 @@ class Watch:
 class _Ballot:
     """The largest of each of `numbers` over the processes, which is on its way while they go on.
 
-    It takes the processes' own group: over the host's network where that carries tensors of the host, else on the device, beside
-    its work.
+    It takes the processes' own group: over the host's network where that carries tensors of the host, else on the
+    device, beside its work.
     """
 
     def __init__(self, numbers: list[int], device: torch.device) -> None:

@@ -1,9 +1,11 @@
-"""What can be known of a run before a model is loaded: from its arguments, paths, packages and data. All of it in one message.
+"""What can be known of a run before a model is loaded: from its arguments, paths, packages and data. All of it in one
+message.
 
-A problem is a sentence, or an exception where code may wait for its type. Checks are generators of problems. There are three
-places to add one:
+A problem is a sentence, or an exception where code may wait for its type. Checks are generators of problems. There are
+three places to add one:
 
-- ``_preflight(self)`` of a class of arguments, for what these alone say; every class in the method resolution order has its own;
+- ``_preflight(self)`` of a class of arguments, for what these alone say; every class in the method resolution order has
+  its own;
 - a function of this module, for what they say together with what the trainer was handed (`Parts`);
 - ``Trainer.preflight``, which calls the two and which subclasses extend.
 """
@@ -94,7 +96,9 @@ class Parts:
 
     @classmethod
     def of(cls, old_names: dict[str, Any], **given: Any) -> Parts:
-        """Those `given`, with what ``tokenizer=`` and ``callback=``, the earlier names of two of them, say among `old_names`."""
+        """Those `given`, with what ``tokenizer=`` and ``callback=``, the earlier names of two of them, say among
+        `old_names`.
+        """
         for old, new in (("tokenizer", "processing_class"), ("callback", "callbacks")):
             if given.get(new) is None:
                 given[new] = old_names.get(old)
@@ -184,7 +188,9 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with the tokenizer or the tokens that the arguments name; loads that of a named model, which is small."""
+    """What is wrong with the tokenizer or the tokens that the arguments name; loads that of a named model, which is
+    small.
+    """
     if parts.processing_class is None and parts.is_named and loading.missing_folder(parts.model) is None:
         try:
             parts.processing_class = loading.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
@@ -217,8 +223,8 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if args.train_sampling_strategy == "group_by_length" and rows is not None and not isinstance(rows, Mapping):
         if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler"):
             yield (
-                f"train_sampling_strategy='group_by_length' has no effect on a stream ({type(rows).__name__}), whose rows come in "
-                "their own order: leave it out, or pass rows that can be read by index"
+                f"train_sampling_strategy='group_by_length' has no effect on a stream ({type(rows).__name__}), whose "
+                "rows come in their own order: leave it out, or pass rows that can be read by index"
             )
     if rows is not None and args.max_steps <= 0 and not isinstance(rows, Mapping) and pipeline.is_stream(rows):
         if not pipeline.has_length(rows) and parts.is_ours("get_train_dataloader", "make_plan"):
@@ -278,8 +284,8 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         if prefix is None:
             names = ", ".join(f"{name}_{key}" for name in sets)
             yield (
-                f"metric_for_best_model={wanted!r} cannot exist: eval_dataset holds several sets, and each has metrics of its "
-                f"own. Set it to one of {names}"
+                f"metric_for_best_model={wanted!r} cannot exist: eval_dataset holds several sets, and each has "
+                f"metrics of its own. Set it to one of {names}"
             )
             return
         key = key.removeprefix(prefix)
