@@ -127,8 +127,7 @@ def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
 def to_messages(value: Any, name: str = "messages") -> list[Message]:
     """Check a conversation and convert it to the form that chat templates read.
 
-    Reads ShareGPT turns too, and drops keys that are None: Arrow gives every message the keys of all others. Raises
-    DataError without the value in its text, because rows are counted by reason.
+    Reads ShareGPT turns too and drops keys that are None, which Arrow adds. Raises DataError without the value.
     """
     if value is None:
         raise DataError(f"{name} is null")
@@ -157,13 +156,11 @@ def to_messages(value: Any, name: str = "messages") -> list[Message]:
 def message_choice(
     value: Sequence[Mapping[str, Any]], train_on: str | Sequence[str] | None = None
 ) -> list[bool] | None:
-    """Which messages of a conversation are trained on; None for all of its text, headers of turns included.
+    """The messages of a conversation to train on; None for all of its text, headers of turns included.
 
     Args:
-        value: messages or ShareGPT turns, as the row has them. A message's own flag, ``"train": true`` or
-            ``"weight": 1`` (OpenAI's name), takes precedence over its role.
-        train_on: a role or several; "all"; or "last", the assistant's last message. None: all, and the assistant's in a
-            conversation whose messages have a key for a flag.
+        value: messages or ShareGPT turns; a message's ``"train": true`` or ``"weight": 1`` wins over its role.
+        train_on: roles, "all" or "last" (the assistant's last). None: all; the assistant's if any message is flagged.
 
     Raises:
         DataError: a flag that is neither true nor false.
