@@ -2,9 +2,9 @@
 
     python benchmarks/allocator.py [--steps 10] [--rounds 3]
 
-Two models: T5 of 2 + 2 layers, width 64, vocabulary 8,000, 32 rows of 24 tokens; Qwen3 of 8 layers, width 512, vocabulary
-32,000, 4 rows of 256 tokens under bfloat16 autocast. Each run is a process of its own on one thread; runs take turns, and the
-first round is not counted. Seconds are CPU seconds of a step after the second.
+Two models: T5 of 2 + 2 layers, width 64, vocabulary 8,000, 32 rows of 24 tokens; Qwen3 of 8 layers, width 512,
+vocabulary 32,000, 4 rows of 256 tokens under bfloat16 autocast. Each run is a process of its own on one thread; runs
+take turns, and the first round is not counted. Seconds are CPU seconds of a step after the second.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run(name: str, keep: bool, steps: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=rows, max_steps=steps + 2, use_cpu=True, bf16=name == "qwen3",
-            save_strategy="no", report_to="none", disable_tqdm=True, keep_freed_memory=keep,
+            output_dir=folder, per_device_train_batch_size=rows, max_steps=steps + 2, use_cpu=True,
+            bf16=name == "qwen3", save_strategy="no", report_to="none", disable_tqdm=True, keep_freed_memory=keep,
         )  # fmt: skip
         Trainer(model, args, train_dataset=data, callbacks=[Timer()]).train()
     return {
@@ -94,8 +94,9 @@ def main() -> None:
         )
         figures[model] = {"table": table, "times_faster": gain}
         for how, row in table.items():
-            print(f"{model:6s} {how:10s} {row['step_seconds'] * 1e3:7.1f} ms a step  {row['faults_per_step']:8.0f} faults  "
-                  f"peak {row['peak_mib']:5.0f} MiB")  # fmt: skip
+            print(
+                f"{model:6s} {how:10s} {row['step_seconds'] * 1e3:7.1f} ms a step  {row['faults_per_step']:8.0f} "
+                f"faults  peak {row['peak_mib']:5.0f} MiB")  # fmt: skip
         print(f"{model:6s} {gain:.2f} x as fast", flush=True)
     write("allocator", {"steps": options.steps, "rounds": options.rounds, "models": figures})
 

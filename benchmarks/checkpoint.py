@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint.py [--millions 100] [--rounds 5] [--directory DIR] [--only posttrain]
 
-Both contestants do all that their trainers do for a checkpoint: `save` is `Trainer._save_checkpoint`, `resume` is what `train`
-does before the first step of a resumed run, on a fresh model. The peer neither fsyncs nor hashes; posttrain's checkpoint is on
-the disk and has SHA-256 and XXH128 of every file when `save` returns, and is verified before it is resumed from. So the peer is
-measured once more until its files are on the disk too ("and fsync"). `stands still` is what training waits for with
-``save_async=True``; `background` is how long that save takes in all. Contestants take turns, each after the disk has taken what
-the one before left it; figures are medians.
+Both contestants do all that their trainers do for a checkpoint: `save` is `Trainer._save_checkpoint`, `resume` is what
+`train` does before the first step of a resumed run, on a fresh model. The peer neither fsyncs nor hashes; posttrain's
+checkpoint is on the disk and has SHA-256 and XXH128 of every file when `save` returns, and is verified before it is
+resumed from. So the peer is measured once more until its files are on the disk too ("and fsync"). `stands still` is
+what training waits for with ``save_async=True``; `background` is how long that save takes in all. Contestants take
+turns, each after the disk has taken what the one before left it; figures are medians.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ USUAL = dict(max_steps=2, save_strategy="no", report_to="none", use_cpu=True, di
 
 
 class Stack(nn.Module):
-    """Linear layers of one million weights each, of which a step uses only the first row: what it learns is no matter."""
+    """Linear layers of one million weights each, of which a step uses only the first row: what it learns is no
+    matter.
+    """
 
     def __init__(self, millions: int) -> None:
         super().__init__()

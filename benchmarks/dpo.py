@@ -2,11 +2,11 @@
 
     python benchmarks/dpo.py [--steps 8] [--rounds 3] [--dtype fp32] [--shots 2]
 
-Pairs are right and wrong solutions of GSM8K problems, in one shuffled order; each problem stands behind `--shots` solved
-examples, as it does when a base model is asked. With 2, about three quarters of the tokens of a pair are its prompt's; the
-share is printed. The tokenizer has 32,000 entries, the model 4 layers of width 256, a batch 4 pairs. Each run is a process of
-its own, contestants take turns, and the first round is not counted. Time is that of the steps after the second, in CPU
-seconds on one thread. Both compare with a copy of the model that is passed to them as the reference.
+Pairs are right and wrong solutions of GSM8K problems, in one shuffled order; each problem stands behind `--shots`
+solved examples, as it does when a base model is asked. With 2, about three quarters of the tokens of a pair are its
+prompt's; the share is printed. The tokenizer has 32,000 entries, the model 4 layers of width 256, a batch 4 pairs. Each
+run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the steps after
+the second, in CPU seconds on one thread. Both compare with a copy of the model that is passed to them as the reference.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def run(contestant: str, steps: int, dtype: str, shots: int) -> dict[str, float]
     lengths["prompt"] *= 2  # a pair is two rows, each with the prompt
     with tempfile.TemporaryDirectory() as folder:
         args = DPOConfig(
-            output_dir=folder, per_device_train_batch_size=BATCH, max_steps=steps, bf16=dtype == "bf16", max_length=2048,
-            gradient_checkpointing=False, learning_rate=1e-4, logging_steps=2, save_strategy="no", report_to="none",
-            use_cpu=True, train_sampling_strategy="sequential", disable_tqdm=True,
+            output_dir=folder, per_device_train_batch_size=BATCH, max_steps=steps, bf16=dtype == "bf16",
+            max_length=2048, gradient_checkpointing=False, learning_rate=1e-4, logging_steps=2, save_strategy="no",
+            report_to="none", use_cpu=True, train_sampling_strategy="sequential", disable_tqdm=True,
         )  # fmt: skip
         trainer = DPOTrainer(
             model,
@@ -93,8 +93,9 @@ def run(contestant: str, steps: int, dtype: str, shots: int) -> dict[str, float]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return {
-        "pairs_per_second": BATCH * (steps - 2) / (times[-1] - times[1]), "peak_mib": peak, "extra_mib": peak - prepared,
-        "last_loss": float(losses[-1]), "prompt_share": lengths["prompt"] / sum(lengths.values()),
+        "pairs_per_second": BATCH * (steps - 2) / (times[-1] - times[1]), "peak_mib": peak,
+        "extra_mib": peak - prepared, "last_loss": float(losses[-1]),
+        "prompt_share": lengths["prompt"] / sum(lengths.values()),
     }  # fmt: skip
 
 
@@ -135,8 +136,10 @@ def main() -> None:
     for name, row in table.items():
         print(f"{name:10s} {row['pairs_per_second']:6.2f} pairs/s  peak {row['peak_mib']:6.0f} MiB  "
               f"(+{row['extra_mib']:.0f} in training)  loss {row['last_loss']:.5f}")  # fmt: skip
-    print(f"{table['trl']['prompt_share']:.0%} of the tokens are prompt. posttrain / trl: {ratios['pairs_per_second']:.2f} x the "
-          f"speed, {ratios['peak_mib']:.2f} x the peak, {ratios['extra_mib']:.2f} x what training adds")  # fmt: skip
+    print(
+        f"{table['trl']['prompt_share']:.0%} of the tokens are prompt. posttrain / trl: "
+        f"{ratios['pairs_per_second']:.2f} x the speed, {ratios['peak_mib']:.2f} x the peak, "
+        f"{ratios['extra_mib']:.2f} x what training adds")  # fmt: skip
     write(
         f"dpo_{options.dtype}_{options.shots}", settings | {"rounds": options.rounds, "table": table, "ratios": ratios}
     )

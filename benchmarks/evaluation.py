@@ -1,14 +1,14 @@
-"""Evaluation beside transformers at a vocabulary of 32,000: seconds and peak memory by number of rows, for what is asked of the
-predictions.
+"""Evaluation beside transformers at a vocabulary of 32,000: seconds and peak memory by number of rows, for what is
+asked of the predictions.
 
     python benchmarks/evaluation.py [--rows 16 32 64 128] [--rounds 2]
 
-`loss` asks for no metric. `metrics` keeps all logits for `compute_metrics`, which does nothing with them, so that what is
-measured is the keeping. `argmax` keeps what `preprocess_logits_for_metrics` makes of them. `by batch` computes metrics batch
-by batch (an object with update and compute; batch_eval_metrics in transformers). Rows have 128 tokens, batches 8 rows, and
-the model is one layer of width 64: its time hardly counts. Each run is a process of its own, contestants take turns, the
-first round is not counted, nor the first evaluation of each run, of 8 rows. Memory is what the peak during the evaluation lies above what was resident
-before it. Needs Linux.
+`loss` asks for no metric. `metrics` keeps all logits for `compute_metrics`, which does nothing with them, so that what
+is measured is the keeping. `argmax` keeps what `preprocess_logits_for_metrics` makes of them. `by batch` computes
+metrics batch by batch (an object with update and compute; batch_eval_metrics in transformers). Rows have 128 tokens,
+batches 8 rows, and the model is one layer of width 64: its time hardly counts. Each run is a process of its own,
+contestants take turns, the first round is not counted, nor the first evaluation of each run, of 8 rows. Memory is what
+the peak during the evaluation lies above what was resident before it. Needs Linux.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/faults.py [--peers transformers trl] [--peer-python PYTHON] [--groups 01 03] [--keep]
 
-Every row is one or several runs in processes of their own: a tiny model, a fault, and a criterion that is written beside
-the row below. Peers promise only some of it. A row that does not apply to a library is left out of its count. Where the
-disk cannot be made small (mounting a tmpfs takes the rights for it), group 04 is left out.
+Every row is one or several runs in processes of their own: a tiny model, a fault, and a criterion that is written
+beside the row below. Peers promise only some of it. A row that does not apply to a library is left out of its count.
+Where the disk cannot be made small (mounting a tmpfs takes the rights for it), group 04 is left out.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def make(spec: dict[str, Any]) -> Any:
         from trl import GRPOConfig as config_class
         from trl import GRPOTrainer as trainer_class
     usual = dict(
-        output_dir=spec["folder"], per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=STEPS, save_steps=SAVE,
-        save_strategy="steps", logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none", disable_tqdm=True,
+        output_dir=spec["folder"], per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=STEPS,
+        save_steps=SAVE, save_strategy="steps", logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none",
+        disable_tqdm=True,
     )  # fmt: skip
     rows = spec.get("rows")
     if library.endswith(("sft", "grpo")):
@@ -151,7 +152,9 @@ def callback(base: type, fault: dict[str, Any]) -> Any:
 
 
 def plain_log(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records without what the clock says, and without the summary at the end, which each library defines its own way."""
+    """The records without what the clock says, and without the summary at the end, which each library defines its own
+    way.
+    """
     timing = re.compile(r"runtime|per_second|^perf/|seconds|flos|step_time")
     steps = [record for record in records if "train_loss" not in record]
     return [{k: repr(v) for k, v in sorted(record.items()) if not timing.search(k)} for record in steps]
@@ -193,8 +196,8 @@ def child(spec: dict[str, Any]) -> None:
         phase = "afterwards"
         state = trainer.state
         answer = {
-            "step": state.global_step, "weights": hashed(trainer.model.state_dict()), "log": plain_log(state.log_history),
-            "optimizer": hashed(trainer.optimizer.state_dict()["state"]),
+            "step": state.global_step, "weights": hashed(trainer.model.state_dict()),
+            "log": plain_log(state.log_history), "optimizer": hashed(trainer.optimizer.state_dict()["state"]),
             "finite": all(bool(torch.isfinite(value).all()) for value in trainer.model.state_dict().values()),
         }  # fmt: skip
     except Exception as error:
@@ -653,14 +656,15 @@ for name, value in (
     row("10", f"{name}={value!r}", BASIC)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
 for name, value in (
     ("learning_rate", 1e400), ("max_steps", 10**30), ("warmup_steps", 1.5), ("logging_steps", float("inf")),
-    ("torch_compile_mode", "max-autotun"), ("label_names", [5]), ("gradient_checkpointing_kwargs", {"use_reentrnt": True}),
-    ("resume_from_checkpoint", "/no/checkpoint-3"), ("report_to", "tensorbord"), ("output_dir", "/proc/nothing/here"),
-    ("metric_for_best_model", "accuracy"),
+    ("torch_compile_mode", "max-autotun"), ("label_names", [5]),
+    ("gradient_checkpointing_kwargs", {"use_reentrnt": True}), ("resume_from_checkpoint", "/no/checkpoint-3"),
+    ("report_to", "tensorbord"), ("output_dir", "/proc/nothing/here"), ("metric_for_best_model", "accuracy"),
 ):  # fmt: skip
     row("10", f"{name}={value!r}", BASIC)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
 for name, value in (
-    ("num_generations", 0), ("max_completion_length", None), ("include_for_metrics", ["inputs"]), ("generation_kwargs", {"zz": 1}),
-    ("reward_weights", ["a"]), ("loss_type", "gropo"), ("temperature", 0.0), ("beta", -1.0),
+    ("num_generations", 0), ("max_completion_length", None), ("include_for_metrics", ["inputs"]),
+    ("generation_kwargs", {"zz": 1}), ("reward_weights", ["a"]), ("loss_type", "gropo"), ("temperature", 0.0),
+    ("beta", -1.0),
 ):  # fmt: skip
     row("10", f"{name}={value!r}", GRPO)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
 row("10", "eos_token='<nope>'", SFT)(lambda bench: bad_argument(bench, "eos_token", "<nope>"))

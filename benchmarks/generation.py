@@ -3,12 +3,12 @@
     python benchmarks/generation.py                                  every task in float32 and bfloat16
     python benchmarks/generation.py --tasks 256-64 --dtypes fp32
 
-2 prompts x 8 completions, sampled at temperature 1. The model has 16 million parameters: 4 layers of width 384 and 32,000
-tokens. A task is named for the tokens of a prompt and of a completion; ragged: prompts of half that length and of all of it;
-early: each token ends its completion with a probability of 2%.
+2 prompts x 8 completions, sampled at temperature 1. The model has 16 million parameters: 4 layers of width 384 and
+32,000 tokens. A task is named for the tokens of a prompt and of a completion; ragged: prompts of half that length and
+of all of it; early: each token ends its completion with a probability of 2%.
 
-Contestants take turns in one process, and the first round is not counted. Time is CPU time on one thread. Tokens are those of
-completions, without what is written after their end.
+Contestants take turns in one process, and the first round is not counted. Time is CPU time on one thread. Tokens are
+those of completions, without what is written after their end.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def compare(task: str, dtype: str, rounds: int) -> dict:
     ratios = [a / b for a, b in zip(found["posttrain"], found["transformers"], strict=True)]
     figures = {name: statistics.median(values) for name, values in found.items()}
     ratio = statistics.median(ratios)
-    print(f"{task:16s} {dtype}  posttrain {figures['posttrain']:6.0f}  transformers {figures['transformers']:6.0f} tokens/s  "
-          f"{ratio:.2f} x  ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)  # fmt: skip
+    print(
+        f"{task:16s} {dtype}  posttrain {figures['posttrain']:6.0f}  transformers {figures['transformers']:6.0f} "
+        f"tokens/s  {ratio:.2f} x  ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)  # fmt: skip
     return {"tokens_per_second": figures, "ratio": ratio, "ratios": ratios}
 
 

@@ -3,12 +3,12 @@
     python benchmarks/grpo.py                                     every task in float32 and bfloat16
     python benchmarks/grpo.py --tasks step-256 --dtypes fp32
 
-A step is 2 prompts x 8 completions of 64 tokens, one update, beta 0. The model has 16 million parameters: 4 layers of width 384
-and 32,000 tokens. Tasks: `step` generates and trains, `train` trains on completions that are given; 256 or 1024 tokens a prompt;
-ragged: prompts of a quarter of that length up to it.
+A step is 2 prompts x 8 completions of 64 tokens, one update, beta 0. The model has 16 million parameters: 4 layers of
+width 384 and 32,000 tokens. Tasks: `step` generates and trains, `train` trains on completions that are given; 256 or
+1024 tokens a prompt; ragged: prompts of a quarter of that length up to it.
 
-Each run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the steps after
-the second, in CPU seconds on one thread.
+Each run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the steps
+after the second, in CPU seconds on one thread.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ def run(contestant: str, task: str, steps: int, dtype: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_completion_length=NEW,
-            max_steps=steps, learning_rate=1e-6, beta=0.0, bf16=False, gradient_checkpointing=False, logging_steps=1,
-            save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+            output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+            max_completion_length=NEW, max_steps=steps, learning_rate=1e-6, beta=0.0, bf16=False,
+            gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+            disable_tqdm=True,
         )  # fmt: skip
         options = {"rollout_func": given} if task.startswith("train") else {}
         trainer = GRPOTrainer(
@@ -127,8 +128,9 @@ def compare(task: str, dtype: str, steps: int, rounds: int) -> dict:
     for name, row in table.items():
         print(f"{task:16s} {dtype} {name:10s} {row['seconds_per_step']:7.2f} s/step  peak {row['peak_mib']:6.0f} MiB  "
               f"(+{row['extra_mib']:.0f} in training)")  # fmt: skip
-    print(f"{task:16s} {dtype} posttrain / trl: {speed:.2f} x the speed, {peak:.2f} x the peak, {extra:.2f} x what training "
-          "adds", flush=True)  # fmt: skip
+    print(
+        f"{task:16s} {dtype} posttrain / trl: {speed:.2f} x the speed, {peak:.2f} x the peak, {extra:.2f} x what "
+        "training adds", flush=True)  # fmt: skip
     return {"table": table, "ratios": {"speed": speed, "peak_mib": peak, "extra_mib": extra}}
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/loop.py [--steps 800] [--rounds 5]
 
-All train the same tiny language model on the same batches with fused AdamW, clipping and a linear schedule, and log every
-10 steps. Contestants take turns; a contestant's figure is the median over the rounds, its ratio the median of the rounds'
-ratios to the hand-written loop. Peers that are not installed are left out.
+All train the same tiny language model on the same batches with fused AdamW, clipping and a linear schedule, and log
+every 10 steps. Contestants take turns; a contestant's figure is the median over the rounds, its ratio the median of the
+rounds' ratios to the hand-written loop. Peers that are not installed are left out.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/losses.py --small      a few seconds
     python benchmarks/losses.py --output benchmarks/results/losses.json
 
-Every measurement is a fresh process that runs one method once, so that the peak resident memory is that method's and
-no method profits from memory another one has touched. Rounds are interleaved: what else the machine does in the
-meantime falls on all methods alike. Seconds are CPU seconds of one thread, which other processes on the machine lengthen
-less than wall seconds. Compare the ratios, which travel.
+Every measurement is a fresh process that runs one method once, so that the peak resident memory is that method's and no
+method profits from memory another one has touched. Rounds are interleaved: what else the machine does in the meantime
+falls on all methods alike. Seconds are CPU seconds of one thread, which other processes on the machine lengthen less
+than wall seconds. Compare the ratios, which travel.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/preparation.py [--rounds 3] [--threads 1 2]
 
-Rows are GSM8K problems as conversations: the whole file where POSTTRAIN_DATA names a folder that has it, else the rows in
-examples/data three times over. Tasks: plain; packed into rows of 1,024 (best fit); trained on the assistant's turns alone.
-What is timed is the making of an SFTTrainer, less that of one over 20 rows: in CPU seconds with one thread, and by the clock
-with several, which are the tokenizer's. Each run is a process of its own; contestants take turns, and the first round is not
-counted.
+Rows are GSM8K problems as conversations: the whole file where POSTTRAIN_DATA names a folder that has it, else the rows
+in examples/data three times over. Tasks: plain; packed into rows of 1,024 (best fit); trained on the assistant's turns
+alone. What is timed is the making of an SFTTrainer, less that of one over 20 rows: in CPU seconds with one thread, and
+by the clock with several, which are the tokenizer's. Each run is a process of its own; contestants take turns, and the
+first round is not counted.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def main() -> None:
             gain = statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
             figures[f"{task}, {threads} threads"] = {"table": table, "times_faster": gain}
             for name, row in table.items():
-                print(f"{task:9s} {threads} threads {name:10s} {row['seconds']:6.2f} s  {row['rows_per_second']:7.0f} rows/s  "
-                      f"{row['tokens']:9.0f} tokens")  # fmt: skip
+                print(
+                    f"{task:9s} {threads} threads {name:10s} {row['seconds']:6.2f} s  {row['rows_per_second']:7.0f} "
+                    f"rows/s  {row['tokens']:9.0f} tokens")  # fmt: skip
             print(f"{task:9s} {threads} threads posttrain / trl: {gain:.2f} x as fast", flush=True)
             write("preparation", {"rounds": options.rounds, "tasks": figures})
 

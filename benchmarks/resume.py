@@ -2,10 +2,11 @@
 
     python benchmarks/resume.py [--batches 20000] [--rounds 3]
 
-Each contestant first trains so many steps itself (batches of 8 rows of 128 tokens, a model of one weight), with a checkpoint
-early on and one at the end. What is timed is `train(resume_from_checkpoint=...)` from its call to the end of the first step
-it makes, in a process of its own: once from the early checkpoint, once from the late one. The difference is what the position
-costs. The stream is `datasets`' iterable dataset over the same rows, which can say and take back its position.
+Each contestant first trains so many steps itself (batches of 8 rows of 128 tokens, a model of one weight), with a
+checkpoint early on and one at the end. What is timed is `train(resume_from_checkpoint=...)` from its call to the end of
+the first step it makes, in a process of its own: once from the early checkpoint, once from the late one. The difference
+is what the position costs. The stream is `datasets`' iterable dataset over the same rows, which can say and take back
+its position.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def make_trainer(contestant: str, kind: str, folder: Path, steps: int):
     rows = load_from_disk(str(folder / "rows"))
     rows = rows.to_iterable_dataset() if kind == "stream" else rows
     args = TrainingArguments(
-        str(folder / contestant / kind), per_device_train_batch_size=BATCH, max_steps=steps, learning_rate=1e-6, optim="sgd",
-        save_strategy="no", logging_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
+        str(folder / contestant / kind), per_device_train_batch_size=BATCH, max_steps=steps, learning_rate=1e-6,
+        optim="sgd", save_strategy="no", logging_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True,
     )  # fmt: skip
     return Trainer(OneWeight(), args, collate, rows, callbacks=[Timer()]), ended
 
@@ -119,8 +120,9 @@ def main() -> None:
             for who in contestants:
                 early, late = (statistics.median(found[who][checkpoint]) for checkpoint in found[who])
                 table[kind][who] = {"early": early, "late": late, "position": late - early, "training": trained[who]}
-                print(f"{kind:6s} {who:12s} resumes after {EARLY} batches in {early:6.2f} s, after {options.batches:,} in "
-                      f"{late:6.2f} s: the position costs {late - early:6.2f} s (training took {trained[who]:.0f} s)",
+                print(
+                    f"{kind:6s} {who:12s} resumes after {EARLY} batches in {early:6.2f} s, after {options.batches:,} "
+                    f"in {late:6.2f} s: the position costs {late - early:6.2f} s (training took {trained[who]:.0f} s)",
                       flush=True)  # fmt: skip
     write("resume", {"batches": options.batches, "rounds": options.rounds, "early": EARLY, "table": table})
 

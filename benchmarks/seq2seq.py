@@ -2,10 +2,11 @@
 
     POSTTRAIN_DATA=... python benchmarks/seq2seq.py [--rounds 3] [--rows 256] [--beams 1 4]
 
-Multi30k English to German (the slice in examples/data, or all of it where POSTTRAIN_DATA names a folder that holds it), a
-vocabulary of 8,000 and a T5 of 2 + 2 layers of width 64, trained for a while first, so that outputs end where sentences do.
-Each run is a process of its own and contestants take turns; the first round is not counted. Training is measured per step,
-after the second; evaluation from end to end: loss, generation, gathering and a metric on the token ids.
+Multi30k English to German (the slice in examples/data, or all of it where POSTTRAIN_DATA names a folder that holds it),
+a vocabulary of 8,000 and a T5 of 2 + 2 layers of width 64, trained for a while first, so that outputs end where
+sentences do. Each run is a process of its own and contestants take turns; the first round is not counted. Training is
+measured per step, after the second; evaluation from end to end: loss, generation, gathering and a metric on the token
+ids.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def prepare(folder: Path, steps: int) -> None:
     trainer = Seq2SeqTrainer(
         T5ForConditionalGeneration(config),
         Seq2SeqTrainingArguments(
-            str(folder / "out"), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=3e-3, report_to="none",
-            save_strategy="no", use_cpu=True, disable_tqdm=True,
+            str(folder / "out"), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=3e-3,
+            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
         ),
         train_dataset=Dataset.load_from_disk(str(folder / "train")),
         processing_class=tokenizer,
@@ -107,8 +108,9 @@ def run(contestant: str, folder: Path, num_rows: int, beams: int, steps: int) ->
         model,
         Seq2SeqTrainingArguments(
             str(folder / contestant), predict_with_generate=True, generation_max_length=64, generation_num_beams=beams,
-            per_device_eval_batch_size=BATCH, per_device_train_batch_size=BATCH, max_steps=steps or 1, learning_rate=0.0,
-            report_to="none", save_strategy="no", logging_steps=1000, use_cpu=True, disable_tqdm=True,
+            per_device_eval_batch_size=BATCH, per_device_train_batch_size=BATCH, max_steps=steps or 1,
+            learning_rate=0.0, report_to="none", save_strategy="no", logging_steps=1000, use_cpu=True,
+            disable_tqdm=True,
         ),
         train_dataset=Dataset.load_from_disk(str(folder / "train")),
         eval_dataset=Dataset.load_from_disk(str(folder / "test")).select(range(num_rows)),

@@ -1,7 +1,7 @@
 """Supervised fine-tuning beside TRL: the same model, rows and arguments; tokens a second and peak memory.
 
-    python benchmarks/sft.py                                 every task in float32 and bfloat16, about an hour on one core
-    python benchmarks/sft.py --tasks packed-8 --dtypes bf16
+    python benchmarks/sft.py                                 every task in float32 and bfloat16, about an hour on one
+    core python benchmarks/sft.py --tasks packed-8 --dtypes bf16
 
 Rows are GSM8K problems. The tokenizer knows 8,000 tokens and the model 32,000; it has 4 layers of width 256. Tasks:
 
@@ -10,8 +10,8 @@ Rows are GSM8K problems. The tokenizer knows 8,000 tokens and the model 32,000; 
     assistant          conversations, of which the answers alone are trained, 8 rows a batch, padded
     lora               as packed, with adapters of rank 16 on all linear layers
 
-Each run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the steps after
-the second, in CPU seconds on one thread. Tokens are those of the data, without padding.
+Each run is a process of its own, contestants take turns, and the first round is not counted. Time is that of the steps
+after the second, in CPU seconds on one thread. Tokens are those of the data, without padding.
 """
 
 from __future__ import annotations
@@ -134,10 +134,12 @@ def compare(task: str, dtype: str, steps: int, rounds: int) -> dict:
         for key in ("tokens_per_second", "peak_mib", "extra_mib")
     }
     for name, row in table.items():
-        print(f"{task:9s} {dtype} {name:10s} {row['tokens_per_second']:7.0f} tokens/s  peak {row['peak_mib']:6.0f} MiB  "
-              f"(+{row['extra_mib']:.0f} in training)  loss {row['last_loss']:.4f}")  # fmt: skip
-    print(f"{task:9s} {dtype} posttrain / trl: {ratios['tokens_per_second']:.2f} x the speed, {ratios['peak_mib']:.2f} x "
-          f"the peak, {ratios['extra_mib']:.2f} x what training adds", flush=True)  # fmt: skip
+        print(
+            f"{task:9s} {dtype} {name:10s} {row['tokens_per_second']:7.0f} tokens/s  peak {row['peak_mib']:6.0f} "
+            f"MiB  (+{row['extra_mib']:.0f} in training)  loss {row['last_loss']:.4f}")  # fmt: skip
+    print(
+        f"{task:9s} {dtype} posttrain / trl: {ratios['tokens_per_second']:.2f} x the speed, {ratios['peak_mib']:.2f} "
+        f"x the peak, {ratios['extra_mib']:.2f} x what training adds", flush=True)  # fmt: skip
     return {"table": table, "ratios": ratios}
 
 

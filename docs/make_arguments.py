@@ -14,16 +14,16 @@ FOLDER = Path(__file__).parent / "arguments"
 
 INDEX = """# Arguments
 
-Generated from the fields of the configs by `python docs/make_arguments.py`; a test keeps these pages up to date. On the command
-line each argument is a flag (`--learning_rate 1e-5`), in a YAML file a line (`learning_rate: 1e-5`).
+Generated from the fields of the configs by `python docs/make_arguments.py`; a test keeps these pages up to date. On the
+command line each argument is a flag (`--learning_rate 1e-5`), in a YAML file a line (`learning_rate: 1e-5`).
 [migrating.md](../migrating.md) lists the names of earlier versions.
 
 | config | arguments |
 |---|---|
 """
 SHARED = """
-These arguments come on top of those of [TrainingArguments](TrainingArguments.md). An argument that stands on both pages has
-another default here.
+These arguments come on top of those of [TrainingArguments](TrainingArguments.md). An argument that stands on both
+pages has another default here.
 """
 
 

@@ -1,4 +1,6 @@
-"""The pages of the API reference: one for each package, with every public name. mkdocs runs this; see ``mkdocs.yml``."""
+"""The pages of the API reference: one for each package, with every public name. mkdocs runs this; see
+``mkdocs.yml``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reinforcement learning on real data in minutes on a CPU: the calculator steps of GSM8K, such as ``48/2=24``.
 
-A model of half a million parameters is fine-tuned on a third of them. Then GRPO goes on, on prompts that fine-tuning never
-saw, told by a checker which of the model's own answers are right. Accuracy is measured on steps that neither saw.
+A model of half a million parameters is fine-tuned on a third of them. Then GRPO goes on, on prompts that fine-tuning
+never saw, told by a checker which of the model's own answers are right. Accuracy is measured on steps that neither saw.
 
 python examples/calculator.py
 python examples/calculator.py --seed 1 --updates 1000 --minutes 10
@@ -33,8 +33,8 @@ GREEDY, SAMPLED = "eval_greedy_pass@1", "eval_sampled_pass@1"
 def read(seed: int, digits: int = 3, signs: str = "+-*/") -> tuple[Dataset, Dataset, Dataset]:
     """Distinct steps in three parts: a third to fine-tune on, `HELD_OUT` to measure on, and the rest for GRPO.
 
-    Steps with another of `signs` or a longer number are left out. Every number has so many `digits`: with leading zeros the
-    places of all numbers line up, as in 048/002=024.
+    Steps with another of `signs` or a longer number are left out. Every number has so many `digits`: with leading zeros
+    the places of all numbers line up, as in 048/002=024.
     """
     lines = DATA.read_text(encoding="utf-8").splitlines()
     short = [
@@ -191,8 +191,8 @@ def run(
     signs: str = "+-*/",
     **changes,
 ) -> list[tuple[int, float, float]]:
-    """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on. `changes` are arguments of
-    GRPO."""
+    """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on. `changes` are
+    arguments of GRPO."""
     started = time.monotonic()
     known, new, held_out = read(seed, digits, signs)
     tokenizer = make_tokenizer()

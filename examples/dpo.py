@@ -1,11 +1,12 @@
-"""Teach a model to prefer right solutions to wrong ones: a supervised stage on problems, then DPO on pairs of solutions.
+"""Teach a model to prefer right solutions to wrong ones: a supervised stage on problems, then DPO on pairs of
+solutions.
 
 python examples/dpo.py                                   # Qwen3-0.6B with LoRA, a few minutes on one GPU
 python examples/dpo.py --model my/model --steps 200      # a Hub name or a folder
 python examples/dpo.py --method kto                      # the same solutions one by one, called good or bad
 
-The pairs are right and wrong solutions that four models wrote for GSM8K problems. A slice of them ships in examples/data;
-POSTTRAIN_DATA names a folder with all of them (gsm8k_preferences/train.jsonl and test.jsonl).
+The pairs are right and wrong solutions that four models wrote for GSM8K problems. A slice of them ships in
+examples/data; POSTTRAIN_DATA names a folder with all of them (gsm8k_preferences/train.jsonl and test.jsonl).
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def main() -> None:
     )
     trainer_class = {"dpo": DPOTrainer, "kto": KTOTrainer}[given.method]
     args = trainer_class.config_class(
-        given.output, max_steps=given.steps, learning_rate=given.learning_rate, max_length=768, beta=0.1, eval_strategy="steps",
-        eval_steps=max(given.steps // 4, 1), eval_on_start=True, num_eval_samples=2, max_sample_tokens=160, **usual,
+        given.output, max_steps=given.steps, learning_rate=given.learning_rate, max_length=768, beta=0.1,
+        eval_strategy="steps", eval_steps=max(given.steps // 4, 1), eval_on_start=True, num_eval_samples=2,
+        max_sample_tokens=160, **usual,
     )  # fmt: skip
     trainer = trainer_class(
-        policy, args=args, train_dataset=train, eval_dataset=held_out, processing_class=stage.processing_class, peft_config=lora
+        policy, args=args, train_dataset=train, eval_dataset=held_out, processing_class=stage.processing_class,
+        peft_config=lora
     )  # fmt: skip
     trainer.train()
     trainer.save_model()

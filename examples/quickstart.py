@@ -1,5 +1,5 @@
-"""Teach a small new model to add and subtract, on steps of real maths problems: first by fine-tuning, then by reinforcement
-learning (`calculator.py` beside this file). Or fine-tune a pretrained model on the problems themselves.
+"""Teach a small new model to add and subtract, on steps of real maths problems: first by fine-tuning, then by
+reinforcement learning (`calculator.py` beside this file). Or fine-tune a pretrained model on the problems themselves.
 
 make quickstart                                 # two minutes on two idle cores, no download
 make quickstart MODEL=Qwen/Qwen3-0.6B           # LoRA on a pretrained model instead: a Hub name or a folder

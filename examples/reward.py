@@ -58,7 +58,8 @@ def main() -> None:
         eval_strategy="epoch", eval_on_start=True, save_strategy="no", report_to="none",
     )  # fmt: skip
     trainer = RewardTrainer(
-        model, args, train_dataset=parts["train"], eval_dataset=parts["test"], processing_class=tokenizer, peft_config=adapter
+        model, args, train_dataset=parts["train"], eval_dataset=parts["test"], processing_class=tokenizer,
+        peft_config=adapter
     )  # fmt: skip
     trainer.train()
     trainer.save_model()

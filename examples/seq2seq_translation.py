@@ -1,7 +1,8 @@
 """Train a small translation model from nothing, English to German, and score what it writes by BLEU and chrF.
 
 python examples/seq2seq_translation.py                            # the 300 sentence pairs that come with the project
-python examples/seq2seq_translation.py --data my/multi30k         # all 29,000: train.en.gz, train.de.gz, ... in a folder
+python examples/seq2seq_translation.py --data my/multi30k         # all 29,000: train.en.gz, train.de.gz, ... in a
+folder
 """
 
 from __future__ import annotations

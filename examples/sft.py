@@ -1,9 +1,9 @@
 """Fine-tune a pretrained model on conversations with LoRA.
 
-python examples/sft.py                                        # a few minutes on one GPU
-torchrun --nproc-per-node 4 examples/sft.py                   # the same on four
-python examples/sft.py --model my/model --data my/dataset     # your own: rows with "messages", or "question" and "answer"
-python examples/sft.py --data path/to/gsm8k/train.jsonl       # a file
+python examples/sft.py                                        # a few minutes on one GPU torchrun --nproc-per-node 4
+examples/sft.py                   # the same on four python examples/sft.py --model my/model --data my/dataset     #
+your own: rows with "messages", or "question" and "answer" python examples/sft.py --data path/to/gsm8k/train.jsonl
+# a file
 """
 
 from __future__ import annotations

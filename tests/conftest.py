@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 
-# Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first process.
+# Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first
+# process.
 if "POSTTRAIN_TEST_CACHE" not in os.environ:
     os.environ["POSTTRAIN_TEST_CACHE"] = tempfile.mkdtemp(prefix="posttrain-tests-")
     atexit.register(shutil.rmtree, os.environ["POSTTRAIN_TEST_CACHE"], ignore_errors=True)

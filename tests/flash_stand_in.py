@@ -1,8 +1,8 @@
 """A stand-in for flash-attn, which needs a GPU: its two functions computed by definition, below transformers' own code.
 
-What is real: transformers' `flash_attention_forward`, its masks, and its choice between one document a row and documents by
-``cu_seqlens``, which reads positions as documents only in a batch of one row. What stands in: the two kernels. Like them it sees
-nothing but q, k, v and what it is told of borders, and refuses float32 unless `any_dtype`.
+What is real: transformers' `flash_attention_forward`, its masks, and its choice between one document a row and
+documents by ``cu_seqlens``, which reads positions as documents only in a batch of one row. What stands in: the two
+kernels. Like them it sees nothing but q, k, v and what it is told of borders, and refuses float32 unless `any_dtype`.
 """
 
 from __future__ import annotations

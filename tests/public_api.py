@@ -1,6 +1,7 @@
 """The public names of the four packages as text, one line each: faces, signatures, config fields and their defaults.
 
-``python -m tests.public_api`` prints them; ``python -m tests.public_api --write`` records them in ``tests/public_api.txt``.
+``python -m tests.public_api`` prints them; ``python -m tests.public_api --write`` records them in
+``tests/public_api.txt``.
 """
 
 from __future__ import annotations

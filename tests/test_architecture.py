@@ -1,6 +1,7 @@
 """What keeps the house a house: floors, no circles, siblings that never meet, short doors, cheap imports.
 
-A failure names the import to move. When the plan itself changes, change the tables here and `docs/architecture.md` together.
+A failure names the import to move. When the plan itself changes, change the tables here and `docs/architecture.md`
+together.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by floor: each may import its own floor and those below.
 FLOORS = {
     0: """
-        config errors state data.call_arguments data.collators data.segments distributed.accelerator_config evaluation.predictions
-        logging.metrics logging.redaction losses.language_modeling losses.normalization models.bf16_emulation
-        models.block_mask models.embeddings models.gradient_checkpointing models.regularization
-        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory
-        training.nonfinite training.override_checks training.plan
+        config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
+        evaluation.predictions logging.metrics logging.redaction losses.language_modeling losses.normalization
+        models.bf16_emulation models.block_mask models.embeddings models.gradient_checkpointing models.regularization
+        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
+        training.override_checks training.plan
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
@@ -58,21 +59,20 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
-    "core/losses/language_modeling.py": "the tiles of the vocabulary, and everything that is computed on them in one pass",
-    "core/training/lifecycle.py": "a run from set-up to end in the order in which it happens; its parts with state of their own are apart",
+    "core/losses/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
+    "core/training/lifecycle.py": "a run from set-up to end in the order in which it happens",
     "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
-    "core/data/stateful_dataloader.py": "one loader: what it reads, where it stands, and how it resumes, for every kind of dataset",
-    "core/trainer.py": "the loop and every door are read together",
+    "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
+    "core/trainer.py": "the loop and every overridable method are read together",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }
 # The methods that users override, under the names of transformers' Trainer.
 DOORS = """
-    get_train_dataloader get_eval_dataloader get_test_dataloader _get_train_sampler _get_eval_sampler
-    create_optimizer get_decay_parameter_names get_optimizer_cls_and_kwargs create_scheduler create_optimizer_and_scheduler
-    train get_batch_samples training_step compute_loss prediction_step evaluation_loop evaluate predict log
-    save_model _save_checkpoint _load_from_checkpoint add_callback pop_callback remove_callback
-    _prepare_inputs _set_signature_columns_if_needed
-    log_metric state_dict load_state_dict count_items windows
+    get_train_dataloader get_eval_dataloader get_test_dataloader _get_train_sampler _get_eval_sampler create_optimizer
+    get_decay_parameter_names get_optimizer_cls_and_kwargs create_scheduler create_optimizer_and_scheduler train
+    get_batch_samples training_step compute_loss prediction_step evaluation_loop evaluate predict log save_model
+    _save_checkpoint _load_from_checkpoint add_callback pop_callback remove_callback _prepare_inputs
+    _set_signature_columns_if_needed log_metric state_dict load_state_dict count_items windows
 """.split()
 LONG_DOORS = {
     "train": "the loop itself",
@@ -122,7 +122,9 @@ def modules() -> dict[str, str]:
 
 
 def walk(node: ast.AST, only_typing: bool = False, at_import_time: bool = True) -> Iterator[tuple[ast.AST, bool, bool]]:
-    """Every node below `node`, with whether it is read by type checkers alone and whether importing the file runs it."""
+    """Every node below `node`, with whether it is read by type checkers alone and whether importing the file runs
+    it.
+    """
     for child in ast.iter_child_nodes(node):
         typing, runs = only_typing, at_import_time and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:

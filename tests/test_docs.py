@@ -1,8 +1,8 @@
 """What the documentation shows works: its Python runs, and its commands name things that exist.
 
-The Python blocks of one page run in order, in one namespace and an empty folder. Names of models and datasets on the Hub
-are replaced by tiny local ones, listed below. What a page leaves to the reader (a dataset, a reward function) is set up in a
-comment that readers do not see::
+The Python blocks of one page run in order, in one namespace and an empty folder. Names of models and datasets on the
+Hub are replaced by tiny local ones, listed below. What a page leaves to the reader (a dataset, a reward function) is
+set up in a comment that readers do not see::
 
     <!-- test-setup
     dataset = ...

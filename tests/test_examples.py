@@ -117,7 +117,9 @@ def test_recipes_of_sft(name, model_folder, tmp_path, monkeypatch, capsys):
         "--max_rows",
         "12",
     ]
-    words += "--max_steps 2 --eval_steps 2 --save_steps 2 --logging_steps 1 --use_cpu --report_to none --dtype float32".split()
+    words += (
+        "--max_steps 2 --eval_steps 2 --save_steps 2 --logging_steps 1 --use_cpu --report_to none --dtype float32"
+    ).split()
     assert main(words) == 0
     history = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert {"eval_loss", "loss"} <= {key for record in history for key in record}

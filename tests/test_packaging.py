@@ -1,4 +1,6 @@
-"""Each distribution is installable by itself: its wheel holds its own part of the namespace and nothing of a sibling."""
+"""Each distribution is installable by itself: its wheel holds its own part of the namespace and nothing of a
+sibling.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ def test_the_public_names_are_those_on_record():
     recorded, found = public_api.RECORD.read_text(encoding="utf-8").splitlines(), public_api.lines()
     changes = list(difflib.unified_diff(recorded, found, "recorded", "found", lineterm="", n=0))
     assert changes == [], (
-        "The public API has changed. If that is meant, record it with `python -m tests.public_api --write` and add a line to "
-        "CHANGELOG.md."
+        "The public API has changed. If that is meant, record it with `python -m tests.public_api --write` and add a "
+        "line to CHANGELOG.md."
     )
 
 

@@ -19,11 +19,11 @@ CHATML = (
 )
 # As Qwen2.5's: tools are described in JSON, calls are JSON in <tool_call>, answers stand in a turn of the user.
 CHATML_WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif "
+    "%}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or "
+    "[] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% "
+    "if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -56,7 +56,9 @@ def tokenizer(vocab_size: int = 384, chat_template: str | None = CHATML):
 
 
 def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides):
-    """A causal language model of 2 layers and width 32, freshly initialised: qwen2, qwen3, llama, mistral, gemma, gemma2, gpt2."""
+    """A causal language model of 2 layers and width 32, freshly initialised: qwen2, qwen3, llama, mistral, gemma,
+    gemma2, gpt2.
+    """
     import transformers
 
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -121,8 +121,9 @@ def test_metrics_that_nobody_would_call_are_refused(name, tmp_path):
 
     with pytest.raises(ConfigError, match="compute_metrics is never called"):
         GRPOTrainer(
-            tiny.causal_lm(), lambda completion_ids: [0.0] * len(completion_ids), GRPOConfig(str(tmp_path), use_cpu=True),
-            [{"prompt": "a"}], None, tiny.tokenizer(), compute_metrics=lambda predictions: {},
+            tiny.causal_lm(), lambda completion_ids: [0.0] * len(completion_ids),
+            GRPOConfig(str(tmp_path), use_cpu=True), [{"prompt": "a"}], None, tiny.tokenizer(),
+            compute_metrics=lambda predictions: {},
         )  # fmt: skip
     with pytest.raises(ConfigError, match="include_for_metrics"):
         TRAINERS[name](tmp_path, include_for_metrics=["inputs"])
@@ -130,9 +131,10 @@ def test_metrics_that_nobody_would_call_are_refused(name, tmp_path):
 
 # finding_B8
 @pytest.mark.parametrize("arguments", [
-    {"max_grad_norm": INF}, {"max_grad_norm": 0}, {"adam_epsilon": 1e-30}, {"warmup_steps": 10**6}, {"eval_delay": 10**9},
-    {"save_total_limit": 0}, {"gradient_accumulation_steps": 10**6}, {"per_device_train_batch_size": 10**6}, {"seed": 0},
-    {"learning_rate": 0}, {"logging_steps": 10**9}, {"num_train_epochs": 1e-9}, {"weight_decay": 0.9}, {"data_seed": 0},
+    {"max_grad_norm": INF}, {"max_grad_norm": 0}, {"adam_epsilon": 1e-30}, {"warmup_steps": 10**6},
+    {"eval_delay": 10**9}, {"save_total_limit": 0}, {"gradient_accumulation_steps": 10**6},
+    {"per_device_train_batch_size": 10**6}, {"seed": 0}, {"learning_rate": 0}, {"logging_steps": 10**9},
+    {"num_train_epochs": 1e-9}, {"weight_decay": 0.9}, {"data_seed": 0},
 ], ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()))  # fmt: skip
 def test_extremes_that_are_accepted_train(arguments, tmp_path):
     trainer = TRAINERS["causal-lm"](tmp_path, **({"num_train_epochs": 1} | arguments))

@@ -67,13 +67,13 @@ def test_all_problems_of_a_config_are_told_at_once_and_before_anything_is_touche
     out = tmp_path / "out"
     refused(
         ConfigError, "per_device_train_batch_size=-4 must be >= 1", "gradient_accumulation_steps=0 must be >= 1",
-        "max_length=-3 must be >= 2", "label_smoothing_factor=2 must be < 1", "packing_strategy='bdf'", "did you mean 'bfd'",
-        "unknown argument 'pack'", "max_steps=0", "dataset_kwargs='x' is not a JSON object",
+        "max_length=-3 must be >= 2", "label_smoothing_factor=2 must be < 1", "packing_strategy='bdf'",
+        "did you mean 'bfd'", "unknown argument 'pack'", "max_steps=0", "dataset_kwargs='x' is not a JSON object",
         run=lambda: SFTTrainer(
             model=str(tmp_path / "not there"),
             args=SFTConfig(
-                str(out), per_device_train_batch_size=-4, gradient_accumulation_steps=0, max_length=-3, dataset_kwargs="x",
-                label_smoothing_factor=2, packing_strategy="bdf", pack=True, max_steps=0,
+                str(out), per_device_train_batch_size=-4, gradient_accumulation_steps=0, max_length=-3,
+                dataset_kwargs="x", label_smoothing_factor=2, packing_strategy="bdf", pack=True, max_steps=0,
             ),
         ),
     )  # fmt: skip
@@ -109,7 +109,8 @@ def test_what_is_no_causal_language_model_is_refused_by_name(model, tmp_path):
     made = {"classifier": tiny.classifier, "seq2seq": tiny.seq2seq_lm}
     model = made[model]() if model in ("classifier", "seq2seq") else model
     refused(TypeError, type(model).__name__, "causal language model", run=lambda: SFTTrainer(
-        model, SFTConfig(str(tmp_path)), train_dataset=[{"text": "a b"}], processing_class=tiny.tokenizer()))  # fmt: skip
+        model, SFTConfig(str(tmp_path)), train_dataset=[{"text": "a b"}],
+        processing_class=tiny.tokenizer()))  # fmt: skip
 
 
 def test_what_is_no_config_is_refused_by_type(tmp_path):
@@ -133,7 +134,8 @@ def test_other_arguments_that_cannot_work_are_refused_with_what_can(tmp_path):
     ):
         refused(error, *parts, run=lambda changes=changes: sft(tmp_path, rows, **changes))
     refused(DataError, "no chat template", "chat_template_path", run=lambda: sft(
-        tmp_path, [{"messages": [{"role": "user", "content": "a"}]}], processing_class=tiny.tokenizer(chat_template=None)))  # fmt: skip
+        tmp_path, [{"messages": [{"role": "user", "content": "a"}]}],
+        processing_class=tiny.tokenizer(chat_template=None)))  # fmt: skip
     refused(TypeError, "'chat'", run=lambda: SFTTrainer(tiny.causal_lm(), chat="x"))
 
 
@@ -463,8 +465,8 @@ def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(mode
     model = model()
     good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
     loader = pipeline.build_train_loader(
-        Rows([good, good | row]), batch_size=2, collate_fn=pipeline.default_collator(tiny.tokenizer()), sampler=None, seed=0,
-        args=TrainingArguments("unused"), limits=embeddings.id_limits(model),
+        Rows([good, good | row]), batch_size=2, collate_fn=pipeline.default_collator(tiny.tokenizer()), sampler=None,
+        seed=0, args=TrainingArguments("unused"), limits=embeddings.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
 

@@ -19,8 +19,8 @@ from tests import tiny
 from tests.contract.trainers import TRAINERS, causal_lm, weights
 
 ARGS = dict(
-    optim="adamw_torch", learning_rate=1e-2, per_device_train_batch_size=8, max_steps=4, save_strategy="steps", save_steps=2,
-    logging_steps=1,
+    optim="adamw_torch", learning_rate=1e-2, per_device_train_batch_size=8, max_steps=4, save_strategy="steps",
+    save_steps=2, logging_steps=1,
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""No argument is accepted and ignored: product code reads every field of every config, or a sentence below says why not."""
+"""No argument is accepted and ignored: product code reads every field of every config, or a sentence below says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from posttrain.sft import SFTConfig
 from tests.test_architecture import sources, tree
 
 CONFIGS = [
-    TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig, RLOOConfig,
-    ReinforcePlusPlusConfig, ModelConfig, DataSource, LaunchArguments, ScriptArguments,
+    TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
+    RLOOConfig, ReinforcePlusPlusConfig, ModelConfig, DataSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")
@@ -41,7 +43,7 @@ MEANT = {
     "do_train": "for scripts that ask, as its help says",
     "do_predict": "for scripts that ask, as its help says",
     "do_eval": "for scripts that ask, as its help says",
-    "eval_use_gather_object": "its help says that predictions of any kind are gathered as they are, with and without it",
+    "eval_use_gather_object": "its help says that predictions of any kind are gathered, with and without it",
     "gradient_checkpointing_kwargs": "the older name of activation_checkpointing_kwargs, kept equal to it",
     "sortish_sampler": "the older name of train_sampling_strategy='group_by_length', which it sets",
     "trackio_bucket_id": "read by transformers' tracker, which is shown all arguments",

@@ -1,4 +1,6 @@
-"""Files that mean harm, in every place of a checkpoint or of a model: nothing in them is run, and they are refused by name."""
+"""Files that mean harm, in every place of a checkpoint or of a model: nothing in them is run, and they are refused by
+name.
+"""
 
 import json
 import os
@@ -71,7 +73,8 @@ def seal(checkpoint):
     manifest.write_manifest(checkpoint, 1, {})
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "optimizer.json", "scheduler.json", "rank-0.json", "rank-0.safetensors",
+FILES = ["model.safetensors", "optimizer.safetensors", "optimizer.json", "scheduler.json", "rank-0.json",
+"rank-0.safetensors",
          "trainer_state.json", "training_args.json"]  # fmt: skip
 
 
@@ -94,7 +97,10 @@ def test_a_pickle_in_the_place_of_any_file_of_a_checkpoint_is_refused_by_name(na
 def test_pickles_that_other_trainers_would_read_are_left_alone(runs, mark, tmp_path):
     shutil.copytree(runs("causal-lm"), tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoint-1"
-    names = "pytorch_model.bin optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth rng_state_0.pth training_args.bin"
+    names = (
+        "pytorch_model.bin optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth rng_state_0.pth "
+        "training_args.bin"
+    )
     for number, name in enumerate(f"{names} adapter_model.bin trainer_state.pt .metadata".split()):
         (checkpoint / name).write_bytes(list(payloads(mark).values())[number % 3])
     seal(checkpoint)

@@ -66,8 +66,8 @@ def test_label_smoothing_factor_is_refused_where_there_are_no_classes(config_cla
 def test_logging_dir_is_where_tensorboard_writes(tmp_path):
     pytest.importorskip("tensorboard")
     args = TrainingArguments(
-        str(tmp_path / "out"), report_to="tensorboard", logging_dir=str(tmp_path / "board"), max_steps=2, logging_steps=1,
-        use_cpu=True, disable_tqdm=True, save_strategy="no",
+        str(tmp_path / "out"), report_to="tensorboard", logging_dir=str(tmp_path / "board"), max_steps=2,
+        logging_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     Trainer(tiny.causal_lm(), args, train_dataset=tiny.token_rows(4)[:1] * 4).train()
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))

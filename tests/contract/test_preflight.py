@@ -1,4 +1,6 @@
-"""What can be known before a model is loaded is said before one is loaded, all of it in one message, by every trainer."""
+"""What can be known before a model is loaded is said before one is loaded, all of it in one message, by every
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from tests import tiny
 from tests.contract.trainers import digit_sum, preference_rows, text_rows
 
 NAMED = [
-    SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer,
+    SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer,
+    ReinforcePlusPlusTrainer,
 ]  # fmt: skip
 ONLINE = (GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer)
 
@@ -68,8 +71,8 @@ def make(folder, tmp_path, monkeypatch):
 
 
 PARTS = (
-    "model", "train_dataset", "eval_dataset", "peft_config", "callbacks", "optimizers", "reward_funcs", "compute_metrics",
-    "quantization_config", "data_collator", "processing_class", "optimizer_cls_and_kwargs",
+    "model", "train_dataset", "eval_dataset", "peft_config", "callbacks", "optimizers", "reward_funcs",
+    "compute_metrics", "quantization_config", "data_collator", "processing_class", "optimizer_cls_and_kwargs",
 )  # fmt: skip
 
 
@@ -85,8 +88,8 @@ def test_every_trainer_says_everything_at_once_before_a_model_is_there(trainer_c
         )  # fmt: skip
     said = str(caught.value)
     for part in (
-        "output_dir=", "is a file", "eval_strategy='epoch' needs an eval_dataset", "did you mean 'tensorboard'", "liger-kernel",
-        "torch-optimi", "5 is no callback", "nosuch", "Can't find a valid checkpoint",
+        "output_dir=", "is a file", "eval_strategy='epoch' needs an eval_dataset", "did you mean 'tensorboard'",
+        "liger-kernel", "torch-optimi", "5 is no callback", "nosuch", "Can't find a valid checkpoint",
     ):  # fmt: skip
         if part != "Can't find a valid checkpoint":  # nothing is looked for where the remote place cannot be reached
             assert part in said, part
@@ -130,7 +133,8 @@ OF_A_NAMED_MODEL = [
     ({"model": "/no/such/folder"}, FileNotFoundError, ["/no/such/folder", "does not exist"]),
     ({"model": 5}, TypeError, ["model is of type int"]),
     ({"model_init_kwargs": {"dtype": "float99"}}, ValueError, ["dtype='float99'"]),
-    ({"model_init_kwargs": {"attn_implementation": "sdpaa"}}, ConfigError, ["'sdpaa' is not one of", "did you mean 'sdpa'"]),
+    ({"model_init_kwargs": {"attn_implementation": "sdpaa"}}, ConfigError,
+    ["'sdpaa' is not one of", "did you mean 'sdpa'"]),
     ({"model_init_kwargs": {"load_in_4bit": True}}, ConfigError, ["load_in_4bit=True", "Pass peft_config"]),
     ({"pad_token": "<nope>"}, ValueError, ["pad_token='<nope>'", "vocabulary"]),
 ]  # fmt: skip

@@ -95,7 +95,8 @@ def test_resuming_at_any_step_is_bit_exact(name, tmp_path):
     straight.train()
     total = straight.state.global_step
     assert total >= 4 and any(not torch.equal(a, b) for a, b in zip(
-        weights(TRAINERS[name](tmp_path / "fresh", **ARGS)).values(), weights(straight).values(), strict=True))  # fmt: skip
+        weights(TRAINERS[name](tmp_path / "fresh", **ARGS)).values(), weights(straight).values(),
+        strict=True))  # fmt: skip
     for step in sorted({1, total // 2, total // 2 + 1, total - 1}):
         out = tmp_path / f"cut-at-{step}"
         with pytest.raises(PowerCut):
@@ -294,8 +295,8 @@ KINDS = {
     "bf16": (dict(bf16=True), dict()),
     "cosine with warm-up": (dict(lr_scheduler_type="cosine", warmup_steps=3), dict()),
     "restarts": (dict(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}), dict()),
-    "plateau": (dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, eval_steps=1), dict()),
-    "inside a logging interval": (dict(logging_steps=5), dict()),
+    "plateau": (dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, eval_steps=1),
+    dict()), "inside a logging interval": (dict(logging_steps=5), dict()),
     "adafactor": (dict(optim="adafactor"), dict()),
     "early stopping, best model": (EARLY, dict()),
     "averaged weights": (dict(ema_decay=0.9), dict()),
@@ -449,7 +450,8 @@ from posttrain.core.checkpoint import blocks
 from tests.contract.test_resume import ARGS
 from tests.contract.trainers import TRAINERS
 blocks.SMALL = 1
-trainer = TRAINERS["causal-lm"](sys.argv[1], **ARGS | dict(save_async=sys.argv[2] == "True", save_steps=2, max_steps=100_000))
+changes = dict(save_async=sys.argv[2] == "True", save_steps=2, max_steps=100_000)
+trainer = TRAINERS["causal-lm"](sys.argv[1], **ARGS | changes)
 class Tell(__import__("posttrain.core").core.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         print("step", state.global_step, flush=True)
@@ -459,7 +461,9 @@ trainer.train(resume_from_checkpoint=True if trainer.store.checkpoints() else No
 
 
 def kills(count, later, out):
-    """Kill a run that saves every other update at random moments, and go on each time: what it had done when it died."""
+    """Kill a run that saves every other update at random moments, and go on each time: what it had done when it
+    died.
+    """
     root, draw = Path(__file__).parents[2], random.Random(0)
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     reached = 0

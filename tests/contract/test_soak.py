@@ -45,7 +45,8 @@ def test_three_thousand_updates_leave_nothing_behind(name, later, tmp_path):
     look = Look()
     trainer = TRAINERS[name](
         tmp_path, callbacks=[look], max_steps=STEPS, logging_steps=10, eval_strategy="steps", eval_steps=200,
-        save_strategy="steps", save_steps=100, save_total_limit=2, save_async=later, optim="adamw_torch", learning_rate=1e-4,
+        save_strategy="steps", save_steps=100, save_total_limit=2, save_async=later, optim="adamw_torch",
+        learning_rate=1e-4,
     )  # fmt: skip
     trainer.train()
     after = [point for point in look.seen if point[0] >= WARM_UP]

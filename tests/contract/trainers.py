@@ -72,7 +72,8 @@ def text_rows(num_rows: int) -> list[dict[str, str]]:
 def arguments(config: type, output_dir: Path | str, **changes: Any) -> Any:
     usual = dict(
         output_dir=str(output_dir), per_device_train_batch_size=8, num_train_epochs=2, learning_rate=0.05, optim="sgd",
-        lr_scheduler_type="linear", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        lr_scheduler_type="linear", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True,
     )  # fmt: skip
     return config(**(usual | changes))
 

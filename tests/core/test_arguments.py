@@ -367,9 +367,10 @@ def test_types_of_fields_that_a_user_declared_are_the_users_business_and_those_o
 def test_hf_argument_parser_reads_arguments_and_subclasses():
     parser = HfArgumentParser((PlainArguments, ActionArguments))
     flags = (
-        "--output_dir out --model_name tiny --lazy_preprocess false --using_ema --names a b --bf16 --no_dataloader_pin_memory "
-        "--learning-rate 2e-5 --warmup_steps 0.1 --report_to tensorboard --max_grad_norm 0.5 --eval_strategy epoch "
-        "--evaluation_strategy epoch --lr_scheduler_type cosine --no_cuda --dataloader_num_workers 2 --tf32 false --optim sgd --label_names a b"
+        "--output_dir out --model_name tiny --lazy_preprocess false --using_ema --names a b --bf16 "
+        "--no_dataloader_pin_memory --learning-rate 2e-5 --warmup_steps 0.1 --report_to tensorboard --max_grad_norm "
+        "0.5 --eval_strategy epoch --evaluation_strategy epoch --lr_scheduler_type cosine --no_cuda "
+        "--dataloader_num_workers 2 --tf32 false --optim sgd --label_names a b"
     ).split()
     plain, args = parser.parse_args_into_dataclasses([*flags, "--lr_scheduler_kwargs", '{"num_cycles": 2}'])
     assert plain == PlainArguments(model_name="tiny", lazy_preprocess=False)
@@ -492,10 +493,12 @@ def test_every_flag_of_transformers_is_read():
         ("--gradient_checkpointing", "activation_checkpointing", True), ("--warmup_ratio 0.1", "warmup_steps", 0.1),
         ("--warmup-ratio 1", "warmup_steps", math.nextafter(1.0, 0)), ("--num_train_epochs 0", "num_train_epochs", 0),
         ("--activation_checkpointing", "gradient_checkpointing", True), ("--warmup_ratio 0", "warmup_steps", 0),
-        ("--logging_nan_inf_filter", "on_nonfinite", "stop"), ("--logging_nan_inf_filter false", "on_nonfinite", "stop"),
+        ("--logging_nan_inf_filter", "on_nonfinite", "stop"),
+        ("--logging_nan_inf_filter false", "on_nonfinite", "stop"),
         ("--no_logging_nan_inf_filter", "on_nonfinite", "stop"), ("--adafactor", "optim", "adafactor"),
         ("--group_by_length", "train_sampling_strategy", "group_by_length"),
-        ("--group_by_length false", "train_sampling_strategy", "random"), ("--push_to_hub_token abc", "hub_token", "abc"),
+        ("--group_by_length false", "train_sampling_strategy", "random"),
+        ("--push_to_hub_token abc", "hub_token", "abc"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -37,8 +37,8 @@ def rows_of(number):
 
 def trainer(folder, callbacks, eval_dataset=None, **changes):
     args = TrainingArguments(**dict(
-        output_dir=str(folder), max_steps=6, learning_rate=1.0, optim="sgd", per_device_train_batch_size=4, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=2,
+        output_dir=str(folder), max_steps=6, learning_rate=1.0, optim="sgd", per_device_train_batch_size=4,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=2,
     ) | changes)  # fmt: skip
     model, tokenizer = tiny.causal_lm(), tiny.tokenizer()
     return Trainer(model, args, None, rows_of(12), eval_dataset, tokenizer, callbacks=callbacks)

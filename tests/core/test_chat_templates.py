@@ -12,16 +12,17 @@ from tests.tiny import CHATML, tokenizer
 
 GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LLAMA = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim "
+    "}}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif "
+    "%}"
 )
 # The system's words stand in the first turn of the user, and roles must alternate.
 GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set before = messages[0].content + '\n\n' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set before = '' %}{% set turns = messages %}{% endif %}"
-    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ before if loop.first }}{{ m.content | trim }}"
-    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set before = messages[0].content + '\n\n' %}{% set turns "
+    "= messages[1:] %}{% else %}{% set before = '' %}{% set turns = messages %}{% endif %}{% for m in turns %}{% if "
+    "(m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif "
+    "%}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ before if loop.first }}{{ m.content | "
+    "trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 # No generation prompt, and the system's words in the last turn of the user.
 MISTRAL = (
@@ -32,27 +33,29 @@ MISTRAL = (
 )
 # Thoughts of earlier turns are dropped; the generation prompt opens one.
 DEEPSEEK = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'assistant' %}<|Assistant|>"
-    "{{ m.content.split('</think>')[-1] }}<|endoftext|>{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'assistant' "
+    "%}<|Assistant|>{{ m.content.split('</think>')[-1] }}<|endoftext|>{% else %}{{ m.content }}{% endif %}{% endfor "
+    "%}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
 )
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
 )
-# Each turn of the assistant names its channel, which the model writes; history ends turns otherwise than the model does.
+# Each turn of the assistant names its channel, which the model writes; history ends turns otherwise than the model
+# does.
 CHANNELS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
-    "{{ m.content }}{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif "
+    "%}<|message|>{{ m.content }}{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% "
+    "endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 # As Qwen's: calls within the assistant's turn, and neighbouring answers of tools in one turn of the user.
 TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
-    "<|im_end|>\n{% endif %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + GENERATE
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}{% if "
+    "m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n"
+    "<tool_response>\n{{ m.content }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' "
+    "%}<|im_end|>\n{% endif %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] "
+    "%}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    + GENERATE
 )
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -154,7 +157,10 @@ def test_a_thought_is_trained_on_where_the_template_shows_it():
 
 
 def test_a_template_that_leaves_the_content_out_is_refused():
-    parts = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}"
+    parts = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor "
+        "%}<|im_end|>{% endfor %}"
+    )
     with pytest.raises(DataError, match="does not show where"):
         spans_of(parts + GENERATE, TURNS, by_role(TURNS, "assistant"))  # a text has no parts, and so nothing is shown
     messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TURNS]
@@ -164,7 +170,10 @@ def test_a_template_that_leaves_the_content_out_is_refused():
 
 
 def test_a_template_that_says_before_a_turn_what_depends_on_it_is_refused():
-    counts = "{% for m in messages %}<|im_start|>{{ m.content | length }} {{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    counts = (
+        "{% for m in messages %}<|im_start|>{{ m.content | length }} {{ m.role }}\n{{ m.content }}<|im_end|>{% "
+        "endfor %}"
+    )
     with pytest.raises(DataError, match="does not show where"):
         spans_of(counts, TURNS, by_role(TURNS, "user"))
     pieces = spans_of(counts, TURNS, by_role(TURNS, "assistant"))[
@@ -227,7 +236,8 @@ def test_a_template_that_shows_calls_is_believed(source):
         require_calls(template(first_only), CALLS)
 
 
-# Writes the arguments out as they are, as DeepSeek's does: a dict cannot be added to a text, or becomes what python prints.
+# Writes the arguments out as they are, as DeepSeek's does: a dict cannot be added to a text, or becomes what python
+# prints.
 WRITES_OUT = TOOLS.replace("{{ call.function | tojson }}", '{{ "call " + call.function.arguments }}')
 PRINTS = TOOLS.replace("{{ call.function | tojson }}", "call {{ call.function.arguments }}")
 

@@ -24,8 +24,8 @@ THEIRS = SimpleNamespace(here="theirs", Trainer=transformers.Trainer, TrainingAr
                          EarlyStoppingCallback=transformers.EarlyStoppingCallback,
                          ExportableState=transformers.trainer_callback.ExportableState)  # fmt: skip
 OPTIONS = """
-    callbacks compute_loss_func compute_metrics data_collator eval_dataset model_init optimizer_cls_and_kwargs optimizers
-    preprocess_logits_for_metrics processing_class
+    callbacks compute_loss_func compute_metrics data_collator eval_dataset model_init optimizer_cls_and_kwargs
+    optimizers preprocess_logits_for_metrics processing_class
 """.split()
 
 
@@ -113,8 +113,8 @@ def log_of(trainer):
 
 @pytest.mark.parametrize("options", [
     {"num_train_epochs": 1.5}, {"num_train_epochs": 1.3}, {"num_train_epochs": 0.1}, {"max_steps": 10},
-    {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, {"num_train_epochs": 2, "gradient_accumulation_steps": 99},
-    {"max_steps": 10, "per_device_train_batch_size": 99},
+    {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
+    {"num_train_epochs": 2, "gradient_accumulation_steps": 99}, {"max_steps": 10, "per_device_train_batch_size": 99},
 ], ids=str)  # fmt: skip
 def test_a_run_is_as_long_as_ever(script, options):
     def run(library):
@@ -480,7 +480,8 @@ def test_an_evaluation_batch_without_a_label_counts_for_nothing(script):
 
 def test_several_evaluation_sets_by_name_and_by_value(script):
     def run(library):
-        trainer = script(library, eval_dataset={"a": Line(9), "b": Line(5)}, metric_for_best_model="a_loss", max_steps=4,
+        trainer = script(library, eval_dataset={"a": Line(9), "b": Line(5)}, metric_for_best_model="a_loss",
+        max_steps=4,
                          eval_strategy="steps", eval_steps=2)  # fmt: skip
         trainer.train()
         trainer.evaluate({"c": Line(5)})
@@ -542,7 +543,8 @@ def test_a_metric_that_is_nan_is_never_the_best(script):
 
 def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
     def run(library):
-        trainer = script(library, learning_rate=3.0, max_steps=9, save_strategy="steps", save_steps=3, eval_strategy="steps",
+        trainer = script(library, learning_rate=3.0, max_steps=9, save_strategy="steps", save_steps=3,
+        eval_strategy="steps",
                          eval_steps=3, load_best_model_at_end=True, save_total_limit=2)  # fmt: skip
         trainer.train()
         kept = sorted(d for d in os.listdir(trainer.args.output_dir) if d.startswith("checkpoint"))
@@ -626,7 +628,7 @@ def test_a_state_without_its_callback_is_warned_of(script, caplog):
     assert "state of 1 EarlyStoppingCallback and the trainer has 0" in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------- scripts that override
+# ------------------------------------------------------------------------------------------------ scripts that override
 
 
 def test_a_log_written_anew_still_reaches_the_callbacks(script):
@@ -802,12 +804,13 @@ def quantized():
 @pytest.mark.parametrize(("wrong", "error", "message"), [
     (lambda: dict(eval_strategy="steps", eval_dataset=None), ValueError, "eval_strategy='steps' needs an eval_dataset"),
     (lambda: dict(rows=Stream()), ValueError, "Set max_steps"),
-    (lambda: with_optimizer() | dict(optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})), ValueError, "pass one of"),
-    (lambda: dict(optimizers=with_optimizer()["optimizers"], model_init=Regression), ValueError, "model_init makes new"),
-    (lambda: dict(batch_eval_metrics=True, compute_metrics=lambda p: {}), ValueError, "no argument compute_result"),
-    (lambda: dict(data_collator="pad"), TypeError, "data_collator must be callable"),
+    (lambda: with_optimizer() | dict(optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})), ValueError,
+    "pass one of"), (lambda: dict(optimizers=with_optimizer()["optimizers"], model_init=Regression), ValueError,
+    "model_init makes new"), (lambda: dict(batch_eval_metrics=True, compute_metrics=lambda p: {}), ValueError,
+    "no argument compute_result"), (lambda: dict(data_collator="pad"), TypeError, "data_collator must be callable"),
     (lambda: dict(model=quantized()), ValueError, "quantized weights cannot be trained themselves"),
-], ids=["no-eval-set", "endless", "two-optimizers", "optimizer-of-no-model", "metrics", "collator", "quantized"])  # fmt: skip
+], ids=["no-eval-set", "endless", "two-optimizers", "optimizer-of-no-model", "metrics", "collator",
+"quantized"])  # fmt: skip
 def test_what_cannot_work_is_refused_when_the_trainer_is_built(script, wrong, error, message):
     with pytest.raises(error, match=message):
         script(OURS, **wrong())
@@ -826,10 +829,10 @@ class Collator:
 def test_scripts_find_the_attributes_they_read(script):
     names = """
         args model model_wrapped data_collator train_dataset eval_dataset processing_class model_init compute_metrics
-        compute_loss_func preprocess_logits_for_metrics optimizer lr_scheduler optimizer_cls_and_kwargs callback_handler state
-        control accelerator label_names can_return_loss label_smoother is_in_train is_model_parallel place_model_on_device
-        is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled deepspeed neftune_noise_alpha hp_name hp_search_backend
-        hub_model_id current_flos model_accepts_loss_kwargs _train_batch_size
+        compute_loss_func preprocess_logits_for_metrics optimizer lr_scheduler optimizer_cls_and_kwargs callback_handler
+        state control accelerator label_names can_return_loss label_smoother is_in_train is_model_parallel
+        place_model_on_device is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled deepspeed neftune_noise_alpha
+        hp_name hp_search_backend hub_model_id current_flos model_accepts_loss_kwargs _train_batch_size
         _signature_columns
     """.split()
 

@@ -135,7 +135,7 @@ class ClassWeights(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-# ---------------------------------------------------------------------------------------------- the trainer and its parts
+# -------------------------------------------------------------------------------------------- the trainer and its parts
 
 
 @pytest.mark.mission("S001")
@@ -293,7 +293,7 @@ def test_a_trainer_of_ones_own_needs_public_methods_only(tmp_path):
     assert again.drawn == 4
 
 
-# --------------------------------------------------------------------------------------------------------- the arguments
+# -------------------------------------------------------------------------------------------------------- the arguments
 
 
 @pytest.mark.mission("S016", "S102")
@@ -511,7 +511,7 @@ def test_replicas_say_warnings_alone_by_default(as_rank, monkeypatch):
     assert levels == [logging.INFO, logging.WARNING]
 
 
-# ------------------------------------------------------------------------------------------------------------ optimizers
+# ----------------------------------------------------------------------------------------------------------- optimizers
 
 TARGETS = [r".*.attn.*", r".*.mlp.*"]
 
@@ -645,7 +645,7 @@ def test_schedule_free_evaluates_averages_at_a_constant_rate(optim, tmp_path):
     assert not all(torch.equal(a, b) for a, b in zip(averaged, weights(trainer), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------- noise, data, evaluation
+# ---------------------------------------------------------------------------------------------- noise, data, evaluation
 
 
 @pytest.mark.mission("S055")
@@ -838,8 +838,8 @@ class ScriptArguments:
 
 @pytest.mark.mission("S066", "S067", "S068")
 def test_the_command_line_of_a_script_reaches_its_arguments(tmp_path):
-    line = """--task_name mrpc --do_train --do_eval --max_seq_length 64 --per_device_train_batch_size 16 --learning_rate 5e-5
-        --num_train_epochs 3 --overwrite_output_dir --output_dir"""
+    line = """--task_name mrpc --do_train --do_eval --max_seq_length 64 --per_device_train_batch_size 16
+        --learning_rate 5e-5 --num_train_epochs 3 --overwrite_output_dir --output_dir"""
     parser = transformers.HfArgumentParser((ScriptArguments, TrainingArguments))
     script, args = parser.parse_args_into_dataclasses([*line.split(), str(tmp_path)])
     assert args.do_train and args.do_eval and not args.do_predict
@@ -911,7 +911,7 @@ def test_a_subclass_of_the_arguments_is_parsed_and_saved(tmp_path):
     assert read["using_ema"] is True and read["max_steps"] == 1
 
 
-# -------------------------------------------------------------------------------------------------------- loss and doors
+# ------------------------------------------------------------------------------------------------------- loss and doors
 
 
 def token_mean(outputs, labels, num_items_in_batch):
@@ -923,8 +923,8 @@ def token_mean(outputs, labels, num_items_in_batch):
 @pytest.mark.parametrize(("size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
 def test_a_loss_of_ones_own_gives_the_curve_of_the_default(size, accumulation, tmp_path):
     options = dict(max_steps=3, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
-    own, usual = speak(tmp_path, compute_loss_func=token_mean, **options), speak(tmp_path, max_steps=3,
-                                                                                 per_device_train_batch_size=4)  # fmt: skip
+    own = speak(tmp_path, compute_loss_func=token_mean, **options)
+    usual = speak(tmp_path, max_steps=3, per_device_train_batch_size=4)
     own.train(), usual.train()
     assert logged(own, "loss") == pytest.approx(logged(usual, "loss"), abs=1e-5)
 
@@ -1095,8 +1095,8 @@ def test_the_loaders_may_be_ones_own(row, tmp_path):
             if row == "S088":
                 return torch.utils.data.DataLoader(self.train_dataset, batch_size=4)
             return self._get_dataloader(
-                self.train_dataset, "Training", batch_size=self._train_batch_size * 2, sampler_fn=self._get_train_sampler,
-                is_training=True,
+                self.train_dataset, "Training", batch_size=self._train_batch_size * 2,
+                sampler_fn=self._get_train_sampler, is_training=True,
             )  # fmt: skip
 
         def get_eval_dataloader(self, eval_dataset=None):
@@ -1151,7 +1151,7 @@ def test_private_methods_that_subclasses_use_are_there(tmp_path):
     assert trainer.calls == ("evaluate", "save")
 
 
-# ------------------------------------------------------------------------------------------------------------- callbacks
+# ------------------------------------------------------------------------------------------------------------ callbacks
 
 
 class StopAfter(TrainerCallback):
@@ -1220,7 +1220,7 @@ def test_callbacks_are_added_by_class_or_instance_and_keep_their_order(tmp_path)
     assert trainer.callbacks[-2].steps == last.steps == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.mission("S103", "S107")
@@ -1284,7 +1284,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(path, workers, tmp_pa
     assert_equal(weights(resumed), weights(straight))
 
 
-# ------------------------------------------------------------------------------------------------------ the command line
+# ----------------------------------------------------------------------------------------------------- the command line
 
 
 @dataclass
@@ -1382,7 +1382,7 @@ def test_only_the_main_process_says_what_it_does(pair):
     assert (pair[0].stderr + pair[0].stdout).count("for 3 updates of") == 2  # one for each of two runs
 
 
-# --------------------------------------------------------------------------------------- scripts, as tutorials print them
+# ------------------------------------------------------------------------------------- scripts, as tutorials print them
 
 
 @pytest.fixture(scope="module")

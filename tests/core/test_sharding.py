@@ -63,7 +63,7 @@ def test_a_file_of_options_is_read(tmp_path):
     ("changes", "said"),
     [
         ({"fsdp": "full_shart"}, "did you mean 'full_shard'"),
-        ({"fsdp": "no_shard"}, "leave fsdp away"),
+        ({"fsdp": "no_shard"}, "leave fsdp out"),
         ({"fsdp": True, "fsdp_config": {"cpu_ofload": True}}, "did you mean 'cpu_offload'"),
         ({"fsdp": True, "fsdp_config": {"state_dict_type": "LOCAL"}}, "SHARDED_STATE_DICT"),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": "maybe"}}, "neither true nor false"),
@@ -72,7 +72,7 @@ def test_a_file_of_options_is_read(tmp_path):
         ({"fsdp": True, "deepspeed": {}}, "both shard the model"),
         ({"fsdp": True, "optim": "adafactor"}, "looks at whole matrices"),
         ({"fsdp": True, "bf16_full_eval": True}, "keeps them in pieces"),
-        ({"parallelism_config": {"tp_size": 2}}, "tensor parallelism, which this version does not have"),
+        ({"parallelism_config": {"tp_size": 2}}, "tensor parallelism, which this version does not support"),
         ({"parallelism_config": {"cp_size": 2}}, "context parallelism"),
         ({"parallelism_config": {"dp_shards": 2}}, "'dp_shards', which is none of"),
     ],
@@ -204,7 +204,9 @@ def rank_state(total, count, rank, loss_sum=8.0, **loader):
 
 
 def test_sums_are_dealt_so_that_means_stay():
-    """Two processes, two steps: the mean loss is (1 + 3 + 2 + 4) / 4, also when four processes add one more step to it."""
+    """Two processes, two steps: the mean loss is (1 + 3 + 2 + 4) / 4, also when four processes add one more step to
+    it.
+    """
     states = [rank_state(4.0, 2, 0), rank_state(6.0, 2, 1)]
     four = [elastic.dealt(states, rank, 4) for rank in range(4)]
     total, count = four[0]["metrics"]["loss"]

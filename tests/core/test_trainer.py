@@ -152,8 +152,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_never_reaches_the_weights(b
 def test_the_best_model_is_loaded_at_the_end_and_never_rotated_away(tmp_path):
     scores = iter([0.3, 0.9, 0.5, 0.4])
     trainer = regression(
-        tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_total_limit=1,
-        load_best_model_at_end=True, metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+        tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="score",
+        compute_metrics=lambda p: {"score": next(scores)},
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_metric == 0.9 and trainer.state.best_global_step == 4
@@ -178,8 +179,9 @@ def test_save_strategy_best_saves_improvements_alone_and_keeps_one_unless_told(l
 def test_the_best_checkpoints_are_kept_and_the_newest(limit, kept, later, tmp_path):
     scores = iter([0.3, 0.9, float("nan"), 0.8, 0.4, 0.1])
     options = dict(
-        max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_top_k=2, save_async=later,
-        save_total_limit=limit, metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+        max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_top_k=2,
+        save_async=later, save_total_limit=limit, metric_for_best_model="score",
+        compute_metrics=lambda p: {"score": next(scores)},
     )  # fmt: skip
     regression(tmp_path, **options | {"max_steps": 6}).train()
     regression(tmp_path, **options).train(resume_from_checkpoint=True)  # the run goes on with what it knew
@@ -363,7 +365,8 @@ def test_train_loss_is_finite_and_arguments_are_untouched(tmp_path):
 def test_a_hub_that_cannot_be_reached_does_not_stop_a_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     trainer = regression(
-        tmp_path, max_steps=4, save_strategy="steps", save_steps=2, push_to_hub=True, hub_model_id="me/model", hub_token="x",
+        tmp_path, max_steps=4, save_strategy="steps", save_steps=2, push_to_hub=True, hub_model_id="me/model",
+        hub_token="x",
     )  # fmt: skip
     assert trainer.train().global_step == 4
     assert trainer.uploader.failed and "hf upload" in caplog.text

@@ -1,4 +1,6 @@
-"""Run by torchrun: a signal to one process alone, in the middle of training and inside an evaluation; saves in the background."""
+"""Run by torchrun: a signal to one process alone, in the middle of training and inside an evaluation; saves in the
+background.
+"""
 
 import json
 import os
@@ -30,8 +32,8 @@ class SignalTo(TrainerCallback):
 
 def trainer_in(out, later, callbacks=()):
     changes = dict(
-        per_device_train_batch_size=2, max_steps=8, save_strategy="steps", save_steps=3, logging_steps=3, optim="adamw_torch",
-        eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=1, save_async=later,
+        per_device_train_batch_size=2, max_steps=8, save_strategy="steps", save_steps=3, logging_steps=3,
+        optim="adamw_torch", eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=1, save_async=later,
     )  # fmt: skip
     return TRAINERS["dropout"](out, callbacks=list(callbacks), **changes)
 

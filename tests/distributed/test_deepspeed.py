@@ -16,7 +16,8 @@ AUTO = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
     "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "scheduler": {"type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
 }  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def test_auto_follows_the_arguments(monkeypatch):
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}, "learning_rate says 5e-05"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "name an optimizer in optim"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}, "set lr_scheduler_type"),
-        ({"activation_checkpointing": {"number_checkpoints": "auto"}}, "activation_checkpointing.number_checkpoints is 'auto'"),
+        ({"activation_checkpointing": {"number_checkpoints": "auto"}},
+        "activation_checkpointing.number_checkpoints is 'auto'"),
     ],
 )  # fmt: skip
 def test_what_contradicts_the_arguments_is_refused(changes, said):

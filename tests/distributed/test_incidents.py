@@ -1,4 +1,6 @@
-"""Two gloo processes: numbers that are not finite on one of them stop both, loss terms are exact, and each machine may save."""
+"""Two gloo processes: numbers that are not finite on one of them stop both, loss terms are exact, and each machine may
+save.
+"""
 
 import json
 import os

@@ -21,7 +21,8 @@ from tests.contract.trainers import causal_lm
 
 torch.set_num_threads(1)
 args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-trainer = causal_lm()(args.output_dir, max_steps=1, per_device_train_batch_size=2, fsdp=args.fsdp, fsdp_config=args.fsdp_config)
+options = dict(fsdp=args.fsdp, fsdp_config=args.fsdp_config)
+trainer = causal_lm()(args.output_dir, max_steps=1, per_device_train_batch_size=2, **options)
 trainer.train()
 said = dict(size=trainer.dist.world_size, fsdp=trainer.is_fsdp_enabled, precision=trainer.dist.precision,
             rank=trainer.args.process_index, local=args.local_rank, device=str(trainer.args.device),
@@ -103,7 +104,9 @@ def test_flags_of_accelerate_shard_the_model(script):
 
 
 def test_accelerate_launch_starts_several_where_it_does(script):
-    """With --multi_gpu it goes through torch's launcher, on the CPU too; what it puts into the environment is understood."""
+    """With --multi_gpu it goes through torch's launcher, on the CPU too; what it puts into the environment is
+    understood.
+    """
     flags = [
         "--multi_gpu",
         "--num_processes",

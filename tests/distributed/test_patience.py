@@ -28,8 +28,8 @@ def test_preparation_may_take_longer_than_a_collective(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
-        ("sft", "preparation"), ("dpo", "preparation"), ("kto", "preparation"), ("grpo", "loader"), ("sft", "callbacks"),
-        ("causal-lm", "saving"), ("causal-lm", "own work"),
+        ("sft", "preparation"), ("dpo", "preparation"), ("kto", "preparation"), ("grpo", "loader"),
+        ("sft", "callbacks"), ("causal-lm", "saving"), ("causal-lm", "own work"),
     ],
 )  # fmt: skip
 def test_whatever_the_main_process_does_alone_may_take_long(kind, where, tmp_path):

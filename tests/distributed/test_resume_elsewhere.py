@@ -1,6 +1,7 @@
 """A checkpoint goes on with any number of processes, with whole weights or with pieces, to what one process leads to.
 
-Runs are broken off inside a logging interval and inside an epoch, so that the next process count must take over sums and rows.
+Runs are broken off inside a logging interval and inside an epoch, so that the next process count must take over sums
+and rows.
 """
 
 import pytest
@@ -34,8 +35,9 @@ def runs(shared):
            ("straight-lora", {"name": "sft-lora"}))  # fmt: skip
         go(
             2,
-            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL), ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS),
-            ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS), ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
+            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL),
+            ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS), ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS),
+            ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
         )  # fmt: skip
         go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}))
@@ -112,7 +114,9 @@ def test_weights_in_parts_become_a_model_that_anyone_loads(runs, tmp_path):
 
 
 def test_a_larger_update_reads_on_where_the_data_stood(tmp_path, caplog):
-    """22 rows twice, 4 of an update; after 3 updates 8 of one: 32 rows are left, which is 10 of epoch 1 and 22 of epoch 2."""
+    """22 rows twice, 4 of an update; after 3 updates 8 of one: 32 rows are left, which is 10 of epoch 1 and 22 of epoch
+    2.
+    """
     small = USUAL | {"logging_steps": 1}
     jobs.do(1, [step(tmp_path, "small", cut=3, per_device_train_batch_size=4, **small)], tmp_path)
     with caplog.at_level("WARNING"):

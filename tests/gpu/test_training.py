@@ -1,4 +1,6 @@
-"""On a CUDA device: the losses of the CPU, bf16, fp16, resuming, and a non-finite step that is skipped without waiting."""
+"""On a CUDA device: the losses of the CPU, bf16, fp16, resuming, and a non-finite step that is skipped without
+waiting.
+"""
 
 import pytest
 import torch

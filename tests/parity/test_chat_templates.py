@@ -1,4 +1,5 @@
-"""Real chat templates: what is found by rendering alone is what trl's templates, patched by hand, mark as the assistant's.
+"""Real chat templates: what is found by rendering alone is what trl's templates, patched by hand, mark as the
+assistant's.
 
 Run with a Python that has trl: ``python -m pytest tests/parity/test_chat_templates.py``.
 """

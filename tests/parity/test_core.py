@@ -51,8 +51,8 @@ def assert_equal(theirs, ours, updates):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 5}, {"optim": "sgd"}, {"max_grad_norm": 0.1},
-    {"label_smoothing_factor": 0.1}, {"bf16": True}, {"train_sampling_strategy": "sequential"},
+    {}, {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 5}, {"optim": "sgd"},
+    {"max_grad_norm": 0.1}, {"label_smoothing_factor": 0.1}, {"bf16": True}, {"train_sampling_strategy": "sequential"},
 ], ids=str)  # fmt: skip
 def test_a_language_model_over_20_updates_with_a_short_last_window(changes, tmp_path):
     # 35 rows in batches of 2 are 18 batches: windows of 4, 4, 4, 4 and 2, five updates an epoch
@@ -61,7 +61,8 @@ def test_a_language_model_over_20_updates_with_a_short_last_window(changes, tmp_
 
 
 def test_a_classifier_of_rows(tmp_path):
-    # Without accumulation: a mean over rows, that transformers 5.23 multiplies by the number of micro-batches otherwise.
+    # Without accumulation: a mean over rows, that transformers 5.23 multiplies by the number of micro-batches
+    # otherwise.
     changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8, "num_train_epochs": 5}
     theirs, ours = pair(tmp_path, tiny.classifier, classification_rows(28), None, **changes)
     assert_equal(theirs, ours, updates=20)

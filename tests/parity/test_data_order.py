@@ -34,8 +34,8 @@ class Recorder(nn.Module):
 def test_every_epoch_has_the_order_of_transformers(tmp_path, settings):
     rows = [{"x": i} for i in range(23)]
     args = transformers.TrainingArguments(
-        str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, **settings,
+        str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, **settings,
     )  # fmt: skip
     model = Recorder()
     transformers.Trainer(model, args, train_dataset=rows).train()

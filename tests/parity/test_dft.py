@@ -14,9 +14,10 @@ trl = pytest.importorskip("trl")
 
 def run(trainer_class, config_class, output_dir, loss_type, rows, **changes):
     args = config_class(
-        output_dir=str(output_dir), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=0.1,
-        optim="sgd", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
-        gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=64, loss_type=loss_type, **changes,
+        output_dir=str(output_dir), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=0.1, optim="sgd", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
+        disable_tqdm=True, gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=64,
+        loss_type=loss_type, **changes,
     )  # fmt: skip
     trainer = trainer_class(
         model=tiny.causal_lm("llama"),

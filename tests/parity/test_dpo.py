@@ -44,7 +44,8 @@ LOSSES = {
     "sync": {"sync_ref_model": True, "ref_model_sync_steps": 2},
     "bf16": {"bf16": True},
 }
-# discopop divides by a temperature of 0.05, and float32 is known to fewer places after that: in float64 the two agree to 4e-5.
+# discopop divides by a temperature of 0.05, and float32 is known to fewer places after that: in float64 the two agree
+# to 4e-5.
 TOLERANCES = {"bf16": 5e-2, "discopop": 1e-3}
 
 

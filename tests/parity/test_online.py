@@ -78,10 +78,10 @@ def with_adapter(model):
 
 def run(package, name, path, model="model", engine=False, lora=False, rewards=digit_sum, **changes):
     usual = dict(
-        output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
-        max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
-        report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False,
-        max_grad_norm=1.0,
+        output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=8, max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant",
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+        gradient_checkpointing=False, shuffle_dataset=False, max_grad_norm=1.0,
     )  # fmt: skip
     args = getattr(package, f"{name}Config")(**(usual | changes))
     rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
@@ -133,7 +133,8 @@ def compare(folder, name, keys, **changes):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 @pytest.mark.parametrize("changes", [
-    {}, {"num_iterations": 2, "beta": 0.1, "epsilon_high": 0.3}, {"importance_sampling_level": "sequence", "num_iterations": 2},
+    {}, {"num_iterations": 2, "beta": 0.1, "epsilon_high": 0.3},
+    {"importance_sampling_level": "sequence", "num_iterations": 2},
 ], ids=str)  # fmt: skip
 def test_grpo(loss_type, changes, folder):
     keys = [*SHARED, "kl"] if "beta" in changes else SHARED
@@ -143,10 +144,12 @@ def test_grpo(loss_type, changes, folder):
 @pytest.mark.parametrize("changes", [
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"},
     {"delta": 1.5, "num_iterations": 2}, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True},
-    {"entropy_coef": 0.1}, {"entropy_coef": 0.1, "loss_type": "grpo", "steps_per_generation": 2, "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4}, {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
-    {"use_bias_correction_kl": False, "beta": 0.1, "num_iterations": 2}, {"steps_per_generation": 2, "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4}, {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0},
+    {"entropy_coef": 0.1}, {"entropy_coef": 0.1, "loss_type": "grpo", "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    {"off_policy_mask_threshold": 0.001, "num_iterations": 2}, {"temperature": 0.7},
+    {"use_bias_correction_kl": False, "beta": 0.1, "num_iterations": 2},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0},
 ], ids=str)  # fmt: skip
 def test_options_of_grpo(changes, folder):
     bonus = ["policy_loss", "entropy_coef"] if "entropy_coef" in changes else []
@@ -155,9 +158,11 @@ def test_options_of_grpo(changes, folder):
 
 @pytest.mark.parametrize("changes", [
     {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
-    {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.3}, {"temperature": 0.7}, {"mask_truncated_completions": True},
-    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "num_iterations": 2},
-    {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.2},
+    {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.3}, {"temperature": 0.7},
+    {"mask_truncated_completions": True},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4,
+    "num_iterations": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5,
+    "beta": 0.2},
 ], ids=str)  # fmt: skip
 def test_rloo(changes, folder):
     keys = [*SHARED, *CLIPPING] + ["kl"] * (changes.get("beta") != 0.0)
@@ -192,10 +197,12 @@ def test_several_rewards(name, weights, folder):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"vllm_importance_sampling_mode": "token_truncate"}, {"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2},
+    {}, {"vllm_importance_sampling_mode": "token_truncate"},
+    {"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2},
     {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.3, "beta": 0.1},
     {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 1.5, "loss_type": "grpo"},
-    {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"}, {"loss_type": "vespo", "num_iterations": 2, "vllm_importance_sampling_mode": "token_truncate"},
+    {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"},
+    {"loss_type": "vespo", "num_iterations": 2, "vllm_importance_sampling_mode": "token_truncate"},
     {"loss_type": "cispo"}, {"off_policy_mask_threshold": 0.01}, {"vllm_importance_sampling_correction": False},
 ], ids=str)  # fmt: skip
 def test_completions_of_vllm(changes, folder):

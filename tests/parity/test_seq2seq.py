@@ -1,4 +1,6 @@
-"""The same model, rows and arguments lead transformers' Seq2SeqTrainer and ours to the same losses, tokens and metrics."""
+"""The same model, rows and arguments lead transformers' Seq2SeqTrainer and ours to the same losses, tokens and
+metrics.
+"""
 
 from __future__ import annotations
 

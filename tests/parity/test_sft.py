@@ -26,9 +26,9 @@ CHATS = [
 ]  # fmt: skip
 # As tiny.CHATML, and marked for TRL, which finds the assistant's turns by these marks alone.
 MARKED = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}{% "
+    "generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}{% else %}{{ message['content'] "
+    "}}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # A batch of 64 holds every packed row, so it does not matter which documents share one.
 PACKED = {"packing": True, "max_length": 48, "per_device_train_batch_size": 64}
@@ -62,8 +62,8 @@ def run(trainer_class, config_class, output_dir, rows, adapter=None, arch="qwen3
 
     usual = dict(
         output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=5, learning_rate=0.5, optim="sgd",
-        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, max_length=128,
-        gradient_checkpointing=False, train_sampling_strategy="sequential",
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+        max_length=128, gradient_checkpointing=False, train_sampling_strategy="sequential",
     )  # fmt: skip
     model = tiny.causal_lm(arch, initializer_range=0.2, **(model or {}))
     if adapter is not None:

@@ -7,8 +7,8 @@ import pytest
 
 TRL = {
     "SFTTrainer": ("trl", "posttrain.sft"),
-    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"), ("trl", "posttrain.rl")),
-    "CPOTrainer": ("trl.experimental.cpo", "posttrain.rl"),
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
+    ("trl", "posttrain.rl")), "CPOTrainer": ("trl.experimental.cpo", "posttrain.rl"),
     "ORPOTrainer": ("trl.experimental.orpo", "posttrain.rl"),
     "Trainer": ("transformers", "posttrain.core"),
     "Seq2SeqTrainer": ("transformers", "posttrain.seq2seq"),

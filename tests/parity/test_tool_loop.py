@@ -17,7 +17,10 @@ from posttrain.rl.generation import Completions  # noqa: E402
 from tests import tiny  # noqa: E402
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-XML = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n{}\n</parameter>\n</function>\n</tool_call>"
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
 JSON = '<tool_call>\n{{"name": "add", "arguments": {{"a": 2, "b": {}}}}}\n</tool_call>'
 #: Template -> (a call, the token that ends a turn). That of GLM is left out: trl repeats the policy's <|observation|>.
 POLICIES = {
@@ -64,8 +67,8 @@ def script(name, tok):
 def made(package, name, path, **options):
     tok = tokenizer(name)
     args = package.GRPOConfig(
-        output_dir=str(path), per_device_train_batch_size=2, num_generations=2, max_completion_length=2000, use_cpu=True,
-        bf16=False, report_to="none", max_steps=1,
+        output_dir=str(path), per_device_train_batch_size=2, num_generations=2, max_completion_length=2000,
+        use_cpu=True, bf16=False, report_to="none", max_steps=1,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "2 and 3, 2 and 40?"}]}] * 2)
     model = tiny.causal_lm(max_position_embeddings=8192)

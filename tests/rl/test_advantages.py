@@ -65,7 +65,8 @@ def test_decoupled_advantages_do_not_let_a_large_scale_drown_a_small_one():
 
 
 @pytest.mark.parametrize(("rewards", "equal"), [
-    ([1.0, 1.0, 0.0, 1.0], [True, False]), ([NAN, 1.0, NAN, NAN], [True, True]), ([0.1, 0.1, 0.3, 0.30001], [True, False]),
+    ([1.0, 1.0, 0.0, 1.0], [True, False]), ([NAN, 1.0, NAN, NAN], [True, True]),
+    ([0.1, 0.1, 0.3, 0.30001], [True, False]),
 ])  # fmt: skip
 def test_equal_groups_are_found(rewards, equal):
     assert adv.equal_groups(torch.tensor(rewards), 2).tolist() == equal

@@ -21,9 +21,9 @@ def run_file(tmp_path, monkeypatch):
     for name, part in (("train.jsonl", rows[:12]), ("eval.jsonl", rows[12:])):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     (tmp_path / "run.yaml").write_text(
-        "model_name_or_path: model\ndataset_name: train.jsonl\neval_dataset_name: eval.jsonl\noutput_dir: out\nmax_steps: 4\n"
-        "per_device_train_batch_size: 4\nlearning_rate: 1e-2\nlogging_steps: 1\neval_strategy: steps\neval_steps: 2\n"
-        "save_steps: 2\nuse_cpu: yes\nreport_to: none\ndisable_tqdm: true\n"
+        "model_name_or_path: model\ndataset_name: train.jsonl\neval_dataset_name: eval.jsonl\noutput_dir: out\n"
+        "max_steps: 4\nper_device_train_batch_size: 4\nlearning_rate: 1e-2\nlogging_steps: 1\neval_strategy: steps\n"
+        "eval_steps: 2\nsave_steps: 2\nuse_cpu: yes\nreport_to: none\ndisable_tqdm: true\n"
     )
     return tmp_path / "run.yaml"
 

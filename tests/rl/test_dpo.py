@@ -21,8 +21,9 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 
 def config(output_dir, **changes):
     usual = dict(
-        output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=2, learning_rate=0.05, optim="sgd", logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+        output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=2, learning_rate=0.05, optim="sgd",
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=False,
     )  # fmt: skip
     return DPOConfig(**(usual | changes))
 
@@ -74,7 +75,8 @@ def test_it_learns_to_prefer_the_chosen_completions(changes, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"shared_prefix": False}, {"shared_prefix": False, "padding_free": True},
-                                     {"precompute_ref_log_probs": True}], ids="padded flat precomputed".split())  # fmt: skip
+                                     {"precompute_ref_log_probs": True}],
+                                     ids="padded flat precomputed".split())  # fmt: skip
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_every_way_of_reading_gives_the_same_run(changes, lora, tmp_path):
     adapter = {"peft_config": LORA} if lora else {}
@@ -266,7 +268,7 @@ def test_log_probabilities_of_a_stream_cannot_be_precomputed(tmp_path):
     assert logs(make(tmp_path, rows=stream))[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ code of other trainers
+# ----------------------------------------------------------------------------------------------- code of other trainers
 
 
 def get_logps(logits, inputs):
@@ -314,7 +316,8 @@ def test_the_printed_subclass_runs(lora, tmp_path):
 
 def test_a_mean_of_its_own_is_the_mean_over_the_window(tmp_path):
     expected = logs(make(tmp_path / "whole"))
-    for trainer in (make(tmp_path / "own", cls=AsMeant), make(tmp_path / "cut", cls=AsMeant, per_device_train_batch_size=1,
+    for trainer in (make(tmp_path / "own", cls=AsMeant),
+    make(tmp_path / "cut", cls=AsMeant, per_device_train_batch_size=1,
                                                               gradient_accumulation_steps=4)):  # fmt: skip
         assert [r["loss"] for r in logs(trainer)] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
 
@@ -360,10 +363,12 @@ def test_policy_and_reference_answer_side_by_side(tmp_path):
 
 def test_all_problems_of_a_config_are_told_together():
     with pytest.raises(ConfigError) as caught:
-        DPOConfig("out", beta=0, loss_type=["sigmiod"], loss_weights=[1.0, 2.0], label_smoothing=0.5, sync_ref_model=True,
+        DPOConfig("out", beta=0, loss_type=["sigmiod"], loss_weights=[1.0, 2.0], label_smoothing=0.5,
+        sync_ref_model=True,
                   precompute_ref_log_probs=True)  # fmt: skip
     message = str(caught.value)
-    for part in ("beta=0 must be > 0", "did you mean 'sigmoid'", "2 numbers for 1 losses", "label_smoothing=0.5 must be < 0.5",
+    for part in ("beta=0 must be > 0", "did you mean 'sigmoid'", "2 numbers for 1 losses",
+    "label_smoothing=0.5 must be < 0.5",
                  "sync_ref_model=True moves the reference"):  # fmt: skip
         assert part in message
 

@@ -118,7 +118,8 @@ def test_a_completion_is_cut_at_its_limit_after_a_tool():
 
 @pytest.mark.parametrize(("text", "says"), [
     (call("ad", a=1, b=1), "no tool 'ad', did you mean 'add'"), (call("add", a=1), "TypeError"),
-    ("<tool_call>add(1, 2)</tool_call>", 'a call is written <tool_call>\n{"name": "name"'), (call("add", a="x", b=1), "TypeError"),
+    ("<tool_call>add(1, 2)</tool_call>", 'a call is written <tool_call>\n{"name": "name"'),
+    (call("add", a="x", b=1), "TypeError"),
 ])  # fmt: skip
 def test_a_call_that_cannot_be_made_is_answered(text, says):
     one, (go_on, _) = sample(text), writer("oh")

@@ -65,9 +65,9 @@ def test_what_it_would_leave_out_is_refused(model):
 @pytest.mark.parametrize("name", ["use_transformers_continuous_batching", "use_transformers_paged"])
 def test_a_trainer_generates_with_it(name, tmp_path):
     args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=2,
-        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, num_iterations=2,
-        transformers_continuous_batching_config=SETTINGS, **{name: True},
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5,
+        max_steps=2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        num_iterations=2, transformers_continuous_batching_config=SETTINGS, **{name: True},
     )  # fmt: skip
     rows = [{"prompt": text} for text in tiny.CORPUS[:4]]
 

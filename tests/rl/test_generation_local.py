@@ -1,4 +1,6 @@
-"""Generation of our own: the tokens of `generate`, the model's log-probabilities, and rows that leave and are replaced."""
+"""Generation of our own: the tokens of `generate`, the model's log-probabilities, and rows that leave and are
+replaced.
+"""
 
 import pytest
 import torch

@@ -295,10 +295,10 @@ def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))  # it is looked for before the model is loaded
     monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.connect", lambda self, target: None, raising=False)
     args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=3,
-        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-        use_vllm=True, vllm_mode="server", vllm_server_host="127.0.0.1", vllm_server_port=server.server_port,
-        vllm_max_model_length=99,
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5,
+        max_steps=3, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, use_vllm=True, vllm_mode="server", vllm_server_host="127.0.0.1",
+        vllm_server_port=server.server_port, vllm_max_model_length=99,
     )  # fmt: skip
 
     def spread(completion_ids):
@@ -370,8 +370,8 @@ def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_p
     if kind == "continuous":
         options[kind]["transformers_continuous_batching_config"] = {"num_blocks": 32, "block_size": 32}
     args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_completion_length=150, use_cpu=True,
-        temperature=0.05, report_to="none", **options.get(kind, {}),
+        output_dir=str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_completion_length=150,
+        use_cpu=True, temperature=0.05, report_to="none", **options.get(kind, {}),
     )  # fmt: skip
     trainer = GRPOTrainer(
         model, lambda completions, **others: [0.0] * len(completions), args, [{"prompt": ASKED}] * 2, None, tokenizer,

@@ -1,4 +1,6 @@
-"""vLLM in the trainer's process, against a stand-in with the interface of vLLM's LLM that forgets its weights asleep."""
+"""vLLM in the trainer's process, against a stand-in with the interface of vLLM's LLM that forgets its weights
+asleep.
+"""
 
 import copy
 import sys
@@ -20,7 +22,10 @@ class SamplingParams(SimpleNamespace):
 
 
 class LLM:
-    """Writes with a tiny model. Whoever asks it while it sleeps, or leaves it without weights, gets what vLLM would give."""
+    """Writes with a tiny model.
+
+    Whoever asks it while it sleeps, or leaves it without weights, gets what vLLM would give.
+    """
 
     made: list = []
 
@@ -140,9 +145,9 @@ def test_processes_that_split_the_model_must_divide_all():
 
 def test_a_trainer_samples_from_it(model, tmp_path):
     args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5, max_steps=3,
-        learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-        use_vllm=True, vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.4, temperature=0.8,
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5,
+        max_steps=3, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, use_vllm=True, vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.4, temperature=0.8,
     )  # fmt: skip
 
     def spread(completion_ids):

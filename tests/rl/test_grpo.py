@@ -575,7 +575,8 @@ def test_a_table_is_cut_to_what_fits():
 
 
 @pytest.mark.parametrize(("logs", "says"), [
-    ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "nothing to learn"), ({"completions/clipped_ratio": 1.0}, "max_completion_length"),
+    ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "nothing to learn"),
+    ({"completions/clipped_ratio": 1.0}, "max_completion_length"),
     ({"sampling/sampling_logp_difference/mean": 0.5}, "factor of 1.65"), ({"entropy": 1e-5}, "entropy"),
 ])  # fmt: skip
 def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
@@ -586,18 +587,21 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"num_generations": 3}, "a group would be cut in two.*multiple of 3"), ({"num_generations": 1}, "nothing to compare"),
-    ({"generation_batch_size": 8, "steps_per_generation": 3}, "generation_batch_size=8 must be"), ({"loss_type": "gpro"}, "did you mean 'grpo'"),
-    ({"delta": 1.1}, "undoes the clip"), ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"),
-    ({"temperature": 0.0}, "temperature"), ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
+    ({"num_generations": 3}, "a group would be cut in two.*multiple of 3"),
+    ({"num_generations": 1}, "nothing to compare"),
+    ({"generation_batch_size": 8, "steps_per_generation": 3}, "generation_batch_size=8 must be"),
+    ({"loss_type": "gpro"}, "did you mean 'grpo'"), ({"delta": 1.1}, "undoes the clip"),
+    ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"), ({"temperature": 0.0}, "temperature"),
+    ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
     ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
     ({"max_prompt_length": 5}, "prompts are never cut"),
     ({"use_vllm": True, "use_transformers_continuous_batching": True}, "two engines"),
     ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "repetition_penalty=1.2 is left out"),
     ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "has none"),
-    ({"ds3_gather_for_generation": False, "deepspeed": {"zero_optimization": {"stage": 3}}}, "ds3_gather_for_generation=False"),
-    ({"cache_implementation": "static", "use_vllm": True}, "cache_implementation"),
-    ({"train_sampling_strategy": "sequential"}, "shuffle_dataset=False"), ({"delta": 2.0, "loss_type": "cispo"}, "delta bounds"),
+    ({"ds3_gather_for_generation": False, "deepspeed": {"zero_optimization": {"stage": 3}}},
+    "ds3_gather_for_generation=False"), ({"cache_implementation": "static", "use_vllm": True}, "cache_implementation"),
+    ({"train_sampling_strategy": "sequential"}, "shuffle_dataset=False"),
+    ({"delta": 2.0, "loss_type": "cispo"}, "delta bounds"),
     ({"transformers_continuous_batching_config": "big"}, "not a JSON object"),
 ])  # fmt: skip
 def test_arguments_that_cannot_work_are_refused_when_they_are_given(changes, says):
@@ -640,7 +644,10 @@ def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": row["prompt"], "solution": "7"} for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = "--model_name_or_path model --dataset_name rows.jsonl --reward_funcs accuracy_reward --output_dir out --max_steps 1"
+    words = (
+        "--model_name_or_path model --dataset_name rows.jsonl --reward_funcs accuracy_reward --output_dir out "
+        "--max_steps 1"
+    )
     words += (
         " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --use_cpu true --report_to none"
     )

@@ -80,7 +80,8 @@ def test_whole_logits_give_the_same_and_entropies_with_a_gradient():
 def test_a_shared_prompt_is_read_once():
     made, _ = rollout()
     padded, shared = (made.micro_batches(6, share=share)[0]["input_ids"].numel() for share in (False, True))
-    # prompts of 4, 1 and 2 tokens but their last ones, and each of 6 completions with one in front of it instead of its own
+    # prompts of 4, 1 and 2 tokens but their last ones, and each of 6 completions with one in front of it instead of its
+    # own
     assert (padded, shared) == (6 * 7, 3 + 0 + 1 + 12)
 
 

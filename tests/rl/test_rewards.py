@@ -229,9 +229,10 @@ def test_a_reward_model_scores_each_text_by_itself():
 
 
 @pytest.mark.parametrize(("completion", "solution", "reward"), [
-    ("so it is 72.", "Half is 24.\n#### 72", 1), ("it is 1,000", "#### 1000", 1), ("#### 3\nor 4", "3", 1), ("5", "#### 6", 0),
-    (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{x+1}", r"\boxed{ x + 1 }", 1), ("none", "#### 6", 0),
-    (r"\boxed{\frac{\sqrt{2}}{2}}", r"$\boxed{\frac{\sqrt{2}}{2}}$", 1), ("-4", "4", 0), ("4", "", None), ("$12.50", "12.5", 1),
+    ("so it is 72.", "Half is 24.\n#### 72", 1), ("it is 1,000", "#### 1000", 1), ("#### 3\nor 4", "3", 1),
+    ("5", "#### 6", 0), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{x+1}", r"\boxed{ x + 1 }", 1),
+    ("none", "#### 6", 0), (r"\boxed{\frac{\sqrt{2}}{2}}", r"$\boxed{\frac{\sqrt{2}}{2}}$", 1), ("-4", "4", 0),
+    ("4", "", None), ("$12.50", "12.5", 1),
 ])  # fmt: skip
 def test_accuracy(completion, solution, reward):
     assert rw.accuracy_reward([completion], [solution]) == [reward]
@@ -248,7 +249,8 @@ def test_an_answer_inside_the_thoughts_does_not_count():
 
 
 @pytest.mark.parametrize(("text", "reward"), [
-    ("<think>a\nb</think>c", 1), ("<think>a</think>", 1), ("x<think>a</think>", 0), ("<think>a", 0), ("<think><think>a</think>", 0),
+    ("<think>a\nb</think>c", 1), ("<think>a</think>", 1), ("x<think>a</think>", 0), ("<think>a", 0),
+    ("<think><think>a</think>", 0),
 ])  # fmt: skip
 def test_think_format(text, reward):
     assert rw.think_format_reward([text]) == [reward]

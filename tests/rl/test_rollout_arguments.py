@@ -173,8 +173,8 @@ def test_images_can_be_left_out_of_written_prompts(keeps, tmp_path):
 def test_the_entropy_coefficient_stays_in_its_bounds(target, bound, tmp_path):
     limits = {"entropy_coef_min": 0.098, "entropy_coef_max": 0.102}
     run = trainer(
-        tmp_path, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=target, entropy_coef_delta=0.0015, max_steps=3,
-        **limits,
+        tmp_path, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=target, entropy_coef_delta=0.0015,
+        max_steps=3, **limits,
     )  # fmt: skip
     run.train()
     first, second, third = logged(run, "entropy_coef")
@@ -244,8 +244,8 @@ def test_the_policy_loss_in_the_log_is_that_of_the_update(tmp_path):
     found = []
     for batch, parts in ((8, 1), (4, 2)):
         run = trainer(
-            tmp_path / str(batch), entropy_coef=0.1, per_device_train_batch_size=batch, gradient_accumulation_steps=parts,
-            max_steps=2, share_prompts=True,
+            tmp_path / str(batch), entropy_coef=0.1, per_device_train_batch_size=batch,
+            gradient_accumulation_steps=parts, max_steps=2, share_prompts=True,
         )  # fmt: skip
         run.train()
         found.append(logged(run, "policy_loss"))
@@ -340,9 +340,9 @@ def test_the_constructor_names_its_arguments():
 # finding_G
 def test_every_argument_of_a_vllm_in_this_process_reaches_it():
     args = GRPOConfig(
-        output_dir="out", use_vllm=True, vllm_gpu_memory_utilization=0.45, vllm_max_model_length=777, vllm_model_impl="auto",
-        vllm_enable_sleep_mode=True, vllm_structured_outputs_regex="[ab]+", trust_remote_code=True, bf16=True, use_cpu=True,
-        generation_kwargs={"presence_penalty": 0.5, "stop": ["x"]},
+        output_dir="out", use_vllm=True, vllm_gpu_memory_utilization=0.45, vllm_max_model_length=777,
+        vllm_model_impl="auto", vllm_enable_sleep_mode=True, vllm_structured_outputs_regex="[ab]+",
+        trust_remote_code=True, bf16=True, use_cpu=True, generation_kwargs={"presence_penalty": 0.5, "stop": ["x"]},
     )  # fmt: skip
     engine = make_generator(None, args)
     assert isinstance(engine, VLLMColocatedGenerator) and engine.sleeps and engine.group_size == 1

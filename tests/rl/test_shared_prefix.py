@@ -17,7 +17,9 @@ GROUPS = [
 
 
 def by_hand(model, temperature=1.0):
-    """(log-probabilities, entropies) of the scored tokens of each completion, from whole logits of one row at a time."""
+    """(log-probabilities, entropies) of the scored tokens of each completion, from whole logits of one row at a
+    time.
+    """
     found = []
     for prompt, completions in GROUPS:
         for completion in completions:

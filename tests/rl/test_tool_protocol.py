@@ -22,8 +22,8 @@ TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl"
 CHATML_END, OF_USER = "<|im_end|>", "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response>"
 QWEN = '<tool_call>\n{"name": "look", "arguments": {"where": "x \\"y\\"", "far": 2}}\n</tool_call><|im_end|>'
 XML = (
-    '<tool_call>\n<function=look>\n<parameter=where>\nx "y"\n</parameter>\n<parameter=far>\n2\n</parameter>\n</function>\n'
-    "</tool_call><|im_end|>"
+    '<tool_call>\n<function=look>\n<parameter=where>\nx "y"\n</parameter>\n<parameter=far>\n2\n</parameter>\n'
+    "</function>\n</tool_call><|im_end|>"
 )
 GEMMA = '<|tool_call>call:look{far:2,where:<|"|>x "y"<|"|>}<tool_call|>'
 LLAMA = '{"name": "look", "parameters": {"where": "x \\"y\\"", "far": 2}}<|eot_id|>'
@@ -33,10 +33,11 @@ LLAMA_TAIL = (
 HARMONY_TAIL = '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"{}"<|end|><|start|>assistant'
 GEMMA_TAIL = 'response:look{{value:<|"|>{}<|"|>}}<tool_response|>'
 GLM = (
-    '\n<think></think>\n<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>x "y"</arg_value>\n<arg_key>far</arg_key>\n'
-    "<arg_value>2</arg_value>\n</tool_call><|observation|>"
+    '\n<think></think>\n<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>x "y"</arg_value>\n'
+    "<arg_key>far</arg_key>\n<arg_value>2</arg_value>\n</tool_call><|observation|>"
 )
-#: Family -> what the policy writes, with the token that ends its turn, and what the template puts behind it, around the answer.
+#: Family -> what the policy writes, with the token that ends its turn, and what the template puts behind it, around the
+#: answer.
 FAMILIES = {
     "qwen2_5": (QWEN, OF_USER + "<|im_end|>\n<|im_start|>assistant\n"),
     "qwen3": (QWEN, OF_USER + "<|im_end|>\n<|im_start|>assistant\n"),
@@ -69,18 +70,18 @@ FAMILIES = {
     ),
     "glm4moe": (GLM, "\n<tool_response>\n{}\n</tool_response><|assistant|>"),
     "deepseekv3": (
-        'hm</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{"where": "x \\"y\\"", '
-        '"far": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+        "hm</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+        '{"where": "x \\"y\\"", "far": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
     ),
     "deepseek_v3_1": (
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"where": "x \\"y\\"", "far": 2}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"where": "x \\"y\\"", "far": 2}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
         "<｜tool▁output▁begin｜>{}<｜tool▁output▁end｜>",
     ),
     "command_r7b": (
-        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"where": "x \\"y\\"", "far": 2}}\n]'
-        "<|END_ACTION|><|END_OF_TURN_TOKEN|>",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"where": "x \\"y\\"", '
+        '"far": 2}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
         '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\n    {{\n        "tool_call_id": "0",\n        '
         '"results": {{\n            "0": "{}"\n        }},\n        "is_error": null\n    }}\n]<|END_TOOL_RESULT|>'
         "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
@@ -88,7 +89,8 @@ FAMILIES = {
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
         '{"where": "x \\"y\\"", "far": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
-        "<|im_system|>tool<|im_middle|>## Return of functions.look:0\\n{}<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        "<|im_system|>tool<|im_middle|>## Return of "
+        "functions.look:0\\n{}<|im_end|><|im_assistant|>assistant<|im_middle|>",
     ),
     "lfm2_v2": (
         "<|tool_call_start|>[look(where='x \"y\"', far=2)]<|tool_call_end|><|im_end|>",
@@ -99,8 +101,9 @@ FAMILIES = {
         "\n<|im_start|>tool\n<|tool_response_start|>{}<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
     ),
     "muse_glimmer": (
-        ' to=look<|message|><atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="where">x "y"'
-        '</atem:parameter>\n<atem:parameter name="far">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eot|>',
+        ' to=look<|message|><atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="where">x '
+        '"y"</atem:parameter>\n<atem:parameter name="far">2</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls><|eot|>",
         '<|start|>tool look<|message|><tool_output name="look">\n{}\n</tool_output><|eot|><|start|>assistant',
     ),
 }
@@ -255,9 +258,11 @@ def test_a_template_that_shows_no_tools_is_refused(name):
 # finding_A2
 @pytest.mark.parametrize(("template", "says"), [
     (tiny.CHATML, "it shows no tools"),
-    ("{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "leaves out what tools answer"),
-    ("{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}@{{ c.function.name }}@"
-     "{{ c.function.arguments }}{% endfor %}{% endfor %}", "a form that is not known here; set tokenizer.response_template"),
+    ("{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+    "leaves out what tools answer"), (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}@{{ c.function.name "
+        "}}@{{ c.function.arguments }}{% endfor %}{% endfor %}",
+        "a form that is not known here; set tokenizer.response_template"),
 ])  # fmt: skip
 def test_a_template_that_cannot_call_or_answer_is_refused(template, says):
     with pytest.raises(ValueError, match=says):
@@ -379,7 +384,8 @@ def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():
 # finding_A2
 @pytest.mark.parametrize(("name", "text"), [
     ("qwen2_5", XML), ("qwen3_coder", QWEN), ("qwen2_5", "<tool_call>\n{'name': 'look'}\n</tool_call>"),
-    ("mistral_nemo", "[TOOL_CALLS][{look}]<|endoftext|>"), ("qwen2_5", '<tool_call>\n{"name": "look", "arguments": [1]}\n</tool_call>'),
+    ("mistral_nemo", "[TOOL_CALLS][{look}]<|endoftext|>"),
+    ("qwen2_5", '<tool_call>\n{"name": "look", "arguments": [1]}\n</tool_call>'),
 ])  # fmt: skip
 def test_a_call_in_another_form_is_answered_with_the_right_one(name, text):
     codec = codec_of(name)

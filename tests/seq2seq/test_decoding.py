@@ -22,10 +22,11 @@ BART = dict(
 )  # fmt: skip
 MODELS = {
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
-    "t5-gated": ("T5ForConditionalGeneration", "T5Config", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
-    "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
-    "bart": ("BartForConditionalGeneration", "BartConfig", BART | dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)),
-    "marian": ("MarianMTModel", "MarianConfig", BART | dict(pad_token_id=3, eos_token_id=2, decoder_start_token_id=3, scale_embedding=True)),
+    "t5-gated": ("T5ForConditionalGeneration", "T5Config",
+    T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5), "bart": ("BartForConditionalGeneration", "BartConfig",
+    BART | dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)), "marian": ("MarianMTModel", "MarianConfig",
+    BART | dict(pad_token_id=3, eos_token_id=2, decoder_start_token_id=3, scale_embedding=True)),
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", BART | dict(decoder_start_token_id=2)),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", BART),
 }  # fmt: skip
@@ -37,8 +38,8 @@ OPTIONS = {
         max_length=18, num_beams=4, eos_token_id=ENDS, early_stopping=True, length_penalty=-0.5, num_return_sequences=3
     ),
     "beams-never": dict(
-        max_length=18, num_beams=3, eos_token_id=ENDS, early_stopping="never", length_penalty=1.5, no_repeat_ngram_size=2,
-        min_length=6,
+        max_length=18, num_beams=3, eos_token_id=ENDS, early_stopping="never", length_penalty=1.5,
+        no_repeat_ngram_size=2, min_length=6,
     ),
 }  # fmt: skip
 

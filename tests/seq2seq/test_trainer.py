@@ -274,7 +274,7 @@ def test_sortish_sampler_groups_by_length():
     assert keeps.train_sampling_strategy == "sequential"
 
 
-# ---------------------------------------------------------------------------------------------------- without an encoder
+# --------------------------------------------------------------------------------------------------- without an encoder
 
 
 def causal_rows(joined: bool) -> list[dict]:

@@ -1,4 +1,6 @@
-"""Every kind of adapter that `SFTTrainer` trains: what is trained, what a checkpoint holds, and that a run goes on exactly."""
+"""Every kind of adapter that `SFTTrainer` trains: what is trained, what a checkpoint holds, and that a run goes on
+exactly.
+"""
 
 import json
 
@@ -37,8 +39,9 @@ NEW_TOKENS = torch.tensor([[5, 380, 9, 381, 12, 7]])
 
 def make(out, kind, tied=False, model=None, **changes):
     usual = dict(
-        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64,
-        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing="prefix" not in (kind or ""),
+        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1,
+        max_length=64, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing="prefix" not in (kind or ""),
     )  # fmt: skip
     model = tiny.causal_lm(tie_word_embeddings=tied) if model is None else model
     torch.manual_seed(1)

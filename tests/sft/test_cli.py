@@ -141,8 +141,8 @@ def test_a_script_of_trl_parses_its_arguments_and_trains(run_file, tmp_path):
 
     words = ["--output_dir", str(tmp_path / "script"), "--model_name_or_path", str(run_file.read_text().split()[1]),
              "--dataset_name", "train.jsonl", "--use_peft", "--lora_target_modules", "q_proj", "--max_seq_length", "32",
-             "--train_on", "assistant", "--dataset_weights", '{"a": 1}', "--max_steps", "1", "--use_cpu", "--report_to", "none",
-             "--save_strategy", "no"]  # fmt: skip
+             "--train_on", "assistant", "--dataset_weights", '{"a": 1}', "--max_steps", "1", "--use_cpu", "--report_to",
+             "none", "--save_strategy", "no"]  # fmt: skip
     classes = (ScriptArguments, SFTConfig, ModelConfig)
     for parsed in (
         HfArgumentParser(classes).parse_args_into_dataclasses(words),
@@ -174,9 +174,10 @@ def test_every_field_of_the_model_reaches_the_adapter_and_the_loader():
     from posttrain.core import ModelConfig
 
     asked = ModelConfig(
-        "model", model_revision="v2", dtype="bfloat16", attn_implementation="eager", use_peft=True, lora_alpha=7, lora_r=3,
-        lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"], lora_target_parameters=["mlp.up_proj.weight"],
-        lora_dropout=0.0, lora_task_type="SEQ_CLS", load_in_4bit=True, bnb_4bit_quant_storage="bfloat16",
+        "model", model_revision="v2", dtype="bfloat16", attn_implementation="eager", use_peft=True, lora_alpha=7,
+        lora_r=3, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"],
+        lora_target_parameters=["mlp.up_proj.weight"], lora_dropout=0.0, lora_task_type="SEQ_CLS", load_in_4bit=True,
+        bnb_4bit_quant_storage="bfloat16",
     )  # fmt: skip
     assert asked.model_init_kwargs() == {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "eager"}
     config = asked.peft_config()

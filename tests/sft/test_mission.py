@@ -1,5 +1,5 @@
-"""What supervised fine-tuning is for, one promise after another. The mark `mission` has the number of the promise in our
-plan; details are tested beside."""
+"""What supervised fine-tuning is for, one promise after another. The mark `mission` has the number of the promise in
+our plan; details are tested beside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.core.test_mission import install_liger
 
 TEXTS = [{"text": text} for text in tiny.CORPUS] * 2
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-USUAL = dict(max_steps=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+USUAL = dict(max_steps=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no", report_to="none",
+use_cpu=True,
              disable_tqdm=True, learning_rate=1e-2)  # fmt: skip
 
 

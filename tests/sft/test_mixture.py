@@ -19,8 +19,8 @@ PARTS = {"maths": MATHS, "tales": TALES}
 
 def trainer(tmp_path, parts=None, model=None, collator=None, **changes):
     usual = dict(
-        per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+        per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     args = SFTConfig(str(tmp_path), **(usual | changes))
     return SFTTrainer(

@@ -1,4 +1,6 @@
-"""Packed rows through `SFTTrainer`, by every attention implementation, several rows in a batch: as each document alone."""
+"""Packed rows through `SFTTrainer`, by every attention implementation, several rows in a batch: as each document
+alone.
+"""
 
 import pytest
 import torch

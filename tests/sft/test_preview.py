@@ -14,7 +14,8 @@ from posttrain.sft.preview import show_row
 from tests import tiny
 
 CHATS = [
-    {"messages": [{"role": "user", "content": f"Größe 你 {i}?"}, {"role": "assistant", "content": f"🙂 <b>où</b>\n{text[:30]}"}]}
+    {"messages": [{"role": "user", "content": f"Größe 你 {i}?"},
+    {"role": "assistant", "content": f"🙂 <b>où</b>\n{text[:30]}"}]}
     for i, text in enumerate(tiny.CORPUS)
 ]  # fmt: skip
 GREEN = re.compile(r"\x1b\[30;(?:42|102)m(.*?)\x1b\[0m", re.DOTALL)

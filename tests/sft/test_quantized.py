@@ -50,8 +50,8 @@ def base(tmp_path_factory):
 def make(base, out, bits, way="argument", peft_config=LORA, **changes):
     config, kwargs = WAYS[way](bits)
     usual = dict(
-        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=64,
-        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, model_init_kwargs=kwargs,
+        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1,
+        max_length=64, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, model_init_kwargs=kwargs,
     )  # fmt: skip
     torch.manual_seed(1)
     args = SFTConfig(**(usual | changes))
@@ -239,8 +239,14 @@ def test_other_methods_reach_transformers_as_they_are(base, monkeypatch):
 def test_the_command_line_trains_on_four_bits(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    words = f"sft --model_name_or_path {base} --dataset_name rows.jsonl --output_dir out --use_peft --load_in_4bit --lora_r 4"
-    words += " --use_bnb_nested_quant --lora_target_modules q_proj v_proj --max_steps 2 --use_cpu --report_to none --max_length 64"
+    words = (
+        f"sft --model_name_or_path {base} --dataset_name rows.jsonl --output_dir out --use_peft --load_in_4bit "
+        "--lora_r 4"
+    )
+    words += (
+        " --use_bnb_nested_quant --lora_target_modules q_proj v_proj --max_steps 2 --use_cpu --report_to none "
+        "--max_length 64"
+    )
     assert main(words.split()) == 0
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4
     assert json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2

@@ -116,7 +116,8 @@ def test_the_arguments_reach_the_data(tmp_path):
         ({"train_on": ["last", "user"]}, "last and all stand alone"),
         ({"train_on": []}, "must name roles"),
         ({"too_long": "crop"}, "too_long='crop' is not one of truncate, drop, split, error"),
-        ({"too_long": "drop", "packing": True, "packing_strategy": "wrapped"}, "set packing_strategy=bfd or too_long=split"),
+        ({"too_long": "drop", "packing": True, "packing_strategy": "wrapped"},
+        "set packing_strategy=bfd or too_long=split"),
         ({"chat_template_kwargs": "mood"}, "chat_template_kwargs='mood' is not a JSON object"),
     ],
 )  # fmt: skip

@@ -28,8 +28,9 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, ta
 
 def config(output_dir, **changes):
     usual = dict(
-        output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-2, logging_steps=1, max_length=64,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+        output_dir=str(output_dir), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-2, logging_steps=1,
+        max_length=64, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=False,
     )  # fmt: skip
     return SFTConfig(**(usual | changes))
 
@@ -532,7 +533,8 @@ def test_rows_taken_as_they_are_need_labels_where_they_have_masks(tmp_path):
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "report_to": "none"}
 
     def make(dataset):
-        return SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), **options), train_dataset=dataset, processing_class=tiny.tokenizer())  # fmt: skip
+        return SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), **options), train_dataset=dataset,
+        processing_class=tiny.tokenizer())  # fmt: skip
 
     with pytest.raises(ValueError, match="assistant_masks but no labels.*Add a 'labels' column"):
         make(rows)

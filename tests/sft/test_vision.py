@@ -68,8 +68,8 @@ KINDS = ["messages", "conversation", "completion", "text"]
 
 def make(out, data, peft_config=None, given=None, **changes):
     usual = dict(
-        output_dir=str(out), per_device_train_batch_size=6, max_steps=4, learning_rate=1e-2, logging_steps=1, save_steps=1,
-        report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+        output_dir=str(out), per_device_train_batch_size=6, max_steps=4, learning_rate=1e-2, logging_steps=1,
+        save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     return SFTTrainer(
         model=model() if given is None else given,

@@ -12,9 +12,9 @@ from posttrain.core.cli.scripts import get_kbit_device_map, get_peft_config, get
 from posttrain.core.errors import ConfigError
 
 WORDS = [
-    "--dataset_name", "imdb", "--dataset_config", "plain", "--dataset_streaming", "--output_dir", "out", "--learning_rate", "1e-3",
-    "--model_name_or_path", "some/model", "--torch_dtype", "bfloat16", "--use_peft", "--lora_r", "4",
-    "--lora_target_modules", "q_proj", "v_proj", "--ignore_bias_buffers",
+    "--dataset_name", "imdb", "--dataset_config", "plain", "--dataset_streaming", "--output_dir", "out",
+    "--learning_rate", "1e-3", "--model_name_or_path", "some/model", "--torch_dtype", "bfloat16", "--use_peft",
+    "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj", "--ignore_bias_buffers",
 ]  # fmt: skip
 
 

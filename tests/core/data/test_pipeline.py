@@ -190,7 +190,8 @@ def test_processes_see_each_row_once_in_equally_many_batches(kind, num_rows, wor
     columns = datasets.Dataset.from_dict({"x": list(range(num_rows))})
     dataset = {"rows": columns, "stream": NoisyStream(num_rows), "datasets stream": columns.to_iterable_dataset()}[kind]
     ranks = [
-        list(build_eval_loader(dataset, batch_size=2, collate_fn=stack, args=DataArguments(), seed=0, rank=r, world_size=world_size))
+        list(build_eval_loader(dataset, batch_size=2, collate_fn=stack, args=DataArguments(), seed=0, rank=r,
+        world_size=world_size))
         for r in range(world_size)
     ]  # fmt: skip
     assert {len(batches) for batches in ranks} == {-(-num_rows // (2 * world_size))}
@@ -263,7 +264,8 @@ def test_a_stream_split_by_shards_ends_together():
 
 def test_a_distributed_sampler_is_not_split_again():
     ranks = [
-        Loader(range(8), batch_size=2, collate_fn=plain, rank=r, world_size=2, sampler=DistributedSampler(range(8), 2, r, shuffle=False))
+        Loader(range(8), batch_size=2, collate_fn=plain, rank=r, world_size=2,
+        sampler=DistributedSampler(range(8), 2, r, shuffle=False))
         for r in range(2)
     ]  # fmt: skip
     assert [sum(loader, []) for loader in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -580,7 +582,8 @@ def test_the_loader_shows_the_users_dataset_and_settings():
     dataset = NoisyRows(7)
     loader = build_train_loader(
         dataset, batch_size=2, collate_fn=plain, sampler=None, seed=0, device_type="cuda",
-        args=DataArguments(dataloader_num_workers=1, dataloader_prefetch_factor=3, dataloader_multiprocessing_context="fork"),
+        args=DataArguments(dataloader_num_workers=1, dataloader_prefetch_factor=3,
+        dataloader_multiprocessing_context="fork"),
     )  # fmt: skip
     assert loader.dataset is dataset and loader.batch_size == 2 and isinstance(loader, DataLoader)
     assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (1, 3, True)
@@ -598,7 +601,7 @@ def test_spawned_workers_read_the_same():
     assert rows("spawn") == rows("fork")
 
 
-# ---------------------------------------------------------------------------------------------------- datasets and columns
+# ------------------------------------------------------------------------------------------------- datasets and columns
 
 
 def test_datasets_that_cannot_work_are_refused_with_a_reason():

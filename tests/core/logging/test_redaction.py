@@ -1,4 +1,6 @@
-"""No token, key or password is written anywhere: not in a warning, an error, a log, a file or what a tracker is given."""
+"""No token, key or password is written anywhere: not in a warning, an error, a log, a file or what a tracker is
+given.
+"""
 
 import dataclasses
 import importlib
@@ -211,6 +213,6 @@ def test_what_is_no_secret_is_left_as_it_is(text):
 def test_words_of_a_command_line():
     words = ["train.py", "--hub_token", TOKEN, "--lr", "1", f"--api-key={PASSWORD}", ADDRESS, "--x", '{"token": "abc"}']
     assert masked_words(words) == [
-        "train.py", "--hub_token", "***", "--lr", "1", "--api-key=***", "https://***@example.org/models?token=***", "--x",
-        '{"token": "***"}',
+        "train.py", "--hub_token", "***", "--lr", "1", "--api-key=***", "https://***@example.org/models?token=***",
+        "--x", '{"token": "***"}',
     ]  # fmt: skip

@@ -197,8 +197,8 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
 def test_it_is_found_out_again_after_a_resume(tmp_path):
     whole = fit(Scaled, tmp_path / "whole", max_steps=4, save_steps=2, save_strategy="steps")
     args = arguments(
-        TrainingArguments, tmp_path / "whole", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=4,
-        train_sampling_strategy="sequential",
+        TrainingArguments, tmp_path / "whole", per_device_train_batch_size=2, gradient_accumulation_steps=4,
+        max_steps=4, train_sampling_strategy="sequential",
     )  # fmt: skip
     again = Scaled(tiny.causal_lm(seed=9), args, pad, rows_with())
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))

@@ -121,7 +121,8 @@ def test_memory_that_was_given_to_another_tensor_is_not_mistaken_for_it():
 
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x.t(), lambda x: x[:, 3:9], lambda x: x[::2], lambda x: x[0].expand(24, 16), lambda x: x.view(8, 4, 12).transpose(0, 2)],
+    [lambda x: x.t(), lambda x: x[:, 3:9], lambda x: x[::2], lambda x: x[0].expand(24, 16),
+    lambda x: x.view(8, 4, 12).transpose(0, 2)],
     ids=["transposed", "columns", "every other row", "expanded", "of three dimensions"],
 )  # fmt: skip
 def test_views_come_back_as_they_were_laid_out(view):

@@ -1,4 +1,6 @@
-"""Products of bfloat16 that go through float32 are those of bfloat16: on any processor, for here it is said which this is."""
+"""Products of bfloat16 that go through float32 are those of bfloat16: on any processor, for here it is said which this
+is.
+"""
 
 import pytest
 import torch
@@ -90,8 +92,9 @@ def test_a_run_learns_alike_with_and_without_instructions(autocast, recompute, t
         monkeypatch.setattr(bf16_emulation, "emulates_bfloat16", lambda device_type, e=emulates: e)
         model = tiny.causal_lm()
         args = TrainingArguments(
-            str(tmp_path / str(emulates)), use_cpu=True, bf16=autocast, max_steps=6, logging_steps=1, learning_rate=1e-2,
-            gradient_checkpointing=recompute, eval_strategy="steps", eval_steps=3, save_strategy="no", disable_tqdm=True,
+            str(tmp_path / str(emulates)), use_cpu=True, bf16=autocast, max_steps=6, logging_steps=1,
+            learning_rate=1e-2, gradient_checkpointing=recompute, eval_strategy="steps", eval_steps=3,
+            save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model if autocast else model.bfloat16(), args, pad, tiny.token_rows(24), tiny.token_rows(8))
         with caplog.at_level("INFO"):

@@ -261,7 +261,9 @@ def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
     segments = Segments.documents([5, 1, 9, 5])
 
     def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale, causal, window_size, softcap):
-        """`flash_attn.flash_attn_varlen_func` as its documentation has it: (T, H, D), a window of positions to the left."""
+        """`flash_attn.flash_attn_varlen_func` as its documentation has it: (T, H, D), a window of positions to the
+        left.
+        """
         assert causal and window_size[1] in (-1, 0) and longest_q == longest_k == 9 and ends_q.dtype == torch.int32
         outputs = []
         for start, end in zip(ends_q.tolist(), ends_q.tolist()[1:], strict=False):

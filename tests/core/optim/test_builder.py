@@ -88,7 +88,7 @@ def skip_without_library(name):
             pytest.skip(f"needs {module}")
 
 
-# ------------------------------------------------------------------------------------------------------- every optimizer
+# ------------------------------------------------------------------------------------------------------ every optimizer
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -384,7 +384,7 @@ def test_muon_leaves_embeddings_and_the_head_of_a_language_model_to_adamw():
         assert len(by_muon) == {"llama": 14, "gpt2": 8}[arch]
 
 
-# ------------------------------------------------------------------------------------------------------------ parameters
+# ----------------------------------------------------------------------------------------------------------- parameters
 
 
 @pytest.mark.parametrize("make", [tiny.causal_lm, lambda: tiny.causal_lm("gpt2"), tiny.classifier, tiny.seq2seq_lm])
@@ -477,7 +477,7 @@ def test_embeddings_keep_32_bit_state_in_8_bit_optimizers(name):
     assert {optimizer.state[layer.weight]["state1"].dtype for layer in other} == {torch.uint8}
 
 
-# ------------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------------ arguments
 
 
 def test_the_default_is_fused_adamw():

@@ -1,4 +1,6 @@
-"""Names that trl or transformers have, or had, and a package of ours does not, are answered with what to use instead."""
+"""Names that trl or transformers have, or had, and a package of ours does not, are answered with what to use
+instead.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,21 @@ from posttrain.core.tools import absent_names
 FACES = ("core", "sft", "rl", "seq2seq")
 #: What trl 1.16 exports, and what earlier versions did.
 OF_TRL = """
-    AlignPropConfig AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig BCOTrainer
-    BEMACallback BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge BestOfNSampler CPOConfig CPOTrainer
-    ConstantLengthDataset DDPOConfig DDPOTrainer DPOConfig DPOTrainer DataCollatorForCompletionOnlyLM DatasetMixtureConfig
-    DefaultDDPOStableDiffusionPipeline DistillationConfig DistillationTrainer GKDConfig GKDTrainer GRPOConfig GRPOTrainer
-    HfPairwiseJudge IterativeSFTConfig IterativeSFTTrainer KTOConfig KTOTrainer LogCompletionsCallback MergeModelCallback
-    ModelConfig NashMDConfig NashMDTrainer ORPOConfig ORPOTrainer OnlineDPOConfig OnlineDPOTrainer OpenAIPairwiseJudge
-    PPOConfig PPOTrainer PPOv2Config PPOv2Trainer PRMConfig PRMTrainer PairRMJudge PreTrainedModelWrapper RLOOConfig RLOOTrainer
-    RewardConfig RewardTrainer RichProgressCallback SFTConfig SFTTrainer ScriptArguments SyncRefModelCallback TextEnvironment
-    TextHistory TrlParser WeaveCallback WinRateCallback XPOConfig XPOTrainer add_response_schema apply_chat_template
-    chat_template_utils clone_chat_template create_reference_model data_utils extract_prompt get_dataset get_peft_config
-    get_quantization_config get_training_chat_template init_zero_verbose is_conversational is_conversational_from_value
+    AlignPropConfig AlignPropTrainer AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead BCOConfig
+    BCOTrainer BEMACallback BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge BestOfNSampler CPOConfig
+    CPOTrainer ConstantLengthDataset DDPOConfig DDPOTrainer DPOConfig DPOTrainer DataCollatorForCompletionOnlyLM
+    DatasetMixtureConfig DefaultDDPOStableDiffusionPipeline DistillationConfig DistillationTrainer GKDConfig GKDTrainer
+    GRPOConfig GRPOTrainer HfPairwiseJudge IterativeSFTConfig IterativeSFTTrainer KTOConfig KTOTrainer
+    LogCompletionsCallback MergeModelCallback ModelConfig NashMDConfig NashMDTrainer ORPOConfig ORPOTrainer
+    OnlineDPOConfig OnlineDPOTrainer OpenAIPairwiseJudge PPOConfig PPOTrainer PPOv2Config PPOv2Trainer PRMConfig
+    PRMTrainer PairRMJudge PreTrainedModelWrapper RLOOConfig RLOOTrainer RewardConfig RewardTrainer RichProgressCallback
+    SFTConfig SFTTrainer ScriptArguments SyncRefModelCallback TextEnvironment TextHistory TrlParser WeaveCallback
+    WinRateCallback XPOConfig XPOTrainer add_response_schema apply_chat_template chat_template_utils clone_chat_template
+    create_reference_model data_utils extract_prompt get_dataset get_peft_config get_quantization_config
+    get_training_chat_template init_zero_verbose is_conversational is_conversational_from_value
     maybe_apply_chat_template maybe_convert_to_chatml maybe_extract_prompt maybe_reformat_dpo_to_kto
-    maybe_unpair_preference_dataset models pack_dataset pack_examples prepare_multimodal_messages scripts setup_chat_format
-    supports_tool_calling trainer truncate_dataset unpair_preference_dataset
+    maybe_unpair_preference_dataset models pack_dataset pack_examples prepare_multimodal_messages scripts
+    setup_chat_format supports_tool_calling trainer truncate_dataset unpair_preference_dataset
 """.split()
 
 

@@ -115,7 +115,8 @@ def test_a_script_for_the_trainer_keeps_its_comments_and_its_layout():
 def test_a_script_for_trl_is_split_between_the_packages():
     before = """
         from peft import LoraConfig
-        from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+        from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+        from trl import get_peft_config
 
         if __name__ == "__main__":
             parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
@@ -368,8 +369,10 @@ def test_a_package_that_is_not_installed_keeps_its_names_with_trl(monkeypatch, t
         ("GRPOConfig(vllm_importance_sampling_cap=2.0)", "GRPOConfig(vllm_importance_sampling_clip_max=2.0)"),
         ("GRPOConfig(evaluation_strategy='no')", "GRPOConfig(eval_strategy='no')"),
         (
-            "class T(Trainer):\n    def __init__(self, *a, **k):\n        super().__init__(*a, tokenizer=1, **k)\nT(tokenizer=2)",
-            "class T(Trainer):\n    def __init__(self, *a, **k):\n        super().__init__(*a, processing_class=1, **k)\nT(tokenizer=2)",
+            "class T(Trainer):\n    def __init__(self, *a, **k):\n        super().__init__(*a, tokenizer=1, **k)\n"
+            "T(tokenizer=2)",
+            "class T(Trainer):\n    def __init__(self, *a, **k):\n        super().__init__(*a, processing_class=1, "
+            "**k)\nT(tokenizer=2)",
         ),
         ("class T(Trainer): pass\nT(tokenizer=1)", "class T(Trainer): pass\nT(processing_class=1)"),
         ("other(tokenizer=1, evaluation_strategy=2)", "other(tokenizer=1, evaluation_strategy=2)"),
@@ -560,8 +563,8 @@ def test_a_migrated_script_trains(script, said, tmp_path):
     assert main(["migrate", str(file), "--write"]) == 0
     path = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
-        [sys.executable, str(file)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=240,
+        [sys.executable, str(file)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert " is now " not in done.stderr, "an old name was left"

@@ -1,4 +1,6 @@
-"""Arguments that differ from those of the checkpoint: listed once, applied where they can be, refused where they cannot."""
+"""Arguments that differ from those of the checkpoint: listed once, applied where they can be, refused where they
+cannot.
+"""
 
 import logging
 

@@ -326,9 +326,10 @@ from tests.core.training import test_hyperparameter_search as t
 trainer = t.make(sys.argv[1], per_device_train_batch_size=2)
 best = t.try_each(trainer, 0.2, 1e30, 0.01, pruner=t.StopAfterTwo())
 with open(f"{sys.argv[1]}/rank-{trainer.args.process_index}.json", "w") as file:
-    json.dump([best.run_id, best.objective, best.hyperparameters, float(trainer.model.a), trainer.state.global_step], file)
+    reached = float(trainer.model.a), trainer.state.global_step
+    json.dump([best.run_id, best.objective, best.hyperparameters, *reached], file)
 torch.distributed.destroy_process_group()
-# Under load, gloo's threads of one run's reducers may abort the interpreter's own teardown after all is done (torch 2.13).
+# Under load, threads of gloo may abort the interpreter's teardown after everything is done (torch 2.13).
 os._exit(0)
 """
 

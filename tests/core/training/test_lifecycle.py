@@ -1,4 +1,6 @@
-"""What a run takes from its user: optimizer, schedule and callbacks, to the constructor or set later, and what it lets go."""
+"""What a run takes from its user: optimizer, schedule and callbacks, to the constructor or set later, and what it lets
+go.
+"""
 
 import datetime
 import gc

@@ -13,7 +13,10 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.training.memory import halves, is_out_of_memory
 from tests.contract.trainers import TRAINERS, causal_lm, sft, weights
 
-CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "9 bytes."
+)
 
 
 class Small(Trainer):
@@ -61,7 +64,8 @@ def test_with_dropout_the_run_is_the_one_that_starts_with_the_size_that_fits(tmp
     rows = [{"input_ids": list(range(i, i + 8)), "labels": list(range(i, i + 8))} for i in range(4, 20)]
     runs = []
     for folder, changes in [("found", {"auto_find_batch_size": True}),
-                            ("given", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})]:  # fmt: skip
+                            ("given", {"per_device_train_batch_size": 2,
+                            "gradient_accumulation_steps": 4})]:  # fmt: skip
         trainer = causal_lm(Small, arch="gpt2", resid_pdrop=0.1)(tmp_path / folder, **changes)
         trainer.train_dataset, trainer.data_collator = rows, default_data_collator
         trainer.train()

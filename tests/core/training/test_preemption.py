@@ -1,4 +1,6 @@
-"""Signals, time limits and errors: the update is finished, a checkpoint is there, and the run goes on to the same bits."""
+"""Signals, time limits and errors: the update is finished, a checkpoint is there, and the run goes on to the same
+bits.
+"""
 
 import logging
 import os
