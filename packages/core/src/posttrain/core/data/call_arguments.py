@@ -1,7 +1,7 @@
 """The arguments of calls of tools, as a chat template takes them: most read a dict, some write out a JSON text.
 
-Services that speak OpenAI's protocol give them as JSON text. A template that makes JSON of a dict would make JSON of that text once
-more, and a model would learn calls that nothing can read.
+Services that speak OpenAI's protocol give them as JSON text. A template that makes JSON of a dict would make JSON of
+that text once more, and a model would learn calls that nothing can read.
 """
 
 from __future__ import annotations

@@ -10,7 +10,10 @@ import numpy as np
 from posttrain.core.errors import DataError
 
 REVISION = 2
-"""Part of the names of caches of prepared rows. Raised when the same row under the same settings becomes other tokens."""
+"""Part of the names of caches of prepared rows.
+
+Raised when the same row under the same settings becomes other tokens.
+"""
 
 Span = tuple[int, int]
 """Where something starts and stops in a text, in characters."""

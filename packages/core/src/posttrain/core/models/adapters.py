@@ -50,8 +50,8 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from taking
-    small updates (unless transformers' ``is_qat_trainable`` says otherwise), and an adapter that is frozen."""
+    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from
+    taking small updates (unless transformers' ``is_qat_trainable`` says otherwise), and an adapter that is frozen."""
     base = base_model(model)
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
     for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
@@ -71,8 +71,8 @@ def check_trainable(model: nn.Module) -> None:
 def _keep_products_differentiable(model: nn.Module) -> None:
     """Hold bitsandbytes' layers of 4 bits in the form through which gradients flow.
 
-    On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer before
-    them would get no gradient from then on, in silence.
+    On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer
+    before them would get no gradient from then on, in silence.
     """
     for module in model.modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):

@@ -30,7 +30,8 @@ class ModelSideArguments:
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
-        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), besides every_n_layers and offload.",
+        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), besides every_n_layers and "
+        "offload.",
     )
     gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
@@ -80,9 +81,9 @@ class ModelSideArguments:
     def _problems(self) -> Iterator[str]:
         if isinstance(self.activation_checkpointing_kwargs, str):
             yield (
-                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} (or gradient_checkpointing_kwargs) is not "
-                "a JSON object; "
-                "give a dict or a string such as '{\"use_reentrant\": false}'"
+                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} (or "
+                "gradient_checkpointing_kwargs) is not a JSON object; give a dict or a string such as "
+                "'{\"use_reentrant\": false}'"
             )
         elif self.activation_checkpointing_kwargs:
             for name in self.activation_checkpointing_kwargs:
@@ -92,7 +93,10 @@ class ModelSideArguments:
                         f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
                     )
         if isinstance(self.liger_kernel_config, str):
-            yield f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written as JSON"
+            yield (
+                f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written "
+                "as JSON"
+            )
         elif self.liger_kernel_config and not self.use_liger_kernel:
             yield "liger_kernel_config has no use without use_liger_kernel=True; set that, or leave it out"
         if self.torch_compile_mode is not None and self.torch_compile_mode not in COMPILE_MODES:
@@ -107,8 +111,8 @@ class ModelSideArguments:
     def _preflight(self) -> Iterator[str | Exception]:
         if self.use_liger_kernel and (error := missing("liger_kernel", "liger-kernel", "use_liger_kernel=True")):
             yield ImportError(
-                f"{error}; or leave use_liger_kernel out: SFT, preference training, GRPO and seq2seq compute their losses in the "
-                "head without it, and hold no logits either",
+                f"{error}; or leave use_liger_kernel out: SFT, preference training, GRPO and seq2seq compute their "
+                "losses in the head without it, and hold no logits either",
                 name="liger_kernel",
             )
 
@@ -151,7 +155,10 @@ class ModelConfig(metaclass=ConfigMeta):
             yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
-            yield f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter on them"
+            yield (
+                f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter "
+                "on them"
+            )
 
     def _preflight(self) -> Iterator[str | Exception]:
         if self.model_name_or_path is not None:

@@ -12,11 +12,12 @@ POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
 
 
 def id_limits(model: nn.Module) -> dict[str, int]:
-    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does not say.
+    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does
+    not say.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label of its
-    own. Models that see or hear are left out: they mark what they see by token ids of their own.
+    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label
+    of its own. Models that see or hear are left out: they mark what they see by token ids of their own.
     """
     base = base_model(model)
     config = getattr(base, "config", None)

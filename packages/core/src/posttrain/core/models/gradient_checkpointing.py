@@ -10,7 +10,8 @@ from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 
 #: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, and two of transformers.
 CHECKPOINT_OPTIONS = (
-    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers", "offload",
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers",
+    "offload",
 )  # fmt: skip
 
 
@@ -19,8 +20,9 @@ def checkpointing_problem(model: nn.Module) -> str | None:
     kind = unwrap(model).active_peft_config.peft_type if is_peft_model(model) else None
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):  # the names of peft's enumeration, which are strings
         return (
-            f"{kind.value} hands its prefix to the model as a key/value cache, which gradient checkpointing switches off. Set "
-            "gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or peft.LoraConfig."
+            f"{kind.value} hands its prefix to the model as a key/value cache, which gradient checkpointing switches "
+            "off. Set gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or "
+            "peft.LoraConfig."
         )
     return None
 

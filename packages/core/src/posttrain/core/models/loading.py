@@ -32,8 +32,9 @@ def load_causal_lm(
 
     Args:
         model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
-        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or a dict of
-            what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one by one.
+        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
+            a dict of what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig`
+            one by one.
         auto_class: the class of transformers to load with.
 
     Raises:
@@ -73,8 +74,8 @@ def load_tokenizer(
         path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
         if not path:
             raise ValueError(
-                f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no tokenizer "
-                "to load with it. Pass processing_class=<its tokenizer>."
+                f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no "
+                "tokenizer to load with it. Pass processing_class=<its tokenizer>."
             )
     else:
         path = os.fspath(source)
@@ -105,7 +106,9 @@ def loading_problems(
 
 
 def attention_problem(implementation: Any) -> str | None:
-    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or nobody knows yet."""
+    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or nobody knows
+    yet.
+    """
     if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
         return None
     from transformers import utils
@@ -122,8 +125,8 @@ def attention_problem(implementation: Any) -> str | None:
     if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
         lacks = "flash-attn is not installed" if torch.cuda.is_available() else "no GPU is visible"
         return (
-            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or kernels) on a "
-            "machine with a GPU, or set attn_implementation='sdpa'"
+            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or "
+            "kernels) on a machine with a GPU, or set attn_implementation='sdpa'"
         )
     return None
 
@@ -144,7 +147,8 @@ def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = Tr
 
 @contextlib.contextmanager
 def explain_missing(path: str, what: str) -> Iterator[None]:
-    """Say of a model or tokenizer that cannot be loaded from `path` whether a folder or an answer of the Hub is missing.
+    """Say of a model or tokenizer that cannot be loaded from `path` whether a folder or an answer of the Hub is
+    missing.
 
     Raises:
         FileNotFoundError: in the place of what transformers raises in this context.

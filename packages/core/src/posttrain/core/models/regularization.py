@@ -32,7 +32,8 @@ def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
 
     base = base_model(model)
     reads = getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "get_encoder")
-    # Of a model with an encoder, what that reads: its embedding may be a module of its own, with weights that are shared.
+    # Of a model with an encoder, what that reads: its embedding may be a module of its own, with weights that are
+    # shared.
     handle = (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise)
     try:
         yield
