@@ -1,6 +1,7 @@
 """Type errors may only become fewer: compares mypy's errors, file by file, with those on record.
 
-``python .ci/type_errors.py`` fails where a file has more than ``.ci/type_errors.json`` allows; ``--write`` records what there is.
+``python .ci/type_errors.py`` fails where a file has more than ``.ci/type_errors.json`` allows; ``--write`` records what
+there is.
 """
 
 from __future__ import annotations
