@@ -1,4 +1,8 @@
-"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by channel."""
+"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by channel.
+
+Not from apollo-torch 1.0.3: its license forbids commercial use, and its state holds Python objects, which no checkpoint
+without pickle can keep.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.optim import lr_scheduler
-from posttrain.core.optim.adafactor import Adafactor
+from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.galore import SIDES, galore
 from posttrain.core.optim.grokadamw import GrokAdamW
@@ -151,7 +151,7 @@ def adafactor(
     scale_parameter: bool = False,
 ) -> ClassAndArguments:
     kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
-    return Adafactor, {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
+    return adafactor_class(), {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
 
 
 def muon(
@@ -215,7 +215,7 @@ def lomo(args: Any, model: Any) -> ClassAndArguments:
 def adalomo(args: Any, model: Any, *, clip_threshold: float = 1.0, decay_rate: float = -0.8) -> ClassAndArguments:
     """Adafactor, with rates in proportion to the size of each parameter."""
     kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": True}
-    return Adafactor, {"lr": args.learning_rate} | kwargs
+    return adafactor_class(), {"lr": args.learning_rate} | kwargs
 
 
 def layerwise(factory: Factory) -> Factory:

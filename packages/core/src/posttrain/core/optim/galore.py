@@ -1,4 +1,8 @@
-"""GaLore, Zhao et al. 2024, https://arxiv.org/abs/2403.03507: optimizer state in the subspace of the gradient."""
+"""GaLore, Zhao et al. 2024, https://arxiv.org/abs/2403.03507: optimizer state in the subspace of the gradient.
+
+Not from galore-torch 1.0: its state holds Python objects, which no checkpoint without pickle can keep, and its 8-bit
+form runs only with CUDA. Its other forms are equal to these, see tests/core/optim.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The amplification is Grokfast's, Lee et al. 2024, https://arxiv.org/abs/2405.20233, Algorithm 1; the rest follows
 https://github.com/cognitivecomputations/grokadamw.
+
+Not from grokadamw 0.1.2: it keys its state by the weights themselves, so that a resumed run starts with none; it moves
+the state to the CPU and back at every step; and importing it configures the root logger. Its updates equal these.
 """
 
 from __future__ import annotations
