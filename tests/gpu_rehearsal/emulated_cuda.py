@@ -1,0 +1,577 @@
+"""A CUDA device that is emulated in host memory: real values, the placement rules and the waits of a GPU.
+
+    with EmulatedCuda() as gpu:
+        x = torch.ones(3).to("cuda")
+        x.sum().item()
+    gpu.waits                       # [Wait(kind="read a scalar", place="tests/x.py:3", ...)]
+
+Tensors on it are `CudaTensor`: they say ``device="cuda:0"`` and keep their values in a CPU tensor. So a whole run,
+with what it does by values, can be compared with that of the CPU. An operation over tensors of both devices raises
+`PlacementError` where CUDA would raise. Each wait of the host for the device is recorded with its place, by the rules
+of ``torch.cuda.set_sync_debug_mode``. Kernels are those of the CPU: nothing here shows speed or rounding.
+
+`torch._subclasses.FakeTensorMode` is no substitute: it has no values, and its backward pass needs a build with CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from posttrain.core.checkpoint import codec
+from posttrain.core.models import varlen_attention
+
+aten = torch.ops.aten
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
+
+
+class PlacementError(RuntimeError):
+    """An operation met tensors of the host and of the device."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait of the host for the device.
+
+    Attributes:
+        kind: what was done. place: the innermost line of code outside torch. phase: what `EmulatedCuda.phase` was.
+        stack: the lines of code outside torch that led there, innermost first.
+    """
+
+    kind: str
+    place: str
+    phase: str
+    stack: tuple[str, ...]
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on the emulated device. `host` holds its values."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> CudaTensor:
+        # The device in C++ stays the CPU, because autograd knows no CUDA device in a build without CUDA.
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CPU,
+            layout=host.layout,
+        )  # fmt: skip
+        tensor.host = host
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)
+        self.host = value.host
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"CudaTensor({self.host!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
+        if id(self) not in memo:
+            copy = self.detach().clone()
+            copy.__dict__.update({name: value for name, value in self.__dict__.items() if name != "host"})
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if _active is None:
+            raise RuntimeError("An emulated CUDA tensor was used outside EmulatedCuda.")
+        return _active.run(func, args, kwargs or {})
+
+
+_active: EmulatedCuda | None = None
+
+#: Operations whose result's size depends on values, or that hand values to the host.
+_WAITS = {
+    "aten::_local_scalar_dense": "read a scalar",
+    "aten::is_nonzero": "read a scalar",
+    "aten::equal": "compare whole tensors",
+    "aten::nonzero": "count what is not zero",
+    "aten::masked_select": "count what is not zero",
+    "aten::_unique": "count distinct values",
+    "aten::_unique2": "count distinct values",
+    "aten::unique_dim": "count distinct values",
+    "aten::unique_consecutive": "count distinct values",
+    "aten::unique_dim_consecutive": "count distinct values",
+    "aten::bincount": "read the largest value",
+    "aten::histc": "read the largest value",
+}
+#: Operations that take an index or a value from the host beside tensors of the device.
+_TAKE_HOST = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_VIEWS = {"aten::detach", "aten::alias", "aten::lift_fresh"}
+
+
+def _is_bool_index(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+class EmulatedCuda(TorchDispatchMode):
+    """Within it, ``device="cuda"`` is the emulated device, and torch says that one is there.
+
+    Attributes:
+        waits: each `Wait` so far.
+        phase: what the host does now; anything. Copied into each wait.
+        operations: how often each operation ran on the device, views left out.
+        live, peak: bytes of the device that are in use, and the most that were.
+        largest: bytes of the largest tensor that was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Wait] = []
+        self.phase = ""
+        self.operations: Counter[str] = Counter()
+        self.dispatched = self.live = self.peak = self.largest = 0
+        self._known: set[int] = set()
+        self._to_host = False
+        self._callers = _Callers()
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> EmulatedCuda:
+        global _active
+        if _active is not None:
+            raise RuntimeError("One emulated device is active already.")
+        _active = self
+        self._around.enter_context(_a_device_in_torch(self))
+        self._around.enter_context(self._callers)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        global _active
+        super().__exit__(*error)
+        self._around.close()
+        _active = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.run(func, args, kwargs or {})
+
+    @contextlib.contextmanager
+    def to_host(self) -> Iterator[None]:
+        """Within it, a copy to the CPU is meant, and not one that C++ takes for one to where the tensor is."""
+        before, self._to_host = self._to_host, True
+        try:
+            yield
+        finally:
+            self._to_host = before
+
+    # ------------------------------------------------------------------------------------------------ waits
+
+    def wait(self, kind: str) -> None:
+        """Record one."""
+        stack, frame = [], sys._getframe(1)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path != __file__ and "/torch/" not in path and not path.startswith("<"):
+                stack.append(f"{_short(path)}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        self.waits.append(Wait(kind, stack[0] if stack else "?", self.phase, tuple(stack[:12])))
+
+    # ------------------------------------------------------------------------------------------------ operations
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        asked = kwargs.get("device")
+        if kwargs.get("pin_memory"):
+            if asked is not None and torch.device(asked).type == "cuda":
+                raise PlacementError(f"{name}: only tensors of the host can be pinned")
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        if asked is None and not on_device:
+            return func(*args, **kwargs)
+        if asked is None:
+            to_device = True
+        elif torch.device(asked).type == "cuda":
+            to_device = True
+        elif torch.device(asked).type != "cpu":
+            to_device = False
+        elif name == "aten::_to_copy":
+            to_device = bool(on_device) and not self._to_host
+        else:  # C++ asks for the device of its arguments, which it takes for the CPU
+            to_device = self._callers.on_device
+        if name in ("aten::_to_copy", "aten::copy_", "aten::copy"):
+            self._copies(name, args, kwargs, to_device)
+        elif on_device:
+            self._check(func, name, args, tensors)
+        if asked is not None and to_device:
+            kwargs = kwargs | {"device": CPU}
+        if kwargs.get("generator") is not None and to_device and kwargs["generator"] is not self.generator:
+            raise PlacementError(f"{name}: expected a 'cuda' device type for generator but found 'cpu'")
+        if name in _WAITS and on_device:
+            self.wait(_WAITS[name])
+        inner_args, inner_kwargs = tree_map(_host, args), tree_map(_host, kwargs)
+        out = func(*inner_args, **inner_kwargs)
+        self.dispatched += 1
+        if name == "aten::copy_" and not isinstance(args[0], CudaTensor):
+            return args[0]
+        if not to_device or name == "aten::_local_scalar_dense":
+            return out
+        if not func.is_view and name not in _VIEWS:
+            self.operations[name] += 1
+        wrapped = {id(_host(tensor)): tensor for tensor in on_device}
+        return tree_map(lambda leaf: self._wrap(leaf, wrapped), out)
+
+    def _wrap(self, value: Any, known: dict[int, CudaTensor]) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in known:  # an operation in place returns what it was given
+            return known[id(value)]
+        storage = value.untyped_storage()
+        if storage._cdata not in self._known:
+            size = storage.nbytes()
+            self._known.add(storage._cdata)
+            self.live += size
+            self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
+            weakref.finalize(storage, self._free, storage._cdata, size)
+        return CudaTensor(value)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def _copies(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_device: bool) -> None:
+        if name == "aten::_to_copy":
+            source, here, later = args[0], to_device, kwargs.get("non_blocking", False)
+            here = isinstance(source, CudaTensor) if kwargs.get("device") is None else here
+        else:
+            here, source = isinstance(args[0], CudaTensor), args[1]
+            later = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        if here != isinstance(source, CudaTensor) and not later:
+            self.wait("copy to the device" if here else "copy to the host")
+
+    def _check(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
+        hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+        if name in _TAKE_HOST:
+            indices, masks = args[1], [index for index in args[1] if _is_bool_index(index)]
+            value = args[2] if len(args) > 2 else None
+            fills = (
+                value is not None
+                and value.numel() == 1
+                and len(masks) == len([i for i in indices if i is not None]) == 1
+            )
+            if any(isinstance(mask, CudaTensor) for mask in masks) and not fills:
+                self.wait("count what is not zero")
+            if not isinstance(args[0], CudaTensor):
+                raise PlacementError(f"{name}: indices should be on the CPU, as the indexed tensor is")
+            if value is not None and not isinstance(value, CudaTensor) and value.ndim:
+                raise PlacementError(f"{name}: the values are on the CPU, and what they go into on the device")
+            if any(index is not None and not isinstance(index, CudaTensor) for index in indices):
+                self.wait("copy to the device")
+            return
+        if any(tensor.ndim for tensor in hosts):
+            shapes = ", ".join(f"{tuple(t.shape)} on {t.device.type}" for t in tensors)
+            raise PlacementError(f"{name}: expected all tensors to be on the same device, but found {shapes}")
+        if hosts and torch.Tag.pointwise not in func.tags and not name.startswith("aten::_foreach"):
+            if name not in ("aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::where"):
+                raise PlacementError(f"{name}: a number of the CPU is taken by operations on single elements alone")
+        if name == "aten::repeat_interleave" and _output_size(func, args) is None:
+            self.wait("sum up sizes")
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
+
+
+def _output_size(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[-1] if len(args) > 1 and isinstance(args[-1], int) else None
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, CudaTensor) else value
+
+
+def _short(path: str) -> str:
+    for root, put in ((str(REPOSITORY) + "/", ""), (".../site-packages/", "")):
+        if path.startswith(root) and "site-packages" not in path:
+            return put + path.removeprefix(root)
+    return path.split("site-packages/")[-1]
+
+
+class _Callers(TorchFunctionMode):
+    """Notes on which device the arguments of the Python call are that runs now, and answers for C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [False]
+
+    @property
+    def on_device(self) -> bool:
+        return self.stack[-1]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ANSWERS:
+            with self:
+                return _ANSWERS[func](*args, **kwargs)
+        asked = kwargs.get("device")
+        if asked is not None:
+            device = torch.device(asked).type == "cuda" if not isinstance(asked, int) else True
+        else:
+            device = any(isinstance(leaf, CudaTensor) for leaf in tree_iter((args, kwargs)))
+        self.stack.append(device)
+        try:
+            if func in _BACKWARD:  # in which Python runs: layers recomputed, functions with their own backward
+                with self:
+                    return _BACKWARD[func](*args, **kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self.stack.pop()
+
+
+def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_of_several(
+    tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None
+):
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    gradients = torch.autograd._tensor_or_tensors_to_tuple(grad_tensors, len(tensors))
+    gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
+    keep = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        tensors, gradients, keep, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+_BACKWARD = {torch.Tensor.backward: _backward, torch.autograd.backward: _backward_of_several}
+
+
+def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    device, dtype, later, _ = (
+        torch._C._nn._parse_to(
+            *args, **{name: value for name, value in kwargs.items() if name not in ("copy", "other")}
+        )
+        if not (args and isinstance(args[0], torch.Tensor))
+        else (args[0].device, args[0].dtype, False, None)
+    )
+    if "other" in kwargs:
+        device, dtype = kwargs["other"].device, kwargs["other"].dtype
+    device = self.device if device is None else torch.device(device)
+    if device.type == "cuda":
+        device = CUDA
+    dtype = dtype or self.dtype
+    if device == self.device and dtype == self.dtype and not kwargs.get("copy"):
+        return self
+    options = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
+    if device.type == "cuda" or not isinstance(self, CudaTensor):
+        return aten._to_copy(self, dtype=dtype, device=device, non_blocking=bool(later), **options)
+    with _active.to_host():
+        return aten._to_copy(self, dtype=dtype, device=device, non_blocking=bool(later), **options)
+
+
+def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
+    return _to(self, CUDA, non_blocking=non_blocking)
+
+
+def _cpu(self: torch.Tensor, **_: Any) -> torch.Tensor:
+    return _to(self, CPU)
+
+
+def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(self, CudaTensor):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+    with torch._C.DisableTorchFunction():
+        return torch.Tensor.numpy(self, *args, **kwargs)
+
+
+def _tolist(self: torch.Tensor) -> Any:
+    if isinstance(self, CudaTensor):
+        _active.wait("copy to the host")
+        self = self.host
+    with torch._C.DisableTorchFunction():
+        return torch.Tensor.tolist(self)
+
+
+def _tensor(data: Any, *, dtype=None, device=None, requires_grad=False, pin_memory=False) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        made = torch.tensor(data, dtype=dtype, pin_memory=pin_memory)
+    device = CPU if device is None else torch.device(device) if not isinstance(device, int) else CUDA
+    return _to(made, device).requires_grad_(requires_grad)
+
+
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return _to(data, device or data.device, dtype or data.dtype)
+    return _tensor(data, dtype=dtype, device=device)
+
+
+def _pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.to: _to,
+    torch.Tensor.cuda: _cuda,
+    torch.Tensor.cpu: _cpu,
+    torch.Tensor.numpy: _numpy,
+    torch.Tensor.tolist: _tolist,
+    torch.tensor: _tensor,
+    torch.as_tensor: _as_tensor,
+    torch.Tensor.pin_memory: _pinned,
+}
+
+
+for _function, _answer in _ANSWERS.items():  # threads have no function mode
+    if _function not in (torch.tensor, torch.as_tensor):
+        setattr(CudaTensor, _function.__name__, _answer)
+
+
+# ------------------------------------------------------------------------------------------------ what torch says of it
+
+
+class _Stream:
+    """A stream, or an event; all that is asked of them here is whether the host waits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    wait = wait_event = wait_stream = record_event = record
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _active.wait("synchronize")
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def _grouped(lists: list[list[Any]], *args: Any, _original=torch._C._group_tensors_by_device_and_dtype) -> Any:
+    """By device and type, where C++ sees one device."""
+    kinds = {isinstance(tensor, CudaTensor) for tensor in lists[0]}
+    if len(kinds) > 1:
+        raise PlacementError("Some tensors of a list are on the device, and some on the CPU")
+    found = _original(lists, *args)
+    return {(CUDA, dtype): value for (_, dtype), value in found.items()} if kinds == {True} else found
+
+
+def _autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Of autocast for CUDA: C++ takes the tensors for those of the CPU, so autocast for these goes along."""
+
+    def both(self: torch.autocast, *args: Any) -> Any:
+        if self.device == "cuda" and method.__name__ == "__enter__":
+            self.beside = torch.autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
+            method(self.beside)
+        elif self.device == "cuda":
+            method(self.beside, *args)
+        return method(self, *args)
+
+    return both
+
+
+def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable_gqa=False):
+    """What flex attention computes, from the rule alone, for rows that are short."""
+    places = torch.arange(query.shape[2], device=query.device)
+    seen = block_mask.mask_mod(None, None, places[:, None], places[None, :])
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
+    if score_mod is not None:
+        scores = score_mod(scores, None, None, None, None)
+    return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
+
+
+def _encode(encoder: Any, value: Any, where: str, path: tuple[Any, ...], _original=codec._Encoder.encode) -> Any:
+    """What a checkpoint does with a tensor, for it takes no subclass."""
+    return (
+        encoder._tensor(value, where, path) if isinstance(value, CudaTensor) else _original(encoder, value, where, path)
+    )
+
+
+def _forget_device() -> None:
+    """accelerate looks for a device once in a process."""
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, PartialState
+
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+
+
+@contextlib.contextmanager
+def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
+    properties = mock.Mock(total_memory=2**36, major=9, minor=0, multi_processor_count=132, uuid="emulated")
+    properties.name = "Emulated"
+    cuda = {
+        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
+        "is_bf16_supported": lambda *a, **k: True,
+        "get_device_name": lambda *a: "Emulated", "get_device_capability": lambda *a: (9, 0),
+        "get_device_properties": lambda *a: properties, "max_memory_allocated": lambda *a: gpu.peak,
+        "memory_allocated": lambda *a: gpu.live, "reset_peak_memory_stats": lambda *a: None,
+        "mem_get_info": lambda *a: (2**36, 2**36), "empty_cache": lambda: None, "memory_stats": lambda *a: {},
+        "synchronize": lambda *a: gpu.wait("synchronize"), "Event": _Stream, "Stream": _Stream,
+        "current_stream": lambda *a: _Stream(), "default_stream": lambda *a: _Stream(), "stream": lambda s: _Stream(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state": lambda *a: None,
+        "get_rng_state": lambda *a: torch.get_rng_state(), "manual_seed_all": lambda seed: None,
+        "manual_seed": lambda seed: None, "set_rng_state_all": lambda states: None, "device": lambda d: _Stream(),
+    }  # fmt: skip
+    accelerator = {
+        "is_available": lambda: True, "current_accelerator": lambda *a, **k: CUDA, "device_count": lambda: 1,
+        "synchronize": lambda *a: gpu.wait("synchronize"), "empty_cache": lambda: None,
+        "memory_allocated": lambda *a: gpu.live, "max_memory_allocated": lambda *a: gpu.peak,
+        "current_stream": lambda *a: _Stream(), "current_device_index": lambda: 0,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name, value in accelerator.items():
+            if hasattr(torch.accelerator, name):
+                stack.enter_context(mock.patch.object(torch.accelerator, name, value))
+        stack.enter_context(mock.patch.object(torch, "Event", _Stream))
+        stack.enter_context(mock.patch.object(torch, "Stream", _Stream))
+        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped))
+        for method in (torch.autocast.__enter__, torch.autocast.__exit__):
+            stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
+        stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda: _flex))
+        stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
+        _forget_device()
+        stack.callback(_forget_device)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        yield
