@@ -5,11 +5,12 @@ import json
 import signal
 import sqlite3
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.environments import Environments, take_rollout
+from posttrain.rl.environments import Environments, context_length, take_rollout
 from posttrain.rl.prompts import PromptCodec
 from posttrain.rl.samples import Sample
 from posttrain.rl.tool_formats import Call
@@ -114,6 +115,44 @@ def test_a_completion_is_cut_at_its_limit_after_a_tool():
     )
     Environments([add]).converse([one], CODEC, go_on, limit)
     assert len(one.ids) == len(one.learn) == len(one.logps) == limit and not one.finished
+
+
+TOLD = ids("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_completion_ends_where_the_context_of_the_model_does():
+    fits, full, far = (sample(call("add", a=1, b=1)) for _ in range(3))
+    full.prompt_ids, far.prompt_ids = [5] * 100 + full.prompt_ids, [5] * 100 + far.prompt_ids
+    far.ids, far.finished = [*ids("no call"), END], True
+    said, (go_on, shown) = list(full.ids), writer("an answer")
+    context = len(full.prompt_ids) + len(said) + len(TOLD)
+    Environments([add]).converse([fits, full, far], CODEC, go_on, max_tokens=500, context=context)
+    assert full.ids == said and len(full.completion) == 1 and full.learn == [True] * len(said)
+    assert fits.ids == [*said, *TOLD, *ids("an answer"), END] and len(shown) == 1
+
+
+def test_a_row_near_the_end_of_its_context_is_given_no_more_tokens_than_fit():
+    wide, near = sample(call("add", a=1, b=1)), sample(call("add", a=1, b=1))
+    near.prompt_ids = [5] * 100 + near.prompt_ids
+    given, (write, _) = {}, writer("a long answer that goes on and on and on")
+
+    def go_on(samples, turn, tokens):
+        given.update({len(one.prompt_ids): tokens for one in samples})
+        write(samples, turn, tokens)
+
+    so_far = [len(one.prompt_ids) + len(one.ids) + len(TOLD) for one in (wide, near)]
+    Environments([add]).converse([wide, near], CODEC, go_on, max_tokens=200, context=so_far[1] + 3)
+    assert given == {so_far[0]: 200 - so_far[0] + len(wide.prompt_ids), so_far[1]: 3}
+    assert len(near.prompt_ids) + len(near.ids) == so_far[1] + 3 and not near.finished
+    assert wide.finished and len(near.learn) == len(near.logps) == len(near.ids)
+
+
+@pytest.mark.parametrize(
+    ("positions", "engine", "limit"), [(64, None, 64), (64, 32, 32), (None, None, None), (-1, 9, 9)]
+)
+def test_the_context_is_that_of_the_model_or_of_its_engine(positions, engine, limit):
+    assert context_length(SimpleNamespace(max_position_embeddings=positions), engine) == limit
+    assert context_length(tiny.causal_lm(arch="gpt2", n_positions=77).config) == 77
 
 
 @pytest.mark.parametrize(("text", "says"), [

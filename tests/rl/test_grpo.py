@@ -409,6 +409,32 @@ def test_tools_are_called_in_training(tmp_path):
     assert logged(run, "tools/call_frequency") == [1] and math.isfinite(logged(run, "grad_norm")[0])
 
 
+def test_tools_are_called_no_longer_than_the_positions_of_the_model_last(tmp_path):
+    class Caller(Scripted):
+        def generate(self, prompts, n, sampling, seeds):
+            self.calls.append(max(map(len, prompts)))
+            text = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call><|im_end|>'
+            ids = tiny.tokenizer()(text)["input_ids"][: sampling.max_new_tokens]
+            return Completions([ids] * len(prompts) * n, None, [True] * len(prompts) * n)
+
+    engine, lengths = Caller(), []
+
+    def judge(prompts, completion_ids):
+        lengths.extend(map(len, completion_ids))
+        return [float(i) for i in range(len(completion_ids))]
+
+    rows = [{"prompt": [{"role": "user", "content": "double 4"}]}] * 4
+    options = {"generator": engine, "tools": [double]}
+    model = tiny.causal_lm(arch="gpt2", n_positions=400)  # a position above these does not exist
+    run = trainer(
+        tmp_path, reward=judge, rows=rows, model=model, max_steps=1, max_completion_length=2000, options=options
+    )
+    run.train()
+    assert len(engine.calls) > 1 and max(engine.calls) < 400  # it was not asked to read more
+    assert 200 < engine.calls[0] + max(lengths) <= 400
+    assert math.isfinite(logged(run, "grad_norm")[0])
+
+
 def double(x: int):
     """Double a number.
 

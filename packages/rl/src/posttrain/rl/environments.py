@@ -148,6 +148,7 @@ class Environments:
         codec: PromptCodec,
         go_on: Callable[[list[Sample], int, int], None],
         max_tokens: int,
+        context: int | None = None,
     ) -> None:
         """Let `samples`, whose first turn is written, call tools and go on until they ask for none, or are full.
 
@@ -155,7 +156,10 @@ class Environments:
             go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` are all that was said so
                 far.
             max_tokens: of a completion, what tools write included. An answer that does not fit is left out.
+            context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
+                number.
         """
+        room_of = partial(_room, max_tokens=max_tokens, context=context)
         for sample in samples:
             sample.learn = [True] * len(sample.ids)
         active, turn = [(sample, sample.ids) for sample in samples if self.tools_of(sample)], 0
@@ -165,28 +169,39 @@ class Environments:
             for sample, written in active:
                 schemas = self.schemas_of(sample)
                 protocol = codec.protocol(schemas)
-                if sample.finished and len(sample.ids) < max_tokens:
+                if sample.finished and room_of(sample) > 0:
                     if calls := protocol.read(written, schemas, sample.prompt_ids).calls:
                         asking.append((sample, calls, schemas, protocol))
             answered = self.answer([pair[:2] for pair in asking], asking[0][3].example if asking else "")
             active = []
             for (sample, _, schemas, protocol), answers in zip(asking, answered, strict=True):
                 told = protocol.answer_ids(sample.ids, answers, schemas)
-                if len(sample.ids) + len(told) < max_tokens:
+                if len(told) < room_of(sample):
                     _take_answers(sample, answers, told)
                     active.append(sample)
-            active = self._go_on(active, go_on, turn, max_tokens)
+            active = self._go_on(active, go_on, turn, room_of, context)
 
     def _go_on(
-        self, samples: list[Sample], go_on: Callable[[list[Sample], int, int], None], turn: int, max_tokens: int
+        self,
+        samples: list[Sample],
+        go_on: Callable[[list[Sample], int, int], None],
+        turn: int,
+        room_of: Callable[[Sample], int],
+        context: int | None,
     ) -> list[tuple[Sample, list[int]]]:
         """Let `samples` write their next turn. Returns each with the tokens of it."""
-        if not samples:
-            return []
         turns = [Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed) for s in samples]
-        go_on(turns, turn, max(max_tokens - len(sample.ids) for sample in samples))
+        most = max(map(room_of, samples), default=0)
+        by_limit: dict[
+            int, list[Sample]
+        ] = {}  # near the end of its context a row must not be given as much as the others
+        for one in turns:
+            limit = most if context is None else min(most, context - len(one.prompt_ids))
+            by_limit.setdefault(limit, []).append(one)
+        for limit, some in by_limit.items():
+            go_on(some, turn, limit)
         for sample, more in zip(samples, turns, strict=True):
-            room = max_tokens - len(sample.ids)
+            room = room_of(sample)
             sample.finished = more.finished and len(more.ids) <= room
             more.ids = more.ids[:room]
             sample.ids = [*sample.ids, *more.ids]
@@ -195,6 +210,23 @@ class Environments:
             sample.is_exact &= more.is_exact
             sample.completion = [*sample.completion, *more.completion]
         return [(sample, more.ids) for sample, more in zip(samples, turns, strict=True)]
+
+
+def context_length(config: Any, engine: int | None = None) -> int | None:
+    """Tokens of prompt and completion together that a model reads at most; None: its config names no limit.
+
+    Args:
+        engine: the limit of the engine that generates, where it has one of its own.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limits = [getattr(text, "max_position_embeddings", None), engine]
+    return min((limit for limit in limits if limit and limit > 0), default=None)
+
+
+def _room(sample: Sample, max_tokens: int, context: int | None) -> int:
+    """Tokens that may still be added to a completion."""
+    left = max_tokens - len(sample.ids)
+    return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
 
 
 def _take_answers(sample: Sample, answers: list[dict[str, Any]], ids: list[int]) -> None:

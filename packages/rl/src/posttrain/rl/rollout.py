@@ -30,7 +30,7 @@ from posttrain.core.training.preflight import Parts, Problem, model_type_problem
 from posttrain.rl import completions as told
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
-from posttrain.rl.environments import Environments, take_rollout
+from posttrain.rl.environments import Environments, context_length, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.generation.protocol import has_own_weights, session
@@ -194,7 +194,9 @@ class RolloutTrainer(Trainer):
                     sample.seed = mix(sample.seed, turn)
                 self._write(turns, replace(sampling, max_new_tokens=tokens))
 
-            self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens)
+            config = getattr(wrapping.base_model(self.model), "config", None)
+            context = context_length(config, self.args.vllm_max_model_length if self.args.use_vllm else None)
+            self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens, context)
             calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
             self.environments.counts.update(calls=0, failures=0)
             self.metrics.add_sum("tools/call_frequency", calls, len(samples))
