@@ -43,8 +43,9 @@ class GRPOConfig(RolloutConfig):
         "dapo", "Which loss in `posttrain.rl.policy_losses.LOSSES`, and what it is divided by.", choices=tuple(LOSSES)
     )
     importance_sampling_level: str = opt(
-        "token", "Ratio to the old policy of each token, or of each completion (GSPO).", choices=("token", "sequence")
-    )
+        "token", "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
+        choices=("token", "sequence"),
+    )  # fmt: skip
     scale_rewards: str = opt(
         "group", "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
         choices=("group", "batch", "none"),
