@@ -281,3 +281,22 @@ if __name__ == "__main__":  # two processes, started by tests/distributed/test_m
     metrics = streamed.evaluate() | {"predicted": len(streamed.predict(streamed.eval_dataset).predictions)}
     (Path(sys.argv[1]) / f"rank-{streamed.args.process_index}.json").write_text(json.dumps(metrics))
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["lables", "label"])
+def test_a_name_of_labels_that_nothing_has_is_reported_once(name, tmp_path, caplog):
+    eval_loop._warn_of_strange_labels.cache_clear()  # once in a process
+    args = dict(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, per_device_eval_batch_size=2
+    )
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": 1}] * 4
+    plain = Trainer(tiny.classifier(), TrainingArguments(**args), eval_dataset=rows)
+    assert "eval_loss" in plain.evaluate()
+    plain.predict(
+        [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}] * 4
+    )  # labels may be missing, under a known name
+    assert "label_names" not in caplog.text
+    wrong = Trainer(tiny.classifier(), TrainingArguments(**args, label_names=[name]), eval_dataset=rows)
+    assert "eval_loss" not in wrong.evaluate()
+    (said,) = [record.message for record in caplog.records if "label_names" in record.message]
+    assert f"label_names holds {name!r}" in said and "input_ids" in said and "did you mean 'labels'?" in said

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +20,10 @@ from posttrain.core.errors import did_you_mean
 from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
 from posttrain.core.logging.metrics import Metrics, means
 from posttrain.core.losses.normalization import accepts, count_rows
+from posttrain.core.models.wrapping import base_model
 from posttrain.core.state import EvalPrediction
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,7 +87,7 @@ def predict_batch(
     """
     if ignore_keys is None:
         ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-    has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
+    has_labels = labels_are_there(model, inputs, label_names)
     asked = inputs.get("return_loss")
     with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))
     labels = None
@@ -106,6 +112,25 @@ def predict_batch(
         logits = tuple(outputs[skipped:]) if isinstance(outputs, (tuple, list)) else (outputs,)
     logits = detach(logits)
     return loss, logits[0] if len(logits) == 1 else logits, labels
+
+
+def labels_are_there(model: nn.Module, inputs: Mapping[str, Any], label_names: list[str]) -> bool:
+    """Whether a batch has all its labels. A name that neither the batch nor the model's forward knows is reported once."""
+    absent = [name for name in label_names if inputs.get(name) is None]
+    if absent:
+        known = inspect.signature(base_model(model).forward).parameters
+        if strange := tuple(name for name in absent if name not in known and name not in inputs):
+            _warn_of_strange_labels(strange, tuple(inputs))
+    return bool(label_names) and not absent
+
+
+@functools.cache
+def _warn_of_strange_labels(names: tuple[str, ...], columns: tuple[str, ...]) -> None:
+    logger.warning(
+        "label_names holds %s, which is neither in the batches of the evaluation nor an argument of the model: no loss is "
+        "computed, and compute_metrics gets no labels. The batches have %s; name one of these, or leave label_names out%s",
+        ", ".join(map(repr, names)), ", ".join(columns), did_you_mean(names[0], columns) or ".",
+    )  # fmt: skip
 
 
 @runtime_checkable

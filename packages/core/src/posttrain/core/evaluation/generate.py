@@ -281,7 +281,7 @@ def predict_batch(
     """
     inputs, whole = dict(inputs), unwrap(model)
     labels = inputs.get("labels")
-    has_labels = bool(label_names) and all(inputs.get(name) is not None for name in label_names)
+    has_labels = eval_loop.labels_are_there(model, inputs, label_names)
     encodes = is_encoder_decoder(whole)
     # Spread parameters are gathered by the forward of the whole model, not by that of its encoder alone.
     encoded = encode(whole, inputs) if encodes and not synced else None
