@@ -68,3 +68,41 @@ def test_states_of_more_devices_than_there_are_are_warned_about(caplog):
         state["cuda"] = [torch.cuda.get_rng_state(0)] * (torch.cuda.device_count() + 1)
     set_rng_state(state)
     assert "CUDA devices" in caplog.text
+
+
+class Devices:
+    """Stands in for torch.xpu and torch.mps, of which tests have neither: generators on the CPU."""
+
+    def __init__(self, count=1, initialized=True):
+        self.generators, self.initialized = [torch.Generator().manual_seed(i) for i in range(count)], initialized
+        self.is_initialized, self.is_available = lambda: self.initialized, lambda: bool(self.generators)
+        self.device_count = lambda: len(self.generators)
+        self.get_rng_state_all = lambda: [generator.get_state() for generator in self.generators]
+        self.get_rng_state = lambda: self.generators[0].get_state()
+        self.set_rng_state = lambda state, device=0: self.generators[device].set_state(state)
+
+    def draw(self):
+        return [torch.rand(3, generator=generator).tolist() for generator in self.generators]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("xpu", 2), ("mps", 1)])
+def test_the_generators_of_other_devices_go_on_where_they_stood(kind, count, tmp_path, monkeypatch, caplog):
+    devices = Devices(count)
+    monkeypatch.setattr(torch, kind, devices)
+    monkeypatch.setattr(torch.backends, "mps", devices if kind == "mps" else Devices(0))
+    devices.draw()
+    save_tree(rng_state(), tmp_path / "rng")
+    expected = devices.draw()
+    assert devices.draw() != expected
+    set_rng_state(load_tree(tmp_path / "rng"))
+    assert devices.draw() == expected and not caplog.text
+    del devices.generators[-1]  # the run moves to a machine with one device less
+    set_rng_state(load_tree(tmp_path / "rng"))
+    assert f"{count} {kind.upper()} devices and this process sees {count - 1}" in caplog.text
+
+
+def test_devices_that_this_process_does_not_use_are_left_alone(monkeypatch):
+    plain = rng_state()
+    monkeypatch.setattr(torch, "xpu", Devices(2, initialized=False))
+    assert set(rng_state()) == set(plain)  # as checkpoints of earlier versions have it
+    set_rng_state(plain)

@@ -13,25 +13,51 @@ from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+#: Kinds of devices with generators of their own, by their module in torch.
+DEVICES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+
 
 def rng_state() -> dict[str, Any]:
     """Where python's, numpy's and torch's global generators stand; about 10 KB, which `save_tree` can write.
 
-    The CUDA generators are in it once this process uses CUDA, one per visible device.
+    The generators of CUDA and XPU are in it once this process uses such devices, one per visible device, and that of MPS
+    where there is MPS.
     """
     version, words, gauss_next = random.getstate()
-    return {
+    tree = {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss_next},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": _states_of("cuda"),
     }
+    return tree | {kind: states for kind in ("xpu", "mps") if (states := _states_of(kind))}
+
+
+def _states_of(kind: str) -> list[torch.Tensor]:
+    if kind == "mps":
+        return [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else []
+    module = getattr(torch, kind)
+    return module.get_rng_state_all() if module.is_initialized() else []
+
+
+def _set_states_of(kind: str, states: list[torch.Tensor]) -> int:
+    """How many of `states` were set: one for each device that there is."""
+    if kind == "mps":
+        here = int(torch.backends.mps.is_available())
+        for state in states[:here]:
+            torch.mps.set_rng_state(state.clone())
+        return min(here, len(states))
+    module = getattr(torch, kind)
+    here = module.device_count() if states else 0
+    for device, state in enumerate(states[:here]):
+        module.set_rng_state(state.clone(), device)
+    return here
 
 
 def set_rng_state(tree: dict[str, Any]) -> None:
     """Put the generators back to where `rng_state` found them.
 
-    A run moved to another number of CUDA devices restores those that both have, with a warning.
+    A run moved to another number or kind of devices restores those that both have, with a warning.
 
     Raises:
         CheckpointError: `tree` is not a state of the generators.
@@ -41,16 +67,13 @@ def set_rng_state(tree: dict[str, Any]) -> None:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
         np.random.set_state(tree["numpy"])
         torch.set_rng_state(tree["torch"].clone())
-        cuda = tree["cuda"]
-        devices = torch.cuda.device_count() if cuda else 0
-        for device, state in enumerate(cuda[:devices]):
-            torch.cuda.set_rng_state(state.clone(), device)
+        saved = {kind: tree["cuda"] if kind == "cuda" else tree.get(kind, []) for kind in DEVICES}
+        here = {kind: _set_states_of(kind, states) for kind, states in saved.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"This is not a state of the random number generators: {error}") from error
-    if len(cuda) != devices:
-        logger.warning(
-            "The checkpoint holds the random state of %d CUDA devices and this process sees %d: the numbers drawn on "
-            "the GPU will differ from those of an uninterrupted run.",
-            len(cuda),
-            devices,
-        )
+    for kind, states in saved.items():
+        if len(states) != here[kind]:
+            logger.warning(
+                "The checkpoint holds the random state of %d %s devices and this process sees %d: the numbers drawn on "
+                "the GPU will differ from those of an uninterrupted run.", len(states), DEVICES[kind], here[kind],
+            )  # fmt: skip
