@@ -20,8 +20,8 @@ DEVICES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 def rng_state() -> dict[str, Any]:
     """Where python's, numpy's and torch's global generators stand; about 10 KB, which `save_tree` can write.
 
-    The generators of CUDA and XPU are in it once this process uses such devices, one per visible device, and that of MPS
-    where there is MPS.
+    The generators of CUDA and XPU are in it once this process uses such devices, one per visible device, and that of
+    MPS where there is MPS.
     """
     version, words, gauss_next = random.getstate()
     tree = {

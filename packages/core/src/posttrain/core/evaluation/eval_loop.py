@@ -115,7 +115,7 @@ def predict_batch(
 
 
 def labels_are_there(model: nn.Module, inputs: Mapping[str, Any], label_names: list[str]) -> bool:
-    """Whether a batch has all its labels. A name that neither the batch nor the model's forward knows is reported once."""
+    """Whether a batch has all its labels. A name that neither the batch nor the model knows is reported once."""
     absent = [name for name in label_names if inputs.get(name) is None]
     if absent:
         known = inspect.signature(base_model(model).forward).parameters
@@ -127,8 +127,9 @@ def labels_are_there(model: nn.Module, inputs: Mapping[str, Any], label_names: l
 @functools.cache
 def _warn_of_strange_labels(names: tuple[str, ...], columns: tuple[str, ...]) -> None:
     logger.warning(
-        "label_names holds %s, which is neither in the batches of the evaluation nor an argument of the model: no loss is "
-        "computed, and compute_metrics gets no labels. The batches have %s; name one of these, or leave label_names out%s",
+        "label_names holds %s, which is neither in the batches of the evaluation nor an argument of the model: no "
+        "loss is computed, and compute_metrics gets no labels. The batches have %s; name one of these, or leave "
+        "label_names out%s",
         ", ".join(map(repr, names)), ", ".join(columns), did_you_mean(names[0], columns) or ".",
     )  # fmt: skip
 
