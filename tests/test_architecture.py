@@ -23,7 +23,7 @@ FLOORS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.metrics logging.redaction losses.language_modeling losses.normalization
-        models.bf16_emulation models.block_mask models.embeddings models.gradient_checkpointing models.regularization
+        models.block_mask models.embeddings models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan
     """.split(),

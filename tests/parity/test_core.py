@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.models import bf16_emulation
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 
@@ -12,12 +11,6 @@ ARGS = dict(
     learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
     gradient_accumulation_steps=4, per_device_train_batch_size=2, num_train_epochs=4,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def products_of_torch(monkeypatch):
-    """The peer computes in bfloat16 as torch does, which emulates it on processors without instructions for it."""
-    monkeypatch.setattr(bf16_emulation, "emulates_bfloat16", lambda device_type: False)
 
 
 def pair(tmp_path, model, rows, collator, **changes):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from posttrain.core.losses import language_modeling
 from posttrain.core.models import lm_head
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator, problem
@@ -78,15 +77,13 @@ def test_a_head_is_packed_anew_after_its_weight_changed(packed):
     assert "forward" not in vars(model.lm_head)
 
 
-@pytest.mark.parametrize("emulates", [False, True])
-def test_a_head_in_bfloat16_is_packed_only_where_its_products_are_in_float32(emulates, packed, monkeypatch):
-    monkeypatch.setattr(language_modeling, "emulates_bfloat16", lambda device_type: emulates)
+def test_a_head_is_packed_only_where_its_products_are_in_float32(packed):
     made, model = make()
     model.bfloat16()
     made.generate(PROMPTS, 2, Sampling(6), seeds=range(10))
     with torch.autocast("cpu", torch.bfloat16):
         make()[0].generate(PROMPTS, 2, Sampling(6), seeds=range(10))
-    assert len(packed) == 2 * emulates
+    assert packed == []
 
 
 @pytest.mark.parametrize("max_rows", [256, 4])

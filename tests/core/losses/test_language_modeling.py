@@ -222,28 +222,8 @@ def test_a_second_backward_is_refused_with_a_remedy():
         loss.backward()
 
 
-@pytest.fixture
-def bfloat16_instructions(monkeypatch):
-    """The products of a processor that has them, on any: emulated where it does not."""
-    monkeypatch.setattr(language_modeling, "emulates_bfloat16", lambda device_type: False)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_without_instructions_for_bfloat16_the_products_are_in_float32(autocast, monkeypatch):
-    monkeypatch.setattr(language_modeling, "emulates_bfloat16", lambda device_type: True)
-    hidden, weight, _, labels = problem(torch.float32 if autocast else torch.bfloat16, bias=False)
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        actual = linear_cross_entropy(hidden, weight, labels, chunk_size=10)
-    expected = plain_loss(*exact, None, labels)
-    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
-    for our, true, of in zip(grads(actual, hidden, weight), grads(expected, *exact), (hidden, weight), strict=True):
-        assert our.dtype == of.dtype
-        assert_near([our.double()], [true], 1e-5 if autocast else 4e-3)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_bfloat16_takes_its_softmax_in_float32(reduction, bfloat16_instructions):
+def test_bfloat16_takes_its_softmax_in_float32(reduction):
     hidden, weight, _, labels = problem(torch.bfloat16, bias=False)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = plain_loss(*exact, None, labels)
@@ -257,7 +237,7 @@ def test_bfloat16_takes_its_softmax_in_float32(reduction, bfloat16_instructions)
         assert (our.double() - true).norm() <= 1.1 * (theirs.double() - true).norm() + 1e-3 * true.norm()
 
 
-def test_confident_predictions_keep_their_gradient_in_bfloat16(bfloat16_instructions):
+def test_confident_predictions_keep_their_gradient_in_bfloat16():
     hidden = torch.eye(WIDTH, dtype=torch.bfloat16).mul(8).requires_grad_()
     weight = torch.eye(VOCAB, WIDTH, dtype=torch.bfloat16)
     labels = torch.arange(WIDTH)  # p(label) is 0.984: the gradient is small against the probabilities it comes from
@@ -279,7 +259,7 @@ def test_float16_gradients_survive_the_loss_scale(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_autocast_computes_as_the_plain_loss_under_autocast(reduction, bfloat16_instructions):
+def test_autocast_computes_as_the_plain_loss_under_autocast(reduction):
     hidden, weight, offset, labels = problem(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain_loss(hidden, weight, offset, labels)
@@ -377,7 +357,7 @@ def test_logps_of_nothing_are_zero():
     assert not logps.any() and not grads(logps.sum(), hidden)[0].any()
 
 
-def test_logps_in_bfloat16_are_float32(bfloat16_instructions):
+def test_logps_in_bfloat16_are_float32():
     hidden, weight, _, labels = problem(torch.bfloat16, bias=False)
     expected = selective_log_softmax(hidden @ weight.t(), labels.clamp(min=0)) * (labels != -100)
     assert_close(token_logps(hidden, weight, labels), expected, rtol=1e-6, atol=1e-6)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from posttrain.core.losses import language_modeling
 from posttrain.core.losses.language_modeling import (
     count_targets,
     cross_entropy,
@@ -214,9 +213,7 @@ def test_virtual_tokens_of_prompt_tuning_carry_no_label():
         assert_close(model(input_ids=ids).logits.sum(), -expected.detach())
 
 
-def test_bfloat16_heads_are_found_and_take_the_loss(monkeypatch):
-    # The whole logits are rounded to bfloat16, as the head's are where its products are.
-    monkeypatch.setattr(language_modeling, "emulates_bfloat16", lambda device_type: False)
+def test_bfloat16_heads_are_found_and_take_the_loss():
     model, (ids, labels) = tiny.causal_lm().to(torch.bfloat16), batch()
     assert lm_head.causal_head(model) is not None
     with torch.no_grad():

@@ -81,6 +81,11 @@ def precision(args: Any) -> str:
     return chosen
 
 
+def has_bfloat16_instructions() -> bool:
+    """Whether this processor multiplies in bfloat16 itself. True where oneDNN, which knows, is missing."""
+    return not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] | None = None) -> str | None:
     """A sentence if the launcher was asked for several processes and quietly started this one alone.
 

@@ -20,12 +20,16 @@ from torch import nn
 
 from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.arguments import DistributedArguments
-from posttrain.core.distributed.environment import accelerator_present, lost_processes, precision
+from posttrain.core.distributed.environment import (
+    accelerator_present,
+    has_bfloat16_instructions,
+    lost_processes,
+    precision,
+)
 from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
-from posttrain.core.models.bf16_emulation import float32_products, makes_emulated_products
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +38,6 @@ GRACE = 20
 
 # Entered several times in every step; one can be entered again and again.
 _NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _within(outer: contextlib.AbstractContextManager, inner: contextlib.AbstractContextManager) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 _watchdog: Watchdog | None = None  # one for the process, as the process group is
@@ -107,7 +105,7 @@ class Distributed:
         from accelerate.utils import InitProcessGroupKwargs
 
         self.args = args
-        self.precision, self._is_emulated = precision(args), False
+        self.precision = precision(args)
         if self.precision == "fp16" and (args.use_cpu or not accelerator_present()):
             raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
         if (lost := lost_processes()) is not None:
@@ -123,6 +121,7 @@ class Distributed:
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.local_rank: int = self.accelerator.local_process_index
+        self._is_slow_in_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
         self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
         self._waits: Waits | None = None
         if self.world_size > 1:
@@ -191,13 +190,13 @@ class Distributed:
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
         if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
-        emulated = makes_emulated_products(model, self.precision == "bf16" or self.args.bf16_full_eval)
-        if emulated and not self._is_emulated:
-            logger.info(
-                "This processor has no bfloat16 instructions (AVX-512 BF16, AMX): products of bfloat16 are computed "
-                "in float32, which is faster than torch's emulation, and no faster than bf16=False."
-            )
-        self._is_emulated |= emulated
+        if trained and self._is_slow_in_bfloat16:
+            if self.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
+                self._is_slow_in_bfloat16 = False  # one warning is enough
+                logger.warning(
+                    "This processor has no bfloat16 instructions (AVX-512, AMX). torch emulates them: a step takes "
+                    "ten times as long as in float32. Set bf16=False, and load the model with dtype='float32'."
+                )
 
     def prepare_model(
         self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
@@ -321,16 +320,13 @@ class Distributed:
     def autocast(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss run in the precision that was asked for."""
         if self.precision == "no":
-            return float32_products() if self._is_emulated else _NOTHING
-        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
-        return _within(autocast, float32_products()) if self._is_emulated else autocast
+            return _NOTHING
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def in_step(self) -> contextlib.AbstractContextManager:
         """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded
         weights, and for the buffers that DDP copies."""
-        waiting = self._waiting("the forward pass")
-        # The backward computes checkpointed activations once more, and must do it in the same way.
-        return _within(waiting, float32_products()) if self._is_emulated else waiting
+        return self._waiting("the forward pass")
 
     def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
         """Average gradients over the processes in this backward pass only if `when`."""

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from posttrain.core.models.bf16_emulation import emulates_bfloat16
-
 IGNORE_INDEX = -100
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
 BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
@@ -305,17 +303,11 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The type of the matrix products: autocast's where it is on, else the wider of the two.
-
-    float32 in the place of bfloat16 where the processor has no instructions for it: torch then emulates each product,
-    at a tenth to an eightieth of the speed, and no more exactly.
-    """
+    """The type of the matrix products: autocast's where it is on, else the wider of the two."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    return torch.float32 if dtype == torch.bfloat16 and emulates_bfloat16(device) else dtype
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 class _Tiles:

@@ -29,7 +29,6 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.losses import language_modeling
 from posttrain.core.models import (
     adapters,
-    bf16_emulation,
     gradient_checkpointing,
     lm_head,
     loading,
@@ -333,9 +332,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         )
         return torch.stack([loss, *stats])
 
-    low, emulated = bool(args.bf16 or args.fp16), bf16_emulation.makes_emulated_products(model, bool(args.bf16))
+    low = bool(args.bf16 or args.fp16)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bf16_emulation.float32_products(emulated))
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
         if in_tiles:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.bf16_emulation import float32_products, makes_emulated_products
 from posttrain.core.models.lm_head import packed_head
 from posttrain.core.models.varlen_attention import LAYER_TYPES
 from posttrain.core.models.wrapping import base_model, unwrap
@@ -75,8 +74,7 @@ class LocalGenerator:
             return self.fallback.generate(prompts, n, sampling, seeds)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        emulated = float32_products(makes_emulated_products(self.model))
-        with evaluating(self.model), decoding_attention(self.model), packed_head(self.model), emulated:
+        with evaluating(self.model), decoding_attention(self.model), packed_head(self.model):
             run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds)
             return run.completions(self.max_rows)
 
