@@ -111,7 +111,7 @@ def test_a_model_that_gives_nan_is_named_as_the_cause(kind, sampling):
     engine.generate([[5, 6, 7]], 2, sampling, [1, 2])  # whether it can be done is found out while all is well
     with torch.no_grad():
         model.model.norm.weight[3] = torch.nan
-    with pytest.raises(NonFiniteError, match="The policy gave NaN in place of probabilities, first for token 0"):
+    with pytest.raises(NonFiniteError, match="The policy returned NaN instead of probabilities, first for token 0"):
         engine.generate([[5, 6, 7]], 2, sampling, [1, 2])
 
 

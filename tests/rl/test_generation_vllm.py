@@ -189,7 +189,7 @@ def test_a_server_that_reads_other_tokens_in_texts_is_refused(model, serve):
     server = serve(Trl, reads_ids=False)
     client = client_of(server)
     client.sync_weights(model)
-    with pytest.raises(ValueError, match="no text is read as the tokens"):
+    with pytest.raises(ValueError, match="no text gives the tokens"):
         client.generate([[tiny.tokenizer()(letter)["input_ids"][0] for letter in "the"]], 1, Sampling(2), [0])
 
 

@@ -279,7 +279,7 @@ def test_a_template_that_calls_tools_without_describing_them_needs_a_prompt_that
         if is_told:
             ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
         else:
-            with pytest.raises(ValueError, match="does not tell the model which tools there are"):
+            with pytest.raises(ValueError, match="does not describe the tools to the model"):
                 ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
 
 

@@ -1,7 +1,7 @@
-"""Rewards become advantages: how much better a completion is than the others of its prompt, or of its rollout. Pure.
+"""Pure functions that turn rewards into advantages.
 
-N completions, those of one prompt next to each other: rows ``i * G`` to ``(i + 1) * G`` are group i of size G. A reward
-of NaN means that no reward function applied to the completion: it enters no mean, and its advantage is 0.
+N completions in groups of size G, one group for each prompt: rows ``i * G`` to ``(i + 1) * G`` are group i. A reward of
+NaN means that no reward function applied: the completion enters no mean, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ def total_rewards(rewards: torch.Tensor, weights: torch.Tensor | None = None) ->
 
 
 def standard_deviation(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """With n - 1 in the divisor, over `dim`, which is kept; NaN does not count. 0 where fewer than two values are
-    left.
-    """
+    """The sample standard deviation (n - 1) over `dim`, which is kept, without NaN; 0 for fewer than two values."""
     known = ~values.isnan()
     count = known.sum(dim, keepdim=True)
     mean = values.nansum(dim, keepdim=True) / count.clamp(min=1)
@@ -88,7 +86,5 @@ def reinforce_plus_plus_advantages(rewards: torch.Tensor, group_size: int, basel
 
 
 def equal_groups(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Which groups teach nothing, because all their rewards are equal (or fewer than two are known): (N,) -> (N / G,)
-    bool.
-    """
+    """Groups without a signal: all rewards equal, or fewer than two known. (N,) -> (N / G,) bool."""
     return (standard_deviation(rewards.view(-1, group_size)) < 1e-8).squeeze(1)

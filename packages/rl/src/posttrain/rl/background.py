@@ -1,4 +1,4 @@
-"""Code of other people, run so that it cannot stop the training: in threads, on one event loop, with a time limit."""
+"""Runs user code in threads and on one event loop, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the whole program, in a thread of its own: what a coroutine keeps open lives from call to call."""
+    """The program's one event loop, in its own thread, so that open connections survive from call to call."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="posttrain-async", daemon=True).start()
     return loop
@@ -28,8 +28,7 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
     """``function()``, awaited where it is async.
 
     Args:
-        timeout: seconds. A function that takes longer goes on in its thread, and its result is dropped: a thread cannot
-            be ended from outside.
+        timeout: seconds. A function that takes longer keeps running in its thread, and its result is dropped.
 
     Raises:
         TimeoutError: after `timeout`.

@@ -1,6 +1,4 @@
-"""``posttrain dpo``, ``posttrain grpo`` and their siblings: training by preferences and rewards from the command
-line.
-"""
+"""The commands of preference and reinforcement learning: ``posttrain dpo``, ``posttrain grpo`` and others."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ def train_with(trainer: str) -> Callable[[Run], None]:
         train_rows, eval_rows = run.data.load()
         if config.eval_strategy != "no" and eval_rows is None:
             raise DataError(
-                f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate "
-                f"on: the dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, "
-                "or eval_strategy=no."
+                f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no "
+                f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
             )
         extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-        # On a command line "true" stands for the newest checkpoint and "false" for none; anything else is a path.
+        # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
         given = config.resume_from_checkpoint
         resume = {"true": True, "false": None}.get(str(given).lower(), given)
         changes = {"model_init_kwargs": model.model_init_kwargs() | extra, "resume_from_checkpoint": None}
@@ -48,9 +45,7 @@ def train_with(trainer: str) -> Callable[[Run], None]:
 
 
 def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> Callable[[Run, int | None], Any]:
-    """A method's `workload`: `sides` completions of each row, each behind a prompt of its own as if none were
-    shared.
-    """
+    """A method's `workload`: `sides` completions of each row, each with its own copy of the prompt."""
 
     def workload(run: Run, length: int | None) -> Any:
         from posttrain.core.tools.memory_plan import Workload, longest_row
@@ -68,9 +63,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
-    """What a micro-batch of completions is to the model; without `length`, prompts are taken to be as long as they
-    are.
-    """
+    """The shape of a micro-batch of completions; without `length`, the prompts' own lengths count."""
     from posttrain.core.tools.memory_plan import Workload, longest_row
 
     config = run.config
@@ -82,7 +75,7 @@ def of_rollouts(run: Run, length: int | None) -> Any:
 
 DPO = Method(
     name="dpo",
-    help="Learn from pairs of a better and a worse completion, held to the model it began as.",
+    help="Train on pairs of a better and a worse completion, with the initial model as the reference.",
     config="posttrain.rl.dpo:DPOConfig",
     run=train_with("posttrain.rl.dpo:DPOTrainer"),
     workload=of_preferences(2, reference=True),
@@ -90,7 +83,7 @@ DPO = Method(
 
 GRPO = Method(
     name="grpo",
-    help="Learn from completions of one's own, compared with others of the same prompt by reward functions.",
+    help="Train on the policy's own completions, scored by reward functions and compared within their group.",
     config="posttrain.rl.grpo:GRPOConfig",
     run=train_with("posttrain.rl.grpo:GRPOTrainer"),
     needs=("model_name_or_path", "dataset_name", "reward_funcs"),
@@ -99,7 +92,7 @@ GRPO = Method(
 
 RLOO = Method(
     name="rloo",
-    help="REINFORCE on completions of one's own, with the others of the same prompt as the baseline.",
+    help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
     config="posttrain.rl.rloo:RLOOConfig",
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
     needs=("model_name_or_path", "dataset_name", "reward_funcs"),
@@ -108,7 +101,7 @@ RLOO = Method(
 
 KTO = Method(
     name="kto",
-    help="Learn from single completions called good or bad, held to the model it began as.",
+    help="Train on single completions labelled good or bad, with the initial model as the reference.",
     config="posttrain.rl.kto:KTOConfig",
     run=train_with("posttrain.rl.kto:KTOTrainer"),
     workload=of_preferences(1, reference=True),
@@ -124,7 +117,7 @@ ORPO = Method(
 
 CPO = Method(
     name="cpo",
-    help="Learn from pairs without a reference: CPO and SimPO.",
+    help="Train on pairs without a reference: CPO and SimPO.",
     config="posttrain.rl.cpo:CPOConfig",
     run=train_with("posttrain.rl.cpo:CPOTrainer"),
     workload=of_preferences(2),
@@ -132,7 +125,7 @@ CPO = Method(
 
 REWARD = Method(
     name="reward",
-    help="Train a model that gives a completion a number, from pairs of a better and a worse one.",
+    help="Train a reward model on pairs of a better and a worse completion.",
     config="posttrain.rl.reward_model:RewardConfig",
     run=train_with("posttrain.rl.reward_model:RewardTrainer"),
     workload=of_preferences(2, loss="score"),

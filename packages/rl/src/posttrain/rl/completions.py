@@ -1,4 +1,4 @@
-"""What a run tells of its completions: numbers for the log, a table for the terminal, files for later."""
+"""Reports the completions of a run: metrics, a table in the terminal, files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told of the completions of one process; those of all are joined by `Summary.join`.
+    """Statistics of the completions of one process; `Summary.join` joins those of all processes.
 
     Attributes:
         rewards, failed: (N, F), see `posttrain.rl.rewards.Scores`.
-        prompt_lengths: tokens of the prompt of each. lengths: tokens that the policy chose in each. finished: of each.
-        kl: (2, N) of the policy that sampled from the reference, summed over the tokens that are learned from, and how
-            many these are; None without a reference.
+        prompt_lengths: tokens of each prompt. lengths: sampled tokens of each completion. finished: whether each ended.
+        kl: (2, N), the KL of the sampling policy from the reference, summed over trained tokens, and their count; None
+            without a reference.
     """
 
     rewards: torch.Tensor
@@ -40,7 +40,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
-        """What is told of `samples`."""
+        """The summary of `samples`."""
         prompts, lengths = [len(sample.prompt_ids) for sample in samples], [sample.num_chosen for sample in samples]
         return cls(scores.rewards, scores.failed, prompts, lengths, [sample.finished for sample in samples], kl)
 
@@ -65,8 +65,9 @@ class Summary:
         return sum(self.prompt_lengths) + sum(self.lengths)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
-        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; those that cannot
-        be told are left out. Standard deviations are over all completions."""
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; unknown ones are
+        left out. Standard deviations are over all completions.
+        """
         total = total_rewards(self.rewards, weights)
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.finished)
@@ -98,7 +99,7 @@ class Summary:
     def sums(
         self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
     ) -> dict[str, tuple[float, int]]:
-        """(sum, count) of what an evaluation tells: rewards, lengths, and ``pass@k``.
+        """(sum, count) of each evaluation metric: rewards, lengths and ``pass@k``.
 
         Args:
             threshold: reward of the first function from which a completion passes.
@@ -119,7 +120,7 @@ class Summary:
         return found
 
     def extremes(self) -> dict[str, tuple[float, str]]:
-        """(value, "min" or "max") of what an evaluation tells of lengths beside their means."""
+        """(value, "min" or "max") of the extreme lengths in an evaluation."""
         found: dict[str, tuple[float, str]] = {}
         for part, lengths in (("", self.lengths), ("terminated_", self._ended_lengths())):
             if lengths:
@@ -132,7 +133,7 @@ class Summary:
 
 
 def pass_at_k(num: int, passed: int, k: int) -> float:
-    r"""The probability that of k completions drawn from `num`, of which `passed` are right, at least one is.
+    r"""The probability that at least one of k completions drawn from `num` is among the `passed` ones.
 
     Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: :math:`1 - \binom{n-c}{k} / \binom{n}{k}`.
     """
@@ -140,30 +141,25 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
 
 
 def learning_problem(logs: Mapping[str, float]) -> str | None:
-    """One sentence where a log record shows that nothing can have been learned, or that something is badly wrong; else
-    None.
-    """
+    """A warning if a log record shows that nothing was learned or that something is wrong; else None."""
     if logs.get("frac_reward_zero_std") == 1:
         return (
             f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
-            "nothing to learn: make the prompts easier or harder, sample more completions, or give rewards in "
-            "between."
+            "nothing to learn. Make the prompts easier or harder, sample more completions, or use graded rewards."
         )
     if logs.get("completions/clipped_ratio") == 1:
         return (
-            "No completion ended by itself: all were cut at max_completion_length. Raise it, or see whether the "
-            "model writes an end-of-sequence token at all."
+            "Every completion was cut at max_completion_length. Raise it, or check that the model generates an "
+            "end-of-sequence token."
         )
     gap = logs.get("sampling/sampling_logp_difference/mean", 0.0)
     if gap > 0.1:
         return (
-            f"The engine that generates gives its tokens probabilities that differ from the trainer's by a factor of "
+            "The generation engine's token probabilities differ from the trainer's by a factor of "
             f"{math.exp(gap):.2f} on average: its weights may be stale, or its precision too low."
         )
     if logs.get("entropy", 1.0) < 1e-3:
-        return (
-            "The policy has almost no entropy left: completions of a prompt will be alike, and nothing more is learned."
-        )
+        return "The policy has almost no entropy left: completions of a prompt will be alike, and training stalls."
     return None
 
 
@@ -200,7 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = Non
 def _cell(value: Any, width: int) -> str:
     if isinstance(value, float):
         return "none" if math.isnan(value) else f"{value:.2f}"
-    # Whatever a model writes: a line break would break the row, an escape sequence the terminal.
+    # A line break would break the row, and an escape sequence the terminal.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in plain_text(value))
     return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
 
@@ -243,7 +239,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
 
 
 def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
-    """Show `rows` as the table `name` of trackers that have tables, and a run under way."""
+    """Send `rows` as the table `name` to trackers with tables and an active run."""
     cells = [
         {key: value if isinstance(value, (int, float)) else plain_text(value) for key, value in row.items()}
         for row in rows
@@ -252,17 +248,14 @@ def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:
-    """Put a written file into the dataset `repo` on the Hub, private where it is made here.
-
-    A failure is told, and no more.
-    """
+    """Upload a file to the dataset `repo` on the Hub, which is created as private. A failure is only logged."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi(token=token)
         api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
         api.upload_file(path_or_fileobj=str(path), path_in_repo=path.name, repo_id=repo, repo_type="dataset")
-    except Exception as error:  # the network's, the Hub's: none of them is worth a run
+    except Exception as error:  # an upload error must not end the run
         logger.warning("%s was not uploaded to %s: %s", path.name, repo, error)
 
 

@@ -1,6 +1,6 @@
 r"""Contrastive Preference Optimization, Xu et al. 2024, https://arxiv.org/abs/2401.08417, and SimPO on the same base.
 
-CPO, eq. 3 and 5, with a uniform prior in the place of DPO's reference:
+CPO, eq. 3 and 5, with a uniform prior instead of DPO's reference:
 
 .. math:: -\log\sigma(\beta(\log\pi(y_w|x) - \log\pi(y_l|x))) - \alpha_{cpo}\log\pi(y_w|x)
 
@@ -26,13 +26,13 @@ from posttrain.rl.reference_free import ReferenceFreeTrainer
 
 
 def sigmoid(margin: torch.Tensor, beta: float, label_smoothing: float, gamma: float) -> torch.Tensor:
-    """The logistic loss of CPO; with `label_smoothing` the share of pairs taken to be labelled the wrong way round."""
+    """The logistic loss of CPO; `label_smoothing` is the assumed share of mislabelled pairs."""
     d = beta * margin
     return -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
 
 
 def simpo(margin: torch.Tensor, beta: float, label_smoothing: float, gamma: float) -> torch.Tensor:
-    """SimPO, eq. 6: the same of margins per token, of which the first `gamma` do not count."""
+    """SimPO, eq. 6: the logistic loss of margins per token, less `gamma`."""
     return sigmoid(margin - gamma / beta, beta, label_smoothing, gamma)
 
 
@@ -57,11 +57,11 @@ class CPOConfig(PreferenceConfig):
 
     beta: float = opt(0.1, "Steepness of the loss over the margin. SimPO takes 2 to 2.5.", above=0)
     loss_type: str = opt("sigmoid", "A loss in `posttrain.rl.cpo.LOSSES`.", choices=tuple(LOSSES))
-    label_smoothing: float = opt(0.0, "Assumed share of pairs labelled the wrong way round.", min=0, below=0.5)
+    label_smoothing: float = opt(0.0, "Assumed share of mislabelled pairs.", min=0, below=0.5)
     cpo_alpha: float = opt(1.0, "Weight of the likelihood of the chosen completion; 0 for SimPO as published.", min=0)
-    simpo_gamma: float = opt(0.5, "Margin that SimPO asks for.", min=0)
+    simpo_gamma: float = opt(0.5, "SimPO's target margin.", min=0)
     alpha: float = opt(
-        0.0, "AlphaPO's bend of the reward: log-probabilities p become (1 - p^-alpha) / alpha. 0: they stay."
+        0.0, "AlphaPO's transformation of the reward: log-probabilities p become (1 - p^-alpha) / alpha. 0: no change."
     )
 
     OLD_NAMES = WITHOUT_REFERENCE
@@ -97,7 +97,7 @@ class CPOTrainer(ReferenceFreeTrainer):
         return losses - args.cpo_alpha * chosen.mean_logp
 
     def score_of(self, side: Completions) -> torch.Tensor:
-        r"""(B,) log-probability of a completion, per token where the loss wants it so.
+        r"""(B,) log-probability of a completion, per token if the loss needs that.
 
         AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884, eq. 8: :math:`(1 - p^{-\alpha}) / \alpha`.
         """

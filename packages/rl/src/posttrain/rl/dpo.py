@@ -1,10 +1,10 @@
-r"""Direct Preference Optimization, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, and its relatives.
+r"""Direct Preference Optimization, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, and variants.
 
 With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` of the chosen (w) and the rejected (l) completion, eq. 7 is
 
 .. math:: -\log\sigma(\beta (r_w - r_l))
 
-Every loss is a function of `Pairs` that gives one number a pair; which are there is the dict `LOSSES`.
+Every loss in the dict `LOSSES` is a function of `Pairs` that returns one number for each pair.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from posttrain.rl.shared_prefix import CompletionScores
 
 @dataclass(frozen=True)
 class Pairs:
-    """B pairs, as a loss sees them; all (B,).
+    """The inputs of a loss for B pairs; all (B,).
 
-    chosen_ratio, rejected_ratio: log pi(y|x) - log pi_ref(y|x). chosen_score, rejected_score: the same seen through the
+    chosen_ratio, rejected_ratio: log pi(y|x) - log pi_ref(y|x). chosen_score, rejected_score: the same after the
     derivative of the f-divergence, equal to the ratios for reverse KL. chosen_length, rejected_length: tokens.
-    chosen_logp, rejected_logp: under the policy. chosen_nll: -log-probability of the chosen completion, plainly summed.
+    chosen_logp, rejected_logp: under the policy. chosen_nll: -log-probability of the chosen completion, summed over
+    tokens.
     """
 
     chosen_ratio: torch.Tensor
@@ -64,8 +65,7 @@ class Pairs:
 def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
     r"""DPO, eq. 7; with smoothing conservative DPO, :math:`-(1-\epsilon)\log\sigma(d) - \epsilon\log\sigma(-d)`.
 
-    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf: `label_smoothing` is the share of pairs labelled the wrong way
-    round.
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf: `label_smoothing` is the share of mislabelled pairs.
     """
     d = beta * pairs.margin
     if not label_smoothing:
@@ -129,8 +129,7 @@ def sppo_hard(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
 
 
 def aot(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
-    """AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882: the sorted margins of the policy beside the
-    reference's.
+    """AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882: compares sorted margins of policy and reference.
 
     Pairs are sorted within a micro-batch, so the loss depends on how a window is cut.
     """
@@ -140,7 +139,7 @@ def aot(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> to
 
 
 def aot_unpaired(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
-    """AOT on the sorted ratios of chosen and rejected completions, which need not belong together."""
+    """AOT on the sorted ratios of chosen and rejected completions, which need not be pairs."""
     return _sorted_loss(pairs.chosen_ratio, pairs.rejected_ratio, beta, label_smoothing)
 
 
@@ -152,15 +151,13 @@ def _sorted_loss(higher: torch.Tensor, lower: torch.Tensor, beta: float, label_s
 def apo_zero(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
     r"""APO, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7: :math:`1 - \sigma(r_w) + \sigma(r_l)`.
 
-    For chosen completions that are better than what the model writes.
+    For chosen completions that are better than the model's own.
     """
     return 1 - torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(beta * pairs.rejected_ratio)
 
 
 def apo_down(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
-    r"""APO, eq. 8: :math:`\sigma(r_w) + 1 - \sigma(r_w - r_l)`; for a model that is better than the chosen
-    completions.
-    """
+    r"""APO, eq. 8: :math:`\sigma(r_w) + 1 - \sigma(r_w - r_l)`; for a model better than the chosen completions."""
     ratio = pairs.chosen_ratio
     return torch.sigmoid(beta * ratio) + 1 - torch.sigmoid(beta * (ratio - pairs.rejected_ratio))
 
@@ -177,9 +174,7 @@ def discopop(pairs: Pairs, beta: float, discopop_tau: float = 0.05, **_: Any) ->
 
 
 def sft(pairs: Pairs, pairs_per_token: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Cross-entropy of the chosen completion, so weighted that the mean over the window's pairs is that over its
-    tokens.
-    """
+    """Cross-entropy of chosen completions, weighted so that the mean over pairs equals the mean over tokens."""
     return pairs.chosen_nll * pairs_per_token
 
 
@@ -200,7 +195,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "sft": sft,
     "sigmoid_norm": sigmoid_norm,
 }
-#: Losses of the margin alone, in which the normaliser of another divergence than reverse KL cancels.
+#: Losses of the margin alone, so the normaliser of any f-divergence cancels.
 OF_THE_MARGIN = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SORTING = ("aot", "aot_unpaired")
 
@@ -223,7 +218,7 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 
 
 def length_desensitized(scores: CompletionScores, alpha: float) -> torch.Tensor:
-    """(2B,) log-probabilities in which the tokens beyond the shorter completion of a pair weigh `alpha`.
+    """(2B,) log-probabilities; tokens beyond the length of a pair's shorter completion have the weight `alpha`.
 
     LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411, eq. 9.
 
@@ -237,7 +232,7 @@ def length_desensitized(scores: CompletionScores, alpha: float) -> torch.Tensor:
 
 @torch.no_grad()
 def pair_weights(chosen: CompletionScores, rejected: CompletionScores) -> torch.Tensor:
-    r"""(B,) how much the policy would have written both completions itself; 1 where each token is what it expects.
+    r"""(B,) how likely the policy would generate both completions itself; 1 if each token is certain.
 
     WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827, eq. 2 with sampled alignment: the product over both sides
     of the geometric mean over their tokens of :math:`\pi(y_t) / \sum_v \pi(v)^2`.
@@ -262,7 +257,7 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     loss_weights: list[float] | None = opt(None, "What each of several losses is multiplied by; None: all by 1.")
     label_smoothing: float = opt(
         0.0,
-        "Assumed share of pairs labelled the wrong way round, for sigmoid, robust, aot and exo_pair.",
+        "Assumed share of mislabelled pairs, for sigmoid, robust, aot and exo_pair.",
         min=0,
         below=0.5,
     )
@@ -301,7 +296,7 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     def _problems(self) -> Iterator[str]:
         losses = [
             name for name in self.loss_type or [] if isinstance(name, str)
-        ]  # what else it holds is said of the field
+        ]  # the field's own checks cover the rest
         for name in losses:
             if name not in LOSSES:
                 yield f"loss_type={name!r} is not one of {', '.join(LOSSES)}{did_you_mean(name, LOSSES)}"
@@ -325,12 +320,12 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
 
 
 class DPOTrainer(PreferenceTrainer):
-    """Trains a policy to prefer the chosen completion of each pair, held to a reference: the weights it was given.
+    """Trains a policy to prefer the chosen completion of each pair, relative to a reference: its initial weights.
 
     Args:
         model: a causal language model, or the name or folder of one to load.
-        ref_model: another model to compare with; by default the model as it is when it is passed.
-        args: a `DPOConfig`; plain `TrainingArguments` are taken over, with the defaults of `DPOConfig` for the rest.
+        ref_model: the reference model; by default the initial weights of `model`.
+        args: a `DPOConfig`; plain `TrainingArguments` are converted, with the defaults of `DPOConfig` for the rest.
         data_collator: makes a batch of prepared rows; by default `PreferenceCollator`.
         train_dataset: rows with `prompt`, `chosen` and `rejected` as text or messages, without `prompt` where both
             begin with it, or `prompt_ids`, `chosen_ids` and `rejected_ids`; unpaired rows are paired by prompt.
@@ -338,9 +333,9 @@ class DPOTrainer(PreferenceTrainer):
         processing_class: the tokenizer; by default the one that belongs to the model.
         compute_metrics: of the rewards (N, 2) of chosen and rejected completions; the labels are zeros.
         quantization_config: loads a model given by name in 4 or 8 bits.
-        peft_config: train adapters (LoRA and kin); the reference is then the model without them.
+        peft_config: train adapters (LoRA and others); the reference is then the model without them.
 
-    The other arguments are those of `posttrain.core.Trainer`. A `compute_loss` of your own is given a batch with
+    The other arguments are those of `posttrain.core.Trainer`. An overridden `compute_loss` gets a batch with
     ``input_ids``, ``attention_mask`` and ``completion_mask``, each (2B, T), the chosen completions before the rejected.
     """
 

@@ -1,7 +1,6 @@
-"""Completions of several turns: the policy calls tools, reads what they say, and goes on; environments that own the
-tools.
+"""Runs multi-turn completions in which the policy calls tools, and the environments that own the tools.
 
-What a tool has written is part of the completion, and the policy does not learn from it: `Sample.learn` is False there.
+A tool's answer is part of the completion but not trained on: `Sample.learn` is False there.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environments:
-    """What the policy can act on: tools for all, and an environment for each completion.
+    """The tools of the policy, and an environment for each completion.
 
     Args:
-        tools: functions with type hints and a docstring, of which their description for the model is made; sync or
-            async.
+        tools: functions, sync or async, whose type hints and docstring become their description for the model.
         factory: makes an environment, or ``{name: factory}`` for rows with a column ``environment``. An environment has
-            ``reset(**row)``, which may return what is added to the prompt; its other public methods are tools of its
-            own; ``get_reward()``, if it has one, is a reward function. It is made once and reset for each completion.
+            ``reset(**row)``, which may return an addition to the prompt; its other public methods are tools;
+            ``get_reward()``, if it exists, is a reward function. It is made once and reset for each completion.
 
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
-        counts: tool calls, and failures among them, since they were last taken.
+        counts: tool calls and failed ones since the counts were last read.
     """
 
     def __init__(
@@ -63,13 +61,14 @@ class Environments:
         return bool(self.tools or self.factories)
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Give each sample an environment that was reset, and its prompt what that says."""
+        """Give each sample a reset environment and add the output of ``reset()`` to its prompt."""
         taken = dict.fromkeys(self.pools, 0)
         for sample in samples if self.factories else ():
             name = sample.row.get("environment") if self.by_name else None
             if name not in self.pools:
                 raise DataError(
-                    f"A row asks for environment={name!r}{did_you_mean(str(name), map(str, self.pools))}; there are: "
+                    f"A row has environment={name!r}, which does not "
+                    f"exist{did_you_mean(str(name), map(str, self.pools))}; there are: "
                     f"{', '.join(map(str, self.pools))}."
                 )
             if taken[name] == len(self.pools[name]):
@@ -81,15 +80,13 @@ class Environments:
             sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
 
     def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
-        """Try the chat template on every tool, before anything is sampled. Returns the tokens that end a turn with
-        calls.
+        """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls.
 
         Args:
             row: the first of the dataset, where it is known.
 
         Raises:
-            ValueError: the template has no way to show them, to call them, or to answer, see `ToolProtocol`; or the row
-                has no conversation.
+            ValueError: the template does not support tools, see `ToolProtocol`; or the row has no conversation.
         """
         everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
         tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
@@ -98,19 +95,19 @@ class Environments:
         return {token for protocol in tried for token in protocol.end_ids}
 
     def check_prompt(self, sample: Sample, schemas: Sequence[dict[str, Any]], codec: PromptCodec) -> None:
-        """Refuse a prompt from which the policy cannot know that there are tools.
+        """Reject a prompt that does not describe the tools to the policy.
 
         Raises:
-            DataError: it is a text; or neither the template nor the prompt names the tools.
+            DataError: the prompt is a text, or neither the template nor the prompt names the tools.
         """
         if not schemas:
             return
         _require_messages(sample.prompt)
         if not codec.protocol(schemas).describes and not names_all(codec.tokenizer.decode(sample.prompt_ids), schemas):
             raise DataError(
-                "The chat template does not tell the model which tools there are, and the prompt does not name all "
-                "of them. Describe them in a message of the role 'system', or set chat_template_path to a template "
-                "that shows tools."
+                "The chat template does not describe the tools to the model, and the prompt does not name all of "
+                "them. Describe them in a message of the role 'system', or set chat_template_path to a template that "
+                "shows tools."
             )
 
     def tools_of(self, sample: Sample) -> dict[str, Callable[..., Any]]:
@@ -122,7 +119,7 @@ class Environments:
         return self.tools | {name: getattr(sample.environment, name) for name in names if name not in NOT_TOOLS}
 
     def schemas_of(self, sample: Sample) -> list[dict[str, Any]]:
-        """What the chat template tells the model of the tools of one sample."""
+        """The description of one sample's tools in the chat template."""
         return [schema_of(getattr(tool, "__func__", tool)) for tool in self.tools_of(sample).values()]
 
     def answer(self, asked: Sequence[tuple[Sample, Sequence[Call]]], example: str = "") -> list[list[dict[str, Any]]]:
@@ -150,12 +147,12 @@ class Environments:
         max_tokens: int,
         context: int | None = None,
     ) -> None:
-        """Let `samples`, whose first turn is written, call tools and go on until they ask for none, or are full.
+        """Run tool calls and further turns of `samples` until they call no tool or reach the length limit.
 
         Args:
-            go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` are all that was said so
+            go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` hold the conversation so
                 far.
-            max_tokens: of a completion, what tools write included. An answer that does not fit is left out.
+            max_tokens: of a completion, tool answers included. An answer that does not fit is left out.
             context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
                 number.
         """
@@ -238,10 +235,10 @@ def _take_answers(sample: Sample, answers: list[dict[str, Any]], ids: list[int])
 
 @functools.cache
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The description of a tool, of its type hints and its docstring.
+    """The schema of a tool, from its type hints and docstring.
 
     Raises:
-        TypeError: what they lack.
+        TypeError: they are incomplete.
     """
     from transformers.utils import get_json_schema
 
@@ -250,18 +247,18 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         raise TypeError(
             f"The tool {tool.__name__!r} cannot be described to the model: {error}. A tool has a type hint for each "
-            "argument, and a docstring with a section 'Args:' that says what each is."
+            "argument, and a docstring with a section 'Args:' that describes each."
         ) from error
 
 
 def _make_calls(
     asked: Sequence[tuple[Mapping[str, Callable[..., Any]], Sequence[Call]]], example: str
 ) -> list[list[tuple[str, bool]]]:
-    """(what the tool said, whether it failed) for each call of each sample."""
+    """(the tool's answer, whether it failed) for each call of each sample."""
     waiting = [deque(calls) for _, calls in asked]
     results: list[list[Any]] = [[] for _ in asked]
     while any(waiting):
-        running = []  # a place in `results`, and what is awaited for it
+        running = []  # a position in `results` and the awaitable for it
         for (tools, _), calls, found in zip(asked, waiting, results, strict=True):
             has_begun = False
             while calls and not (has_begun and not background.is_async(tools.get(calls[0].name, len))):
@@ -277,7 +274,7 @@ def _make_calls(
 
 
 def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) -> Any:
-    """What a call gives: (text, whether it failed), or what is to be awaited for that."""
+    """The result of a call: (text, whether it failed), or an awaitable of it."""
     if call.arguments is None:
         return f"error: this call cannot be read{f'; a call is written {example}' if example else ''}", True
     if call.name not in tools:
@@ -298,12 +295,12 @@ async def _finish(awaitable: Any) -> tuple[str, bool]:
 
 
 def _failure(error: Exception) -> tuple[str, bool]:
-    """What the policy is told of an error of a tool, or of the arguments that it has given."""
+    """The message to the policy about an error of a tool or in its arguments."""
     if problem := _of_threads(error):
         raise RuntimeError(
-            f"A tool failed because of the thread that it runs in, which is no fault of the policy: {problem}. Async "
-            "tools run on an event loop in a thread of their own, plain ones in the thread that trains. Make the "
-            "tool a plain function, or let it make what it uses itself."
+            f"A tool failed because of the thread that it runs in, not because of the policy: {problem}. Async tools "
+            "run on an event loop in a separate thread, plain ones in the main thread. Make the tool a plain "
+            "function, or create its resources inside it."
         ) from error
     return f"error: {type(error).__name__}: {error}", True
 
@@ -333,7 +330,7 @@ def _require_messages(prompt: Any) -> None:
 
 
 def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
-    """A prompt, and what ``reset()`` of an environment said, behind its last words."""
+    """A prompt with the output of an environment's ``reset()`` appended."""
     if not isinstance(told, (str, list, type(None))):
         raise TypeError(
             f"reset() of {kind} returned a {type(told).__name__}; return a text, a list of parts of content, or "
@@ -356,8 +353,8 @@ def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
 @functools.cache
 def _warn_of_no_question(kind: str) -> None:
     logger.warning(
-        "A row has no prompt and reset() of %s returned nothing: the policy is asked an empty question, and knows no "
-        "more than which tools there are. Return a text from reset(), or give the rows a column 'prompt'.", kind,
+        "A row has no prompt and reset() of %s returned nothing: the prompt is empty apart from the tools. Return a "
+        "text from reset(), or give the rows a column 'prompt'.", kind,
     )  # fmt: skip
 
 
@@ -370,14 +367,14 @@ def _reward_of(kind: type) -> Callable[..., list[Any]]:
 
 
 def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: PromptCodec) -> None:
-    """Put what a ``rollout_func`` returned into `samples`.
+    """Store the output of a ``rollout_func`` in `samples`.
 
     Args:
         output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at
-            tokens that the policy did not choose; whatever else it holds is for the reward functions.
+            tokens that the policy did not choose; all other keys go to the reward functions.
 
     Raises:
-        ValueError: something is missing, or of another length.
+        ValueError: a key is missing or has the wrong length.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
     if missing := [name for name in needed if name not in output]:

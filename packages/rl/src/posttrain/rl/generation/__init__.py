@@ -1,4 +1,4 @@
-"""Where completions come from: one protocol, and the engines behind it."""
+"""Generation of completions: one protocol and its engines."""
 
 from posttrain.rl.generation.protocol import Completions, Generator, Sampling
 

@@ -1,8 +1,7 @@
-"""Generation by transformers' continuous batching, ``model.generate_batch``: a paged cache, and requests that come and
-go.
+"""Generates with transformers' continuous batching, ``model.generate_batch``, and its paged cache.
 
-A request has no seed of its own there, and when it is admitted depends on a thread: completions are not the same from
-run to run. Verified on the CPU; not yet on a GPU.
+Requests have no seeds, and a thread schedules them, so completions differ from run to run. Verified on the CPU; not yet
+on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class ContinuousGenerator:
     """Generates with the model that is trained, with transformers' scheduler and paged cache.
 
     Args:
-        tokenizer: decodes what is searched for stop strings.
+        tokenizer: decodes completions to search them for stop strings.
         settings: fields of `transformers.ContinuousBatchingConfig`, such as ``max_memory_percent`` or ``num_blocks``.
         generation_kwargs: further fields of `transformers.GenerationConfig`.
     """
@@ -54,11 +53,10 @@ class ContinuousGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`; `seeds` together seed the call. What a stop string ends is written on, and cut
-        here.
+        """See `Generator.generate`; `seeds` together seed the call. Completions are cut at stop strings afterwards.
 
         Raises:
-            ValueError: `sampling` asks for what continuous batching leaves out.
+            ValueError: continuous batching does not support a setting in `sampling`.
             RuntimeError: not every completion came back.
         """
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -88,7 +86,7 @@ class ContinuousGenerator:
         if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
             said = next((result.error for result in results if result.error is not None), "its thread has ended")
             raise RuntimeError(
-                f"transformers' continuous batching wrote {len(results)} of {len(prompts) * copies} completions: "
+                f"transformers' continuous batching returned {len(results)} of {len(prompts) * copies} completions: "
                 f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
                 "use_transformers_continuous_batching out."
             )
@@ -103,9 +101,7 @@ class ContinuousGenerator:
 
 @contextlib.contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` has the attention that it had before it learned of segments, which is known over
-    there.
-    """
+    """Within this context `model` has its original attention, which continuous batching supports."""
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
         model.set_attn_implementation(before.removeprefix(PREFIX))
@@ -122,7 +118,7 @@ def sampling_problem(sampling: Any) -> str | None:
         value = getattr(sampling, name)
         if value not in off:
             return (
-                f"{name}={value} is left out by transformers' continuous batching; leave "
-                "use_transformers_continuous_batching out, and the engine of posttrain samples so."
+                f"{name}={value} is not supported by transformers' continuous batching; set "
+                "use_transformers_continuous_batching=False."
             )
     return None

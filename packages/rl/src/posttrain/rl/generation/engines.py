@@ -1,4 +1,4 @@
-"""Which engine generates, as the arguments of a trainer ask for it."""
+"""Selects the generation engine from a trainer's arguments."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OF_THE_SERVER = (
 def make_generator(tokenizer: Any, args: Any) -> Generator:
     """The engine for `args`, a `posttrain.rl.rollout_config.GenerationArguments`.
 
-    Ours, unless another is asked for, or something is set that only transformers' generate understands.
+    The local engine, unless another is set or an option is set that only transformers' generate supports.
 
     Raises:
-        ValueError: an engine is asked for that cannot do what else is.
+        ValueError: the chosen engine does not support another setting.
     """
     settings = {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
     if args.use_vllm:
@@ -63,6 +63,6 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
 
 
 def _changed(args: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Those of `names` that are not as they are by default."""
+    """Those of `names` that differ from their defaults."""
     fields = type(args).__dataclass_fields__
     return (name for name in names if getattr(args, name) != fields[name].default)

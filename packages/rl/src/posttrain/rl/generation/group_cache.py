@@ -1,16 +1,14 @@
-"""Keys and values of prompts that several completions go on from: each prompt's are there once.
+"""A key-value cache that stores each prompt once for all completions of its group.
 
 A model reads a `Decoding` as a keyword of its forward, which transformers hands down to the attention function:
 
     with decoding_attention(model):
-        decoding = Decoding()
-        block = decoding.read(lengths=[5, 3], copies=4)
-        logits = model(input_ids=row, position_ids=..., use_cache=False, decoding=decoding).logits   # row: (1, 8)
-        decoding.go_on()
-        logits = model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits   # tokens: (8, 1)
+        decoding = Decoding() block = decoding.read(lengths=[5, 3], copies=4) logits = model(input_ids=row,
+        position_ids=..., use_cache=False, decoding=decoding).logits # row: (1, 8) decoding.go_on() logits =
+        model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits # tokens: (8, 1)
 
-Rows that were admitted together are a `Block` and go in lockstep, so nothing in it has to be masked but what prompts of
-different lengths are padded by. In a block the queries of all rows of a prompt meet its keys in one matrix product.
+Rows that were admitted together are a `Block` and advance in lockstep, so only the padding of shorter prompts is
+masked. In a block the queries of all rows of a prompt meet its keys in one matrix product.
 """
 
 from __future__ import annotations
@@ -47,17 +45,17 @@ def decoding_attention(model: nn.Module) -> Iterator[None]:
 def _register() -> None:
     from transformers import AttentionInterface
 
-    # No mask function beside it: transformers then makes no masks, and a `Decoding` knows who sees what.
+    # Without a mask function transformers makes no masks; a `Decoding` handles visibility.
     AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
 class Block:
-    """Prompts of about one length, `copies` rows of each, and what these rows have written so far.
+    """Prompts of similar length, `copies` rows of each, and the tokens of these rows so far.
 
     Attributes:
         lengths: (P,) tokens of each prompt.
-        owners: (R,) which prompt each row goes on from.
-        width: tokens of the longest prompt. step: tokens that each row has written and the model has read.
+        owners: (R,) the prompt of each row.
+        width: tokens of the longest prompt. step: generated tokens of each row that are in the cache.
     """
 
     def __init__(self, lengths: Sequence[int], copies: int, device: torch.device) -> None:
@@ -72,7 +70,7 @@ class Block:
 
     @property
     def num_rows(self) -> int:
-        """Rows that still go on."""
+        """Rows that are still generating."""
         return len(self.owners)
 
     @property
@@ -81,10 +79,10 @@ class Block:
         return self.lengths[self.owners] + self.step
 
     def keep(self, rows: list[int]) -> list[int]:
-        """Go on with these rows only.
+        """Keep only these rows.
 
         Returns:
-            their order from now on. Rows behind take the places of those that left, so that little is copied.
+            their new order. Later rows fill the gaps, so that little is copied.
         """
         count, kept = len(rows), set(rows)
         holes = [row for row in range(count) if row not in kept]
@@ -111,7 +109,7 @@ class Block:
                 self.prompts[layer] = keys[left], values[left]
 
     def _place_rows(self) -> None:
-        """Where the queries of each row stand when they are sorted by prompt and padded to as many for each."""
+        """The positions of each row's queries, sorted by prompt and padded to equal counts."""
         counts = self.owners.bincount(minlength=len(self.lengths))
         self._most = int(counts.max()) if self.num_rows else 0
         slots = self.owners.unsqueeze(0) == torch.arange(len(self.lengths), device=self.owners.device)[:, None]
@@ -166,7 +164,7 @@ class Block:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of each row's new token to its prompt and to what it has written: (R, H, D) -> (R, H, E)."""
+        """Attention of each row's new token to its prompt and its generated tokens: (R, H, D) -> (R, H, E)."""
         rows, heads, size = query.shape
         groups, width = key.shape[1], self.width
         own_keys, own_values = self.append(layer, key, value)
@@ -228,11 +226,11 @@ class Block:
 
 
 class Decoding:
-    """What a forward reads: either the prompts of a new block, or one token of each row of all blocks.
+    """The input of a forward: the prompts of a new block, or one token of each row of all blocks.
 
     Attributes:
-        blocks: those that go on, in the order of the rows.
-        reading: the block whose prompts are read; None where the rows go on.
+        blocks: the active ones, in the order of the rows.
+        reading: the block in prefill; None in decoding.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Generation of our own, for any causal language model of transformers whose attention can be replaced.
+"""The local engine: generates with any causal language model of transformers whose attention can be replaced.
 
-Each prompt is read once and its keys and values are shared by its completions; completions that are done leave the
-batch and others take their places. Tokens are drawn as `posttrain.rl.generation.sampling` says, each completion from a
-seed of its own, and their log-probabilities are kept.
+Each prompt is read once and its keys and values are shared by its completions; finished completions leave the batch and
+others take their place. `posttrain.rl.generation.sampling` draws the tokens, with one seed for each completion, and
+keeps their log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from posttrain.rl.generation.transformers import TransformersGenerator, ends_wit
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256
-"""Completions that are written at a time, unless more are asked for of one prompt."""
+"""Completions in a batch, unless one prompt needs more."""
 MAX_TOKENS_READ = 16_384
 """Tokens of prompts that are read in one forward, unless one prompt is longer."""
 PADDING = 1.25
-"""Prompts share a block while the longest is at most so many times the shortest."""
+"""Prompts share a block while the longest is at most this many times the shortest."""
 REFILL = 0.25
 """Prompts are read for places that became free when this share of all is: each reading is one more forward."""
 LOOK_EVERY = 8
-"""Tokens written on a GPU between two looks at which completions are done: each look waits for the device."""
+"""Tokens generated on a GPU between two checks for finished completions: each check waits for the device."""
 
 
 class LocalGenerator:
-    """Generates with the model that is trained; by its ``generate`` where `problem` says that it cannot be done here.
+    """Generates with the model in training; falls back to its ``generate`` if `problem` returns a reason.
 
     Args:
         tokenizer: decodes what is searched for stop strings.
-        max_rows: completions that are written at a time; more need more memory.
+        max_rows: completions in a batch; more need more memory.
     """
 
     shares_weights = True
@@ -97,7 +97,7 @@ class _Run:
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
         self.decoding = Decoding(self.device)
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
-        self.looked: list[int] = []  # and how many of their tokens have been looked at
+        self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()
 
     def completions(self, max_rows: int) -> Completions:
@@ -222,15 +222,15 @@ def _vocabulary(model: nn.Module) -> int:
 def problem(model: nn.Module) -> str | None:
     """Why `model` cannot generate here, as a sentence; None if it can.
 
-    Tried by reading two prompts and writing three tokens of two completions of each, of which one leaves: the logits
-    must be those of the whole texts. The answer is remembered for as long as the model lives.
+    Tests the cache with two prompts and two completions each, of which one leaves: the logits must equal those of the
+    whole texts. The result is cached while the model exists.
     """
     base = base_model(model)
     name, config = type(base).__name__, getattr(base, "config", None)
     if config is None or not hasattr(base, "set_attn_implementation"):
         return f"{name} is no model of transformers, whose attention can be replaced."
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
-        return f"{name} has a generate of its own."
+        return f"{name} overrides generate."
     if config.is_encoder_decoder or config.get_text_config() is not config:
         return f"{name} does not read one row of text alone."
     if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
@@ -265,7 +265,7 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
                 if base.config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
                 found = _written(model, prompts, texts, device)
-    except Exception as error:  # any model may be unable to read this, and is then generated from in another way
+    except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
     finally:
         if base.config._attn_implementation != before:
@@ -279,7 +279,7 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
 
 
 def _written(model, prompts, texts, device) -> dict[tuple[int, int], torch.Tensor]:
-    """Of each (text, step) the logits behind so many tokens written. The third text leaves after the first."""
+    """The logits of each (text, step) after that many tokens. The third text leaves after the first token."""
     decoding, found, rows = Decoding(device), {}, [0, 1, 2, 3]
     with decoding.read([len(prompt) for prompt in prompts], 2) as block:
         logits = read_prompts(model, decoding, prompts)

@@ -1,4 +1,4 @@
-"""What online training asks of an engine that generates."""
+"""The protocol of generation engines for online training."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Completions:
 
     Attributes:
         ids: the tokens of each, with the one that ended it, without padding.
-        logps: log-probability of each of these tokens under softmax(logits / temperature), before any filter: what the
-            trainer computes of the policy; None where the engine does not tell.
-        finished: whether it ended by itself; False where `max_new_tokens` cut it.
-        is_exact: `logps` are those of the trainer's own weights in its own precision, up to rounding in float32, so
-            that no further pass over the completions is needed for them.
+        logps: log-probability of each of these tokens under softmax(logits / temperature), before any filter, as the
+            trainer computes them; None if the engine does not return them.
+        finished: whether each ended before `max_new_tokens`.
+        is_exact: `logps` come from the trainer's weights in its precision, up to float32 rounding, so no second pass is
+            needed.
     """
 
     ids: list[list[int]]
@@ -57,8 +57,8 @@ class Completions:
 class Generator(Protocol):
     """An engine that generates.
 
-    It may also have ``has_own_weights = True``, which says that it holds a copy of the weights and the policy need not
-    be put together for it; and ``session()``, see `session`.
+    Optional: ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be
+    gathered; and ``session()``, see `session`.
     """
 
     def generate(
@@ -69,12 +69,12 @@ class Generator(Protocol):
         Args:
             prompts: token ids.
             seeds: one for each completion, ``len(prompts) * n`` in the order of the result. The same seed gives the
-                same completion, whatever else is generated beside it. None: any.
+                same completion, whatever else is in the batch. None: random.
         """
         ...
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Generate with the weights that `model` has now. Called after updates, before the next `generate`."""
+        """Use the current weights of `model`. Called after optimizer steps, before the next `generate`."""
         ...
 
 
@@ -84,18 +84,15 @@ def has_own_weights(generator: Generator) -> bool:
 
 
 def shares_weights(generator: Generator) -> bool:
-    """Whether `generator` writes with the trainer's own model, so that their log-probabilities differ by rounding
-    alone.
-    """
+    """Whether `generator` uses the trainer's own model, so that log-probabilities differ by rounding alone."""
     return bool(getattr(generator, "shares_weights", False))
 
 
 def session(generator: Generator) -> contextlib.AbstractContextManager[None]:
-    """Around calls of `Generator.generate`. Every process must enter it and leave it; within it each calls as often as
-    it needs.
+    """A context around calls of `Generator.generate` that every process must enter and leave.
 
-    Engines whose processes write together need this: one that has no more to ask goes on to take part in what others
-    ask.
+    Inside, each process calls as often as it needs. Engines that generate jointly use this: a process with no more
+    requests still takes part in the others'.
     """
     make = getattr(generator, "session", None)
     return contextlib.nullcontext() if make is None else make()

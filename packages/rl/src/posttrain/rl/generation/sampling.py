@@ -1,4 +1,4 @@
-"""Drawing tokens: pure functions that every engine of ours shares, so that all draw the same from the same seeds."""
+"""Pure sampling functions, shared by our engines so that equal seeds give equal tokens."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """((N, V) exp(logits - their highest), in the place of the logits, and (N, V / BLOCK) sums over blocks,
-    cumulated).
-    """
+    """((N, V) exp(logits - their highest), in place of the logits, and (N, V / BLOCK) sums over blocks, cumulated)."""
     weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     whole = weights.shape[1] // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
@@ -80,19 +78,19 @@ def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor)
     total = cumulated[:, -1]
     below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
     block = torch.searchsorted(cumulated, below, right=True)
-    block = block.clamp(max=cumulated.shape[1] - 1)  # where weights are NaN; `check_logps` says so
+    block = block.clamp(max=cumulated.shape[1] - 1)  # weights are NaN; `check_logps` raises
     before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0)
     places = torch.arange(BLOCK, device=weights.device)
     tokens = block * BLOCK + places
     inside = weights.gather(1, tokens.clamp(max=weights.shape[1] - 1)) * (tokens < weights.shape[1])
     place = torch.searchsorted(inside.cumsum(-1), below - before, right=True)
-    # Sums taken in another order may end a rounding error short of what was looked for.
+    # Sums in a different order may fall short by a rounding error.
     last = torch.where(inside > 0, places, 0).amax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(place, last)).squeeze(1)
 
 
 def check_logps(completions: Sequence[Sequence[float]]) -> None:
-    """Refuse completions of a model that gave NaN.
+    """Reject completions of a model that returned NaN.
 
     Args:
         completions: the log-probability of each token of each.
@@ -104,10 +102,10 @@ def check_logps(completions: Sequence[Sequence[float]]) -> None:
         place = next((place for place, logp in enumerate(logps) if math.isnan(logp)), None)
         if place is not None:
             raise NonFiniteError(
-                f"The policy gave NaN in place of probabilities, first for token {place} of completion {number} of "
-                "this generation: its weights hold NaN or infinity, or it overflows in float16. See loss and "
-                "grad_norm in the last log records, go on from an earlier checkpoint with a lower learning_rate, or "
-                "load it in bfloat16 or float32."
+                f"The policy returned NaN instead of probabilities, first for token {place} of completion {number} "
+                "of this generation: its weights hold NaN or infinity, or it overflows in float16. Check loss and "
+                "grad_norm in the last log records, resume from an earlier checkpoint with a lower learning_rate, "
+                "or load the model in bfloat16 or float32."
             )
 
 
@@ -122,7 +120,7 @@ def sample(
     """Draw the next token of each row.
 
     Args:
-        logits: (N, V), as the model gives them; may be overwritten.
+        logits: (N, V) of the model; may be overwritten.
         numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0.
         seen: (N, V) bool, read where there is a repetition penalty.
 

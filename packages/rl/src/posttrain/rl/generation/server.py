@@ -1,4 +1,4 @@
-"""Requests to a server that generates."""
+"""HTTP requests to a generation server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Server:
         """GET `path`, or POST `body` to it; the answer, read as JSON unless it is `empty`.
 
         Args:
-            retries: times that it is sent again while the server is busy or cannot be reached.
+            retries: further attempts while the server is busy or unreachable.
 
         Raises:
             Refused: the server answers with an error.

@@ -1,4 +1,4 @@
-"""Generation by the model's own ``generate``: slow, and right for whatever transformers can generate with."""
+"""Generates with the model's own ``generate``: slow, but works for every model that transformers can generate with."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 
 STOP_WINDOW = 32
-"""Tokens at the end of a completion in which a stop string is looked for, unless one may be longer."""
+"""Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""
 
 
 class TransformersGenerator:
-    """Calls ``model.generate``, which chooses among nothing: tokens are drawn here, from a seed for each completion.
+    """Calls ``model.generate`` with tokens drawn by our sampler, from one seed for each completion.
 
     Args:
-        tokenizer: decodes what is searched for stop strings, and names the padding token.
-        generation_kwargs: further fields of `transformers.GenerationConfig`; they go before those that are set here.
-            With ``num_beams`` above 1 ``generate`` itself draws, among beams: seeds have no effect then, and no
-            log-probabilities are told.
+        tokenizer: decodes completions to search them for stop strings; its padding token is used.
+        generation_kwargs: further fields of `transformers.GenerationConfig`; they override ours. With ``num_beams``
+            above 1, ``generate`` does beam sampling: no seeds and no log-probabilities.
     """
 
     shares_weights = True
@@ -85,7 +84,7 @@ class TransformersGenerator:
 
 
 def _drawing_options(sampling: Sampling) -> dict[str, Any]:
-    """How `generate` draws by itself, as `sampling` says."""
+    """The options with which `generate` itself samples as `sampling` sets."""
     if sampling.temperature == 0:
         return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -113,7 +112,7 @@ class _Drawing:
         return counts.scatter_add_(1, input_ids, real) > 0
 
     def logps_of(self, completions: list[list[int]]) -> list[list[float]] | None:
-        """The log-probabilities of what was drawn; None where `generate` did not ask here for each token."""
+        """The log-probabilities of the sampled tokens; None if `generate` did not use our sampler."""
         if len(self.logps) < max(map(len, completions)):
             return None
         columns = torch.stack(self.logps, dim=1).tolist()
@@ -134,9 +133,7 @@ class _StopStrings:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this context no module drops anything, nor recomputes activations, for which a model would keep no
-    cache.
-    """
+    """Disables dropout and gradient checkpointing, with which a model would keep no cache."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -147,7 +144,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
-    """Each row up to and with what ended it, and whether anything did."""
+    """Each row up to and including its end token, and whether it has one."""
     completions, finished = [], []
     for row in rows:
         length, ended = len(row), False
@@ -164,14 +161,12 @@ def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list
 
 
 def stop_window(stop: tuple[str, ...]) -> int:
-    """Tokens that hold any of these strings: a token has one byte at least, and the first and the last may have others
-    too.
-    """
+    """An upper bound on the tokens that hold any of these strings: each token has at least one byte."""
     return max([STOP_WINDOW, *(len(string.encode()) + 2 for string in stop)])
 
 
 def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:
-    """Whether a stop string is in the end of a completion."""
+    """Whether a completion's end holds a stop string."""
     text = tokenizer.decode(ids[-stop_window(stop) :])
     return any(string in text for string in stop)
 

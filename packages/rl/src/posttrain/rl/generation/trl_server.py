@@ -1,9 +1,8 @@
-"""The server that ``trl vllm-serve`` started before trl 1.16: ``/generate/``, ``/init_communicator/``,
-``/update_named_param/``.
+"""Client of the server that ``trl vllm-serve`` started before trl 1.16.
 
-It takes many prompts at a time and answers when all are done, so a call of `TrlServer.write` is one request, and its
-completions are seeded together. It says neither why a completion ended, nor how it scales log-probabilities: the first
-is read off the tokens, the second is found out by the test after each sync. Not yet verified on a GPU.
+Its endpoints are ``/generate/``, ``/init_communicator/`` and ``/update_named_param/``. A call of `TrlServer.write` is
+one request with one seed for all completions. The server does not report why a completion ended or how it scales
+log-probabilities: the tokens show the first, the check after each weight sync the second. Not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TrlServer:
 
     Args:
         options: further fields of vLLM's SamplingParams; ``structured_outputs`` with a ``regex`` among them.
-        tokenizer: writes prompts as texts, for servers that read no token ids.
+        tokenizer: decodes prompts for servers that accept texts only.
         send: ``(weights, server)``, sends weights; by default over NCCL.
     """
 
@@ -59,13 +58,13 @@ class TrlServer:
         """See `Dialect.write`.
 
         Raises:
-            ValueError: the server reads texts alone, and would read other tokens in that of a prompt.
+            ValueError: the server accepts texts only and would tokenize a prompt differently.
         """
         request = {
             "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
             "repetition_penalty": sampling.repetition_penalty,
-            # its new name, and its old one
+            # the new and the old name
             "structured_outputs_regex": self.regex, "guided_decoding_regex": self.regex,
             "generation_kwargs": self.options | {
                 "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop),
@@ -91,15 +90,15 @@ class TrlServer:
         return self.server.call("/generate/", {"prompts": texts} | request, retries=RETRIES)
 
     def _text(self, prompt: list[int]) -> str:
-        """The text in which the server, which puts special tokens before a text, reads `prompt`."""
+        """The text that the server, which adds special tokens, tokenizes as `prompt`."""
         has_first = prompt[0] == self.tokenizer.bos_token_id
         for tokens in (prompt, prompt[1:]) if has_first else (prompt,):
             text = self.tokenizer.decode(tokens)
             if list(self.tokenizer(text)["input_ids"]) == prompt:
                 return text
         raise ValueError(
-            f"The server at {self.server.url} takes prompts as texts, and no text is read as the tokens of {text!r}. "
-            "Start a server of a newer trl, or vLLM's own: vllm serve."
+            f"The server at {self.server.url} accepts texts only, and no text gives the tokens of {text!r}. Use the "
+            "server of a newer trl, or vLLM's own: vllm serve."
         )
 
     def _has_ended(self, ids: list[int], sampling: Sampling) -> bool:
@@ -110,13 +109,13 @@ class TrlServer:
 
 
 def _plain(value: Any) -> float:
-    """A log-probability; of a list of the best tokens', the first."""
+    """A log-probability; the first of a list of the best tokens' ones."""
     value = value[0] if isinstance(value, list) else value
     return float("nan") if value is None else float(value)
 
 
 class _Broadcast:
-    """Weights over NCCL, one after the other, from the rank behind those of the server."""
+    """Sends weights over NCCL, one by one, from the rank after the server's."""
 
     def __init__(self, group_port: int) -> None:
         self.group_port = group_port

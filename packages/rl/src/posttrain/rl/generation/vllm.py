@@ -1,9 +1,10 @@
-"""Generation on a vLLM server of its own: ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config
-'{"backend": "nccl"}'``, which ``trl vllm-serve`` of trl 1.16 starts too, or the server that earlier versions of trl
-brought (`trl_server`).
+"""Generates on a separate vLLM server.
 
-Completions come over HTTP as token ids. Weights go from the first process to the server over NCCL, by vLLM's own
-transfer engine. The HTTP interfaces are tested against a local server that speaks them; not yet verified on a GPU.
+Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'`` or ``trl
+vllm-serve`` of trl 1.16. The server of earlier versions of trl works too (`trl_server`).
+
+Completions come over HTTP as token ids. The first process sends weights to the server over NCCL, with vLLM's transfer
+engine. Tests use a local HTTP server with the same interface; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from posttrain.rl.generation.trl_server import TrlServer
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check
 
 CONCURRENCY = 64
-"""Requests under way at a time."""
+"""Concurrent requests."""
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
-"""What is completed to see whether the server has the weights: a text, since some servers read nothing else."""
+"""The prompt that checks whether the server has the weights: a text, since some servers accept nothing else."""
 
 
 class Dialect(Protocol):
-    """How a server is spoken to.
+    """The HTTP interface of a kind of server.
 
     Attributes:
-        scaled: whether its log-probabilities are of logits divided by the temperature, and of filters; None: not known.
+        scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
     """
 
     scaled: bool | None
@@ -48,17 +49,17 @@ class Dialect(Protocol):
         ...
 
     def update(self, weights: Weights) -> None:
-        """Let it generate with `weights`."""
+        """Load `weights` into the server."""
         ...
 
 
 class VLLMServerGenerator:
-    """Asks a server for completions.
+    """Generates on a server.
 
     Args:
         url: such as ``http://host:8000``. timeout: seconds to wait for the server to come up, at the first sync.
-        group_port: on which weights are sent. options: further fields of a request.
-        tokenizer: for servers of earlier versions of trl, of which some read texts alone.
+        group_port: the port for weights. options: further fields of a request.
+        tokenizer: for servers of earlier versions of trl, some of which accept texts only.
         send: ``(weights, server)``, sends weights; by default over NCCL.
     """
 
@@ -90,7 +91,7 @@ class VLLMServerGenerator:
         if rank() == 0:
             self._dialect.update(weights)
         elif weights.are_in_pieces:
-            for _ in weights:  # the first process puts them together with the help of all
+            for _ in weights:  # all processes help to gather them for the first
                 pass
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -101,7 +102,7 @@ class VLLMServerGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`. Log-probabilities are told where vLLM gives them under the temperature alone."""
+        """See `Generator.generate`. Log-probabilities are returned if only the temperature changes them."""
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
@@ -124,9 +125,7 @@ class VLLMServerGenerator:
 
 
 class VLLMServer:
-    """vLLM's OpenAI interface: a request for each completion, with a seed of its own; its prefix cache reads a prompt
-    once.
-    """
+    """vLLM's OpenAI interface: one request with its own seed for each completion; the prefix cache shares prompts."""
 
     def __init__(
         self, server: Server, group_port: int, options: dict[str, Any], send: Callable[[Weights, Server], None] | None
@@ -142,7 +141,7 @@ class VLLMServer:
     def update(self, weights: Weights) -> None:
         """See `Dialect.update`.
 
-        What sends may have a ``connect(server)``, which comes before the first update is announced.
+        The sender may have a ``connect(server)``, called before the first sync is announced.
         """
         if hasattr(self._send, "connect"):
             self._send.connect(self.server)
@@ -171,16 +170,14 @@ class VLLMServer:
 
 
 class _Transfer:
-    """Weights over NCCL, by vLLM's engine: with functions of the engine's class before vLLM 0.28, and of its modules
-    since.
-    """
+    """Sends weights over NCCL with vLLM's engine: its class's functions before vLLM 0.28, its modules' since."""
 
     def __init__(self, group_port: int) -> None:
         self.group_port = group_port
         self.group: Any = None
 
     def connect(self, server: Server) -> None:
-        """Make one group of this process and those of the server, if there is none yet."""
+        """Create the process group of this process and the server's, once."""
         if self.group is not None:
             return
         require("vllm", "vllm", "use_vllm=True")
@@ -227,14 +224,14 @@ class _Transfer:
             "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
             "shapes": [list(shape) for *_, shape in weights.facts],
         }
-        with ThreadPoolExecutor(1) as pool:  # the server answers when it has received what is sent meanwhile
+        with ThreadPoolExecutor(1) as pool:  # the server answers when it has received the weights sent meanwhile
             answer = pool.submit(server.call, "/update_weights", {"update_info": told | packed})
             send()
             answer.result()
 
 
 def address_towards(url: str) -> str:
-    """The address of this machine on the way to the server at `url`. Nothing is sent."""
+    """This machine's address as the server at `url` sees it. Sends nothing."""
     parts = urllib.parse.urlparse(url)
     kind, _, _, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as way:

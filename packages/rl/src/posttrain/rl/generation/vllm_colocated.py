@@ -1,8 +1,8 @@
-"""Generation by vLLM in the trainer's own process, on the GPU that trains.
+"""Generates with vLLM in the trainer's process, on the same GPU.
 
-Weights are loaded into vLLM's copy of the model after updates. With sleep, vLLM gives its memory back between rollouts
-and forgets its weights with it; they are loaded again before it writes. Tested against a stand-in with the interface of
-vLLM's ``LLM``, and against vLLM 0.32 itself on the CPU; not yet verified on a GPU.
+Weights are loaded into vLLM's copy of the model after optimizer steps. With sleep, vLLM frees its memory between
+rollouts and loses its weights; they are loaded again before it generates. Tested against a stand-in with the interface
+of vLLM's ``LLM``, and against vLLM 0.32 itself on the CPU; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.rl.generation.weights import PROBE, Weights, Written, check
 
 @dataclass(frozen=True)
 class _Request:
-    """A completion that is asked for. Each says by itself how it is drawn: processes may be at different turns."""
+    """The request of one completion, with its own sampling options: processes may be at different turns."""
 
     prompt: list[int]
     sampling: Sampling
@@ -38,10 +38,10 @@ class VLLMColocatedGenerator:
     """Generates with ``vllm.LLM``.
 
     Args:
-        engine: arguments of ``vllm.LLM``; the model's name, and what belongs to several processes, are added here.
+        engine: arguments of ``vllm.LLM``; the model's name and the distributed options are added here.
         options: further fields of ``vllm.SamplingParams``.
-        sleeps: give memory back while nothing is written.
-        group_size: processes, each with a GPU, over which the model is split; they write their completions together.
+        sleeps: free memory while nothing is generated.
+        group_size: processes, each with a GPU, over which the model is split; they generate jointly.
 
     Raises:
         ValueError: `group_size` does not divide the processes.
@@ -64,8 +64,8 @@ class VLLMColocatedGenerator:
         )
         if world_size() % group_size:
             raise ValueError(
-                f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, and vLLM "
-                "splits the model over so many of them. Set a divisor, or vllm_mode='server'."
+                f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, over which "
+                "vLLM splits the model. Set a divisor, or vllm_mode='server'."
             )
         self._llm: Any = None
         self._group: Any = None
@@ -88,7 +88,7 @@ class VLLMColocatedGenerator:
     def session(self) -> Iterator[None]:
         """See `posttrain.rl.generation.protocol.session`.
 
-        Weights that were given back are loaded again at its beginning.
+        Weights freed by sleep are loaded again at its beginning.
         """
         if not self._has_weights:
             self._load()
@@ -107,7 +107,7 @@ class VLLMColocatedGenerator:
     ) -> Completions:
         """See `Generator.generate`.
 
-        Log-probabilities are told where nothing but the temperature changes probabilities.
+        Log-probabilities are returned if only the temperature changes them.
         """
         if not self._in_session:
             with self.session():
@@ -132,14 +132,14 @@ class VLLMColocatedGenerator:
             "tensor_parallel_size": self.group_size,
             "distributed_executor_backend": "external_launcher",
             "enable_sleep_mode": self.sleeps,
-            "seed": rank() // self.group_size,  # the same for all that write together
+            "seed": rank() // self.group_size,  # the same for all processes of a group
             "logprobs_mode": "processed_logprobs",
             "dtype": str(next(base.parameters()).dtype).removeprefix("torch."),
         }
         return vllm.LLM(**settings | self.engine)
 
     def _set_environment(self) -> None:
-        """What vLLM reads of a launcher, where a single process was started without one."""
+        """The launcher's variables that vLLM reads, for a single process without a launcher."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine is in this process, where the weights are
         found = {"RANK": rank(), "LOCAL_RANK": local_rank(), "WORLD_SIZE": world_size(), "MASTER_ADDR": "127.0.0.1"}
         if "MASTER_PORT" not in os.environ:
@@ -150,10 +150,10 @@ class VLLMColocatedGenerator:
             os.environ.setdefault(name, str(value))
 
     def _load(self) -> None:
-        """Bring the weights of the policy into vLLM, and forget what was computed with others."""
+        """Load the policy's weights into vLLM and clear its cache."""
         if self.sleeps:
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what training has let go of is vLLM's to take
+                torch.cuda.empty_cache()  # memory freed by training is for vLLM
             self._llm.wake_up(tags=["weights"])
         _reload(self._llm, Weights(self._model))
         if self.sleeps:
@@ -162,9 +162,9 @@ class VLLMColocatedGenerator:
         self._has_weights = True
 
     def _write(self, mine: list[_Request]) -> list[Written]:
-        """The completions that are asked for.
+        """The requested completions.
 
-        Processes that split the model write those of all of them, and keep their own.
+        Processes that split the model generate for all of them and keep their own.
         """
         if self._group is None:
             return self._ask(mine)
@@ -175,14 +175,14 @@ class VLLMColocatedGenerator:
         return done[start : start + len(mine)]
 
     def _serve_others(self) -> None:
-        """Take part in what other processes of the group still ask for, until none has anything to ask."""
+        """Take part in the requests of the group's other processes until none is left."""
         if self._group is None:
             return
         while (parts := self._gather(None)) != [None] * self.group_size:
             self._ask([request for part in parts for request in part or ()])
 
     def _gather(self, mine: list[_Request] | None) -> list[list[_Request] | None]:
-        """What each process of the group asks for; None of one that has come to its end."""
+        """The requests of each process of the group; None for a process that is done."""
         parts: list[Any] = [None] * self.group_size
         torch.distributed.all_gather_object(parts, mine, group=self._group)
         return parts
@@ -216,15 +216,13 @@ class VLLMColocatedGenerator:
 
 
 def _reload(llm: Any, weights: Weights) -> None:
-    """Put `weights` in the place of those that `llm` has, layer by layer, in whatever layout its kernels want."""
+    """Replace the weights of `llm`, layer by layer, in the layout of its kernels."""
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     except TypeError as error:
         if "weights_iterator" not in str(error):
             raise
-        model = (
-            llm.llm_engine.model_executor.driver_worker.model_runner.model
-        )  # vLLM before it took weights from outside
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # vLLM without an API for weight updates
         for weight in weights:
             model.load_weights([weight])
 

@@ -1,4 +1,4 @@
-"""Weights for engines that have a copy of the model, and the test that they have the right ones."""
+"""Exports weights for engines with a copy of the model, and verifies the weight sync."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.generation.transformers import evaluating
 
 LARGEST_GAP = 0.1
-"""Mean difference of log-probabilities after a sync from which an engine is taken to have other weights."""
+"""Mean difference of log-probabilities from which a weight sync counts as failed."""
 PROBE = Sampling(8, temperature=2.0)
-"""How the tokens of the test are drawn: at a temperature that tells log-probabilities before it from those after it."""
+"""Sampling options of the check: the temperature separates scaled from unscaled log-probabilities."""
 
 Written = tuple[list[int], list[float] | None, bool]
-"""Tokens of a completion, their log-probabilities, and whether it ended by itself."""
+"""Tokens of a completion, their log-probabilities, and whether it ended before the limit."""
 
 
 class Weights:
-    """The weights of a model as an engine loads them: ``(name, tensor)``, one after the other, with adapters merged
-    into copies.
+    """The weights of a model as an engine loads them: ``(name, tensor)`` one by one, with adapters merged into copies.
 
-    Names are those that the model below all adapters has. No more than one layer is put together or copied at a time,
-    and the model stays as it is, bit for bit. Where weights are in pieces, every process must go through all of them.
+    Names are those of the model below all adapters. At most one layer is gathered or copied at a time, and the model
+    does not change. If weights are sharded, every process must iterate over all of them.
 
     Raises:
         ValueError: a weight is quantized, and cannot be sent as the engine would read it; or an adapter has changed one
@@ -45,17 +44,17 @@ class Weights:
 
     @property
     def facts(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of each, in order; nothing is put together for it."""
+        """(name, dtype, shape) of each, in order, without gathering."""
         return [(part.name, part.weight.dtype, whole_shape(part.weight)) for part in self._parts]
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.base.parameters()).device
 
     @property
     def are_in_pieces(self) -> bool:
-        """Whether each process holds a part of them."""
+        """Whether the weights are sharded."""
         return any(is_in_pieces(parameter) for parameter in self.base.parameters())
 
     @torch.no_grad()
@@ -65,14 +64,14 @@ class Weights:
             if part.layer is None:
                 yield part.name, whole(part.weight).detach()
                 continue
-            if merged is None or merged[0] is not part.layer:  # those of one layer are neighbours
+            if merged is None or merged[0] is not part.layer:  # those of one layer are adjacent
                 merged = part.layer, _merged(part.layer)
             yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight: of the layer of adapters `layer` as its `of_layer`, or as it is."""
+    """A weight: `of_layer` of the adapter layer `layer`, or the plain tensor."""
 
     name: str
     weight: torch.Tensor
@@ -110,22 +109,20 @@ def _each_once(parts: Iterator[_Part]) -> list[_Part]:
             continue
         if not all(hasattr(one.layer, "trainable_tokens_delta") for one in (first, part)):  # these change both alike
             raise ValueError(
-                f"{first.name} and {part.name} are one weight, and an adapter has changed one of them: vLLM knows no "
-                "such model. Leave both out of target_modules and modules_to_save, or load the model with "
+                f"{first.name} and {part.name} are one weight, and an adapter has changed one of them: vLLM does not "
+                "support that. Leave both out of target_modules and modules_to_save, or load the model with "
                 "tie_word_embeddings=False."
             )
     return list(kept.values())
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` holds another one that peft trains in place of the original: ``modules_to_save``, single
-    tokens.
-    """
+    """Whether `module` is a peft wrapper that trains a replacement: ``modules_to_save``, trainable tokens."""
     return any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__)
 
 
 def _in_use(wrapper: nn.Module) -> nn.Module:
-    """What `wrapper` calls."""
+    """The module that `wrapper` calls."""
     if hasattr(wrapper, "token_adapter"):
         return wrapper.token_adapter
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
@@ -141,9 +138,7 @@ def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
     """The weights of the layer below `layer` with its adapters merged into them, in float32, as a copy."""
     copies = {id(p): nn.Parameter(whole(p).detach().float().clone(), False) for p in layer.parameters()}
     copied = copy.deepcopy(layer, copies)  # parameters that are in `copies` are not copied again
-    for module in reversed(
-        list(copied.modules())
-    ):  # inner ones first: an adapter of one parameter may lie on another's
+    for module in reversed(list(copied.modules())):  # inner ones first: adapters may be nested
         if _is_adapted(module):
             module.merge()
     return dict(copied.get_base_layer().named_parameters())
@@ -157,16 +152,16 @@ def check(
     who: str,
     prompt: list[int] | None = None,
 ) -> bool:
-    """Let an engine write a few tokens and compare its log-probabilities of them with those of `model`.
+    """Compare an engine's log-probabilities of a few generated tokens with those of `model`.
 
     Args:
-        write: completes a prompt as `PROBE` says.
-        scaled: whether the engine divides logits by the temperature first; None: whatever comes nearer.
+        write: completes a prompt with the options `PROBE`.
+        scaled: whether the engine divides logits by the temperature first; None: detect it.
         who: the engine, for the message.
-        prompt: what is completed; None: some tokens.
+        prompt: token ids; None: arbitrary ones.
 
     Returns:
-        `scaled`, or what was found out.
+        `scaled`, as given or detected.
 
     Raises:
         ValueError: they differ by `LARGEST_GAP` or more, on average.
@@ -175,15 +170,13 @@ def check(
     prompt = prompt or [(37 * place + 5) % size for place in range(8)]
     ids, logps, _ = write(prompt)
     if logps is None:
-        raise ValueError(
-            f"{who} tells no log-probabilities, so nobody knows whether it has the weights that are trained."
-        )
+        raise ValueError(f"{who} returns no log-probabilities, so the weight sync cannot be verified.")
     gaps = {way: _gap(model, prompt, ids, logps, PROBE.temperature if way else 1.0) for way in (True, False)}
     found = gaps[True] <= gaps[False] if scaled is None else scaled
     if not gaps[found] < LARGEST_GAP:
         raise ValueError(
             f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gaps[found]:.2g} "
-            "on average: it has other weights, or another model. Serve the model that is trained."
+            "on average: it has other weights or another model. Serve the model that is being trained."
         )
     return found
 
