@@ -72,7 +72,7 @@ def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
     [
         (GRPOConfig, {"num_generations": 0}, ["num_generations=0 must be >= 1"]),
         (GRPOConfig, {"num_generations": None}, ["num_generations=None"]),
-        (GRPOConfig, {"num_generations": 1}, ["num_generations=1 leaves nothing"]),
+        (GRPOConfig, {"num_generations": 1}, ["num_generations=1 leaves no other completion"]),
         (RLOOConfig, {"num_generations": 1}, ["num_generations=1 must be >= 2"]),
         (GRPOConfig, {"max_completion_length": None}, ["max_completion_length=None bounds nothing", "512"]),
         (RLOOConfig, {"include_for_metrics": ["inputs"]}, ["include_for_metrics=['inputs'] has no use"]),

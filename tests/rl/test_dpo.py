@@ -196,7 +196,7 @@ def test_a_policy_that_was_changed_since_is_refused(tmp_path):
     trainer = make(tmp_path)
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(1.5)
-    with pytest.raises(ValueError, match="Before the first update the policy and its reference differ already"):
+    with pytest.raises(ValueError, match="Before the first optimizer step, policy and reference already differ"):
         trainer.train()
 
 
@@ -255,7 +255,7 @@ def test_new_rows_have_no_reference_once_it_was_let_go(tmp_path):
     assert before["eval_loss"] == trainer.evaluate()["eval_loss"]
     trainer.train()
     trainer.evaluate()
-    with pytest.raises(ValueError, match="Cannot compute reference log-probs.*it was let go"):
+    with pytest.raises(ValueError, match="Cannot compute reference log-probs.*no longer exists"):
         trainer.evaluate(ROWS[4:8])
     with_adapter = make(tmp_path, precompute_ref_log_probs=True, peft_config=LORA)
     assert "eval_loss" in with_adapter.evaluate(ROWS[4:8])
@@ -369,7 +369,7 @@ def test_all_problems_of_a_config_are_told_together():
     message = str(caught.value)
     for part in ("beta=0 must be > 0", "did you mean 'sigmoid'", "2 numbers for 1 losses",
     "label_smoothing=0.5 must be < 0.5",
-                 "sync_ref_model=True moves the reference"):  # fmt: skip
+                 "sync_ref_model=True changes the reference"):  # fmt: skip
         assert part in message
 
 
@@ -412,7 +412,7 @@ def test_the_model_cannot_be_its_own_reference(tmp_path):
 
 
 def test_sharing_that_is_asked_for_and_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="shared_prefix=True cannot be: AsPrinted has a compute_loss of its own"):
+    with pytest.raises(ValueError, match="shared_prefix=True cannot be: AsPrinted overrides compute_loss"):
         make(tmp_path, cls=AsPrinted, shared_prefix=True)
 
 
@@ -444,7 +444,7 @@ def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, mon
     caplog.set_level("INFO", logger="posttrain")
     trainer = make(tmp_path / "plain")
     told = [record.getMessage() for record in caplog.records if "It reads from both ends." in record.getMessage()]
-    assert told == ["Each completion is read behind a prompt of its own: It reads from both ends."]
+    assert told == ["Prompts are not shared between completions: It reads from both ends."]
     assert batch_of(trainer)["input_ids"].shape[0] == 8
     assert [r["loss"] for r in logs(trainer)] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
     with pytest.raises(ValueError, match="padding_free=True cannot be: It reads from both ends"):

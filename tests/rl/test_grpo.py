@@ -349,7 +349,7 @@ def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
     trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
-    assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
+    assert ("weights each sequence by its length" in caplog.text) == (loss_type != "grpo")
     page = (Path(__file__).parents[2] / "docs" / "online-rl.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"this is\s+GSPO\. (.*?) add up tokens", page, re.DOTALL)
     assert (f"`{loss_type}`" in said) == (loss_type != "grpo")  # the page and the warning agree
@@ -619,7 +619,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"num_generations": 3}, "a group would be cut in two.*multiple of 3"),
-    ({"num_generations": 1}, "nothing to compare"),
+    ({"num_generations": 1}, "no other completion to compare"),
     ({"generation_batch_size": 8, "steps_per_generation": 3}, "generation_batch_size=8 must be"),
     ({"loss_type": "gpro"}, "did you mean 'grpo'"), ({"delta": 1.1}, "undoes the clip"),
     ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"), ({"temperature": 0.0}, "temperature"),
@@ -628,11 +628,11 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     ({"max_prompt_length": 5}, "prompts are never cut"),
     ({"use_vllm": True, "use_transformers_continuous_batching": True}, "two engines"),
     ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
-    ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "has none"),
+    ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "have no labels"),
     ({"ds3_gather_for_generation": False, "deepspeed": {"zero_optimization": {"stage": 3}}},
     "ds3_gather_for_generation=False"), ({"cache_implementation": "static", "use_vllm": True}, "cache_implementation"),
     ({"train_sampling_strategy": "sequential"}, "shuffle_dataset=False"),
-    ({"delta": 2.0, "loss_type": "cispo"}, "delta bounds"),
+    ({"delta": 2.0, "loss_type": "cispo"}, "which does not clip"),
     ({"transformers_continuous_batching_config": "big"}, "not a JSON object"),
 ])  # fmt: skip
 def test_arguments_that_cannot_work_are_refused_when_they_are_given(changes, says):

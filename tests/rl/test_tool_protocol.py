@@ -262,7 +262,7 @@ def test_a_template_that_shows_no_tools_is_refused(name):
     "leaves out what tools answer"), (
         "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}@{{ c.function.name "
         "}}@{{ c.function.arguments }}{% endfor %}{% endfor %}",
-        "a form that is not known here; set tokenizer.response_template"),
+        "an unknown format; set tokenizer.response_template"),
 ])  # fmt: skip
 def test_a_template_that_cannot_call_or_answer_is_refused(template, says):
     with pytest.raises(ValueError, match=says):

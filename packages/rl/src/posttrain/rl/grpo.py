@@ -1,5 +1,5 @@
-"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and the losses that came
-after it.
+"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and its successors'
+losses.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 OF_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
-"""Losses that add up tokens, and divide by what is the same for all completions."""
+"""Losses that sum over tokens and divide by a constant."""
 
 UNCLIPPED = ("cispo", "sapo", "vespo")
-"""Losses that hold the policy back in another way than PPO's clip."""
+"""Losses without PPO's clip."""
 
 
 @dataclass
@@ -40,7 +40,9 @@ class GRPOConfig(RolloutConfig):
     """Arguments of `GRPOTrainer`."""
 
     loss_type: str = opt(
-        "dapo", "Which loss in `posttrain.rl.policy_losses.LOSSES`, and what it is divided by.", choices=tuple(LOSSES)
+        "dapo",
+        "A loss in `posttrain.rl.policy_losses.LOSSES`, which also sets its normalization.",
+        choices=tuple(LOSSES),
     )
     importance_sampling_level: str = opt(
         "token", "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
@@ -56,7 +58,7 @@ class GRPOConfig(RolloutConfig):
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     delta: float | None = opt(
-        None, "Also bound the ratio of bad tokens, above; None: it is not bounded.", above=0, max=math.inf
+        None, "Upper bound of the ratio for tokens with a negative advantage; None: no bound.", above=0, max=math.inf
     )
     sapo_temperature_neg: float = opt(1.05, "Steepness of SAPO's gate for bad tokens.", above=0)
     sapo_temperature_pos: float = opt(1.0, "Steepness of SAPO's gate for good tokens.", above=0)
@@ -68,47 +70,44 @@ class GRPOConfig(RolloutConfig):
         True, "Multiply the KL term by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2)."
     )
     top_entropy_quantile: float = opt(
-        1.0, "Learn from this share of the tokens alone, those at which the policy was most uncertain.", above=0, max=1
+        1.0, "Train only on this share of the tokens, those with the highest entropy.", above=0, max=1
     )
-    entropy_coef: float = opt(
-        0.0, "Weight of the entropy that is added to what is maximised; holds the logits whole.", min=0
-    )
-    use_adaptive_entropy: bool = opt(False, "Move entropy_coef so that the entropy stays near entropy_target.")
-    entropy_coef_min: float = opt(0.0, "Smallest entropy_coef that it is moved to.", min=0)
-    entropy_coef_max: float = opt(1.0, "Largest entropy_coef that it is moved to.", min=0)
-    entropy_coef_delta: float = opt(0.005, "How far entropy_coef is moved in an update.", min=0)
-    entropy_target: float = opt(0.2, "Entropy in nats a token, below which the bonus works.", min=0)
+    entropy_coef: float = opt(0.0, "Weight of the entropy bonus; needs the whole logits in memory.", min=0)
+    use_adaptive_entropy: bool = opt(False, "Adapt entropy_coef to keep the entropy near entropy_target.")
+    entropy_coef_min: float = opt(0.0, "Lower bound of the adapted entropy_coef.", min=0)
+    entropy_coef_max: float = opt(1.0, "Upper bound of the adapted entropy_coef.", min=0)
+    entropy_coef_delta: float = opt(0.005, "Change of entropy_coef in an optimizer step.", min=0)
+    entropy_target: float = opt(0.2, "Entropy in nats per token below which the bonus applies.", min=0)
     off_policy_mask_threshold: float | None = opt(
         None,
-        "Leave out bad completions that are further from what sampled them than this mean log-ratio.",
+        "Leave out completions with a negative advantage whose mean log-ratio to the sampling policy exceeds this.",
         above=0,
         max=math.inf,
     )
     vllm_importance_sampling_correction: bool = opt(
         True,
-        "Weigh completions by how probable the trainer finds them against an engine with weights of its own that "
-        "wrote them.",
+        "Weight completions by the ratio of the trainer's to the engine's probabilities.",
     )
     vllm_importance_sampling_mode: str = opt(
         "sequence_mask",
-        "Weights of tokens or completions, bounded or left out beyond the bounds.",
+        "Weights per token or completion, truncated at the bounds or masked beyond them.",
         choices=IMPORTANCE_MODES,
     )
     vllm_importance_sampling_clip_max: float | None = opt(
-        3.0, "Largest such weight.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
+        3.0, "Upper bound of these weights.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
     )
-    vllm_importance_sampling_clip_min: float | None = opt(None, "Smallest such weight.", min=0)
-    log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub that the written completions are uploaded to.")
+    vllm_importance_sampling_clip_min: float | None = opt(None, "Lower bound of these weights.", min=0)
+    log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub to which completions are uploaded.")
 
     def _normalize(self) -> None:
-        # True and False, as earlier versions had them, are words on a command line.
+        # Earlier versions took True and False, which are words on a command line.
         earlier = {"true": "group", "false": "none"}
         self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if self.num_generations == 1:
-            yield "num_generations=1 leaves nothing to compare a completion with; set 2 or more"
+            yield "num_generations=1 leaves no other completion to compare with; set 2 or more"
         if low is not None and high is not None and low >= high:
             yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
         if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
@@ -116,21 +115,19 @@ class GRPOConfig(RolloutConfig):
                 f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
             )
         if self.log_completions_hub_repo is not None and not self.log_completions:
-            yield "log_completions_hub_repo needs log_completions=True, else there is nothing to upload"
+            yield "log_completions_hub_repo needs log_completions=True"
         if self.delta is not None and self.delta <= 1 + (
             self.epsilon if self.epsilon_high is None else self.epsilon_high
         ):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
         if self.delta is not None and self.loss_type in UNCLIPPED:
-            yield (
-                f"delta bounds the ratio of clipped losses, and loss_type={str(self.loss_type)!r} is none; leave it out"
-            )
+            yield (f"delta has no effect with loss_type={str(self.loss_type)!r}, which does not clip; leave it out")
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
 
 class GRPOTrainer(RolloutTrainer):
-    """Trains a policy on completions that are compared with others of the same prompt.
+    """Trains a policy on groups of completions of the same prompt.
 
     Arguments: see `RolloutTrainer`.
     """
@@ -152,15 +149,15 @@ class GRPOTrainer(RolloutTrainer):
             )
         if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
             logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
-                "length, since every token brings the ratio of the whole; GSPO weighs all alike: set "
+                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its length, "
+                "because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
                 "loss_type='grpo'.", config.loss_type,
             )  # fmt: skip
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
 
     @property
     def entropy_coef(self) -> float:
-        """The weight of the entropy bonus as it is now."""
+        """The current weight of the entropy bonus."""
         return self.args.entropy_coef if self.entropy_bonus is None else float(self.entropy_bonus.coefficient)
 
     @property
@@ -173,21 +170,20 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def _corrects_engine(self) -> bool:
-        # What a function of the user's returns as log-probabilities is taken at its word with vLLM alone, as in trl.
+        # Log-probabilities from a user's function are used as the engine's only with vLLM, as in trl.
         known = self.rollout_func is None or self.args.use_vllm
-        # What the policy writes itself is not of another distribution: in bfloat16 the ratios are rounding, and their
-        # product over
-        # a long completion is noise that would mask it.
+        # The policy's own samples need no correction: in bfloat16 their ratios are rounding errors, and the product
+        # over a long completion is noise that would mask it.
         return self.args.vllm_importance_sampling_correction and known and not shares_weights(self.generator)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
-        """Rewards against the mean of their group; see `posttrain.rl.advantages`."""
+        """Rewards relative to the mean of their group; see `posttrain.rl.advantages`."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return decoupled_advantages(rewards, group_size, self.rewards.weights)
         return group_advantages(total_rewards(rewards, self.rewards.weights), group_size, self.args.scale_rewards)
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
-        """``args.loss_type``, with the masks and weights that are asked for and the KL term."""
+        """The loss ``args.loss_type`` with the configured masks and weights and the KL term."""
         args, logps, mask, loss_type = self.args, policy.logps, inputs["loss_mask"], LOSSES[self.args.loss_type]
         advantages, correction = inputs["advantages"], inputs.get("correction")
         advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
@@ -212,7 +208,7 @@ class GRPOTrainer(RolloutTrainer):
         return loss
 
     def _log_loss(self, parts: Policy) -> None:
-        """What dashboards read of each kind of loss."""
+        """The metrics of each kind of loss."""
         args, ratio = self.args, parts.ratio.detach()
         weight = parts.mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
         if args.loss_type == "cispo":
@@ -228,14 +224,14 @@ class GRPOTrainer(RolloutTrainer):
     # ------------------------------------------------------------------------------------------------ entropy bonus
 
     def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
-        """As the base's; the entropies have a gradient where they are part of the loss."""
+        """Computes entropies with a gradient if they are part of the loss."""
         if self.entropy_bonus is None or not training:
             return super().logps(model, batch, with_entropy, training)
         router = bool(self.router_aux_loss_coef)
         return completion_logps(model, batch, self.temperature, True, entropy_gradient=True, router_logits=router)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        """As the base's; with the tokens of the whole window, where the entropy is averaged over them."""
+        """Adds the tokens of the whole window if the entropy is averaged over them."""
         for window, num_items in super().windows(plan, loader):
             if self.entropy_bonus is not None:
                 tokens = sum(part.get("entropy_mask", part["loss_mask"]).sum() for part in window)
@@ -250,24 +246,24 @@ class GRPOTrainer(RolloutTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """As the base's, less the entropy bonus."""
+        """Subtracts the entropy bonus from the loss."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.entropy_bonus is not None and "window_tokens" in inputs:
             mask = inputs.get("entropy_mask", inputs["loss_mask"])
             share = 1.0 if num_items_in_batch is None else self.count_items(inputs) / num_items_in_batch.clamp(min=1)
-            self.metrics.add_sum("policy_loss", loss.detach(), share)  # which add up to 1 over an update
+            self.metrics.add_sum("policy_loss", loss.detach(), share)  # which sum to 1 over an optimizer step
             loss = loss - self.entropy_bonus((outputs["entropies"] * mask).sum(), mask.sum(), inputs["window_tokens"])
         return (loss, outputs) if return_outputs else loss
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
-        """As the base's; then the weight of the entropy bonus is moved, where it is to be."""
+        """Adapts the weight of the entropy bonus after the optimizer step."""
         super().train_on_window(model, window, num_items)
         if self.entropy_bonus is not None:
             self.entropy_bonus.update(self.dist.sum)
             self.log_metric("entropy_coef", self.entropy_bonus.coefficient)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base's, with the weight of the entropy bonus."""
+        """Adds the weight of the entropy bonus."""
         own = {} if self.entropy_bonus is None else {"entropy_bonus": self.entropy_bonus.state_dict()}
         return super().state_dict() | own
 
@@ -279,21 +275,20 @@ class GRPOTrainer(RolloutTrainer):
 
 
 class EntropyBonus:
-    """Entropy times a weight; the weight may follow the entropy, as in Skywork-OR1, https://arxiv.org/abs/2505.22312,
-    section 4.2.
+    """Entropy bonus with an optionally adaptive weight: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.2.
 
-    It grows by a step after an update whose mean entropy is at or below the target, and falls by one after the others;
-    it works only while the entropy is at or below the target.
+    The weight grows after an optimizer step whose mean entropy is at or below the target and falls after the others. It
+    applies only while the entropy is at or below the target.
     """
 
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self.coefficient = torch.tensor(float(args.entropy_coef))
-        self.last_entropy = torch.tensor(torch.inf)  # none was measured yet: the first update has no bonus
+        self.last_entropy = torch.tensor(torch.inf)  # nothing is measured yet: the first optimizer step has no bonus
         self._sums = torch.zeros(2)
 
     def __call__(self, entropy_sum: torch.Tensor, count: torch.Tensor, window_count: torch.Tensor) -> torch.Tensor:
-        """What is subtracted from the loss of a micro-batch, shape (): its share of the mean over the window."""
+        """The bonus of a micro-batch, shape (): its share of the mean over the window."""
         self._sums = self._sums.to(entropy_sum.device) + torch.stack([entropy_sum.detach(), count])
         weight = self.coefficient.to(entropy_sum.device)
         if self.args.use_adaptive_entropy:
@@ -301,7 +296,7 @@ class EntropyBonus:
         return weight * entropy_sum / window_count.clamp(min=1)
 
     def update(self, sum_over_processes: Any) -> None:
-        """After an update: move the weight. Waits for no device."""
+        """Adapt the weight after an optimizer step, without waiting for the device."""
         total, count = sum_over_processes(self._sums)
         self._sums = torch.zeros_like(self._sums)
         if self.args.use_adaptive_entropy:

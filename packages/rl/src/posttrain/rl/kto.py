@@ -1,15 +1,14 @@
-r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306: verdicts on single
-completions.
+r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306.
 
-With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the point of reference, eq.
-8:
+With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the reference point, eq. 8
+is
 
 .. math:: \lambda_D (1 - \sigma(\beta(r - z_0)))\ \text{for good } y, \quad
     \lambda_U (1 - \sigma(\beta(z_0 - r)))\ \text{for bad } y
 
-The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. Here
-it is one number for all rows of an update, over micro-batches and processes, so the loss does not depend on how these
-are cut.
+The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. It is
+one number for all rows of an optimizer step, over micro-batches and processes, so the loss does not depend on how the
+rows are split.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def kto(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: 
 
 
 def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, of rows that need not be pairs; no
-    KL.
-    """
+    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, for unpaired rows; no KL."""
     return torch.sigmoid(beta * torch.where(is_good, -log_ratio, log_ratio))
 
 
@@ -54,11 +51,11 @@ WITH_KL = ("kto",)
 
 
 def others_of(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the number of the row whose completion is set beside it: of another prompt, where there is one.
+    """For each prompt the index of a row whose completion serves for the KL: of another prompt if there is one.
 
-    Each completion is taken once: rows are put together by prompt and moved on by as many as the most frequent prompt
-    has, which is the row before where all prompts differ. Only if that prompt has more than half of the rows, its rows
-    take what the others have in turn, some of them more than once.
+    Each completion is used once: rows are sorted by prompt and shifted by the count of the most frequent prompt (by one
+    if all prompts differ). If that prompt has more than half of the rows, its rows cycle through the others'
+    completions.
     """
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -93,13 +90,13 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
 
 @dataclass
 class KTOCollator:
-    """Prepared rows -> a batch of B completions, ``label`` (B,), and under ``kl`` the prompts with others' completions.
+    """Prepared rows -> a batch of B completions, ``label`` (B,), and under ``kl`` prompts with completions of others.
 
     Args:
-        max_length: a prompt with another's completion is cut to so many tokens.
+        max_length: maximum tokens of a prompt with another's completion.
         flat: one row without padding, see `shared_rows`; else a row each.
         with_kl: whether the loss needs the second half.
-        encoder: of a model that reads prompts in an encoder.
+        encoder: for encoder-decoder models.
     """
 
     pad_token_id: int
@@ -164,7 +161,7 @@ class KTOTrainer(PreferenceTrainer):
         side = Completions(self.completion_logp(scores), self.reference_logp(inputs)[: len(is_good)], scores)
         self._check_start(side)
         kl = self._kl
-        if kl is None:  # called by itself: the batch is all there is
+        if kl is None:  # called directly: the batch is the whole window
             kl = self.divergence(model, [inputs])
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
@@ -205,8 +202,9 @@ class KTOTrainer(PreferenceTrainer):
         return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(B,) log-probability of each completion under the reference; where these are being precomputed, then (2B,)
-        with those of the others' completions."""
+        """(B,) log-probability of each completion under the reference; (2B,) with the others' completions if
+        precomputed.
+        """
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
         own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
@@ -215,9 +213,7 @@ class KTOTrainer(PreferenceTrainer):
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the completions and of the others' completions where `inputs` has them, (B,) each, as
-        `PreferenceTrainer`'s.
-        """
+        """(B,) log-probabilities of the completions, and of the others' completions if `inputs` has them."""
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             own = self.completion_logp(score_completions(asked, _own(inputs)))
@@ -241,7 +237,7 @@ class KTOTrainer(PreferenceTrainer):
     # ------------------------------------------------------------------------------------------------ the doors
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
-        """As the core's, once the point of reference of the window is known."""
+        """Computes the reference point of the window before its micro-batches."""
         with self._reference_point(lambda: self.divergence(model, window, everywhere=True)):
             super().train_on_window(model, window, num_items)
 
@@ -264,10 +260,7 @@ class KTOTrainer(PreferenceTrainer):
             self._kl = before
 
     def arrange(self, dataset: Any) -> Any:
-        """Rows with another's completion as ``kl_ids``, see `others_of`.
-
-        A stream takes it from the batch: see `KTOCollator`.
-        """
+        """Rows with another's completion as ``kl_ids``, see `others_of`; for streams `KTOCollator` adds it."""
         if not self.needs_kl or not hasattr(dataset, "__len__"):
             return dataset
         taken = dataset.select(others_of(dataset["prompt_ids"][:]))

@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under a model, without storing its logits, and without reading a prompt twice."""
+"""Computes log-probabilities of completions without storing logits or reading a prompt twice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from posttrain.rl.shared_prefix import shared_rows
 
 FOR_THE_MODEL = ("attention_mask", "position_ids", "segments")
 ROWS_AT_ONCE = 512
-"""Positions whose logits are brought to float32 together, where the model has made them whole."""
+"""Positions whose whole logits are converted to float32 at a time."""
 
 
 class CompletionLogps(NamedTuple):
     """Of N completions of up to C tokens: (N, C) each, 0 where there is nothing to learn.
 
-    logps: with the graph. entropies: of the predicted distributions, in nats; None where not asked for. aux_loss: of
-    the routers of a mixture of experts, shape (); None where the model gives none.
+    logps: with the graph. entropies: of the predicted distributions, in nats; None unless requested. aux_loss: of the
+    routers of a mixture of experts, shape (), or None.
     """
 
     logps: torch.Tensor
@@ -42,13 +42,14 @@ def lay_out(
     Args:
         prompts, completions: token ids, (P_i,) and (C_i,), at least one token each.
         mask: (N, C) bool, the tokens with a loss. C is the longest completion, or more.
-        share: neighbours with the same prompt follow one copy of it, all in one row, see `posttrain.rl.shared_prefix`.
+        share: adjacent completions of the same prompt follow one copy of it, all in one row, see
+            `posttrain.rl.shared_prefix`.
         multiple: pad rows to a multiple of this.
 
     Returns:
-        ``input_ids``, (N, L), or (1, L) where shared, with what the model takes beside them; ``labels`` of the same
-        shape, the token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C):
-        where in the flattened predictions each completion's tokens are predicted.
+        ``input_ids``, (N, L), or (1, L) where shared, with the model's other inputs; ``labels`` of the same shape, the
+        token that each position predicts, -100 for none; ``loss_mask``, (N, C) float; ``places``, (N, C): where in the
+        flattened predictions each completion's tokens are predicted.
     """
     if share:
         batch = shared_rows(groups(prompts, completions))
@@ -68,7 +69,7 @@ def lay_out(
 def groups(
     prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor]
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Neighbours with the same prompt, as ``(prompt, completions)``."""
+    """Adjacent completions of the same prompt, as ``(prompt, completions)``."""
     found: list[tuple[list[int], list[list[int]]]] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         if not found or found[-1][0] != prompt.tolist():
@@ -87,7 +88,7 @@ def _padded(
     width, lengths = ids.shape[1], torch.tensor([len(row) for row in rows])
     first = torch.arange(len(rows)) * width + torch.tensor([len(prompt) for prompt in prompts]) - 1
     longest = max(len(completion) for completion in completions)
-    # Beyond a completion's end the place is another's; what is found there is masked.
+    # Positions beyond a completion's end belong to others and are masked.
     places = (first.unsqueeze(1) + torch.arange(longest)).clamp(max=ids.numel() - 1)
     return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths.unsqueeze(1)).long(), "places": places}
 
@@ -100,11 +101,11 @@ def completion_logps(
     entropy_gradient: bool = False,
     router_logits: bool = False,
 ) -> CompletionLogps:
-    """Log-probabilities of the tokens with a loss, as softmax(logits / temperature) gives them.
+    """Log-probabilities of the tokens with a loss under softmax(logits / temperature).
 
     Args:
-        batch: what `lay_out` gives.
-        entropy_gradient: the entropies carry a gradient; then, as for models whose head is hidden, the logits are held.
+        batch: the output of `lay_out`.
+        entropy_gradient: entropies have a gradient; this needs whole logits, as do models without an accessible head.
     """
     ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
     inputs: dict[str, Any] = {"input_ids": ids} | {name: batch[name] for name in FOR_THE_MODEL if name in batch}
@@ -126,9 +127,7 @@ def completion_logps(
 def _from_logits(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
 ) -> list[torch.Tensor]:
-    """[(N, L) log-probabilities, (N, L) entropies if asked for] from whole logits, in float32 a few positions at a
-    time.
-    """
+    """[(N, L) log-probabilities, (N, L) entropies if requested] from whole logits, in float32 chunks."""
     logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
     rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
     logps, entropies = [], []

@@ -37,7 +37,7 @@ def odds_ratio(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 class ORPOConfig(PreferenceConfig):
     """Arguments of `ORPOTrainer`."""
 
-    beta: float = opt(0.1, "Weight of the odds ratio beside the likelihood; lambda in the paper.", above=0)
+    beta: float = opt(0.1, "Weight of the odds ratio term; lambda in the paper.", above=0)
 
     OLD_NAMES = WITHOUT_REFERENCE
 

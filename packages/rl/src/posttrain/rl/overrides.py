@@ -1,6 +1,4 @@
-"""Inner methods of trl's trainers that a subclass may have overridden and that nothing calls here, and what to override
-instead.
-"""
+"""Inner methods of trl's trainers that are never called here, and what to override instead."""
 
 from __future__ import annotations
 

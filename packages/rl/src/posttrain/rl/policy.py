@@ -1,4 +1,4 @@
-"""The model that is trained: loaded and prepared."""
+"""Loads and prepares the policy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def load_policy(
 
 
 def cast_head(model: nn.Module) -> None:
-    """Keep the output head in float32, and give it float32 to read.
+    """Keep the output head and its inputs in float32.
 
-    A weight that is also the input embedding's is kept in float32 there too; what is looked up in it is of the type it
-    had.
+    A weight tied to the input embedding is float32 there too; the embeddings keep their original type.
     """
     base = wrapping.base_model(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
@@ -53,7 +52,7 @@ def cast_head(model: nn.Module) -> None:
 
 
 def router_coefficient(model: nn.Module, given: float | None) -> float:
-    """The weight of the load-balancing loss: `given`, or what the config of a mixture of experts says; else 0.
+    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0.
 
     Raises:
         ValueError: `model` is no mixture of experts, and a weight is given.

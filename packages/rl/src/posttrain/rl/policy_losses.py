@@ -1,9 +1,9 @@
-"""Losses of a policy on completions that it, or an earlier version of it, has sampled. Pure.
+"""Pure loss functions of a policy on completions that it or an earlier version has sampled.
 
-Shapes: N completions of up to T tokens. What is per completion comes as (N, 1) and broadcasts. `mask` (N, T) is 1 at
-the tokens that the policy chose and is to learn from, and 0 at padding and at what a tool has written.
+Shapes: N completions of up to T tokens. Values per completion are (N, 1) and broadcast. `mask` (N, T) is 1 at trained
+tokens, which the policy chose, and 0 at padding and tool answers.
 
-A loss is two things: what it makes of each token (`LOSSES`), and what the sum over tokens is divided by (`Average`).
+A loss consists of a function of each token (`LOSSES`) and a normalization of the sum over tokens (`Average`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def clipped(
     :math:`-\min(\rho A, \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A)`.
 
     Args:
-        high: a bound of its own above (clip-higher, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation
-            10).
-        delta: also bounds the ratio above where A < 0 (two-sided clipping, INTELLECT-2,
+        high: a separate upper bound (clip-higher, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 10).
+        delta: also an upper bound of the ratio where A < 0 (two-sided clipping, INTELLECT-2,
             https://arxiv.org/abs/2505.07291, section 3.4). Should be larger than ``1 + high``.
     """
     bounded = ratio.clamp(1 - low, 1 + high)
@@ -64,16 +63,14 @@ def clipped(
 
 
 class Clipping(NamedTuple):
-    """Where `clipped` has no gradient: (N, T) each of 0 and 1. low: bad tokens made less likely. high: good ones made
-    likelier.
-    """
+    """Where `clipped` has no gradient, (N, T) of 0 and 1. low: tokens with A < 0. high: tokens with A > 0."""
 
     low: torch.Tensor
     high: torch.Tensor
 
 
 def clipping(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Clipping:
-    """Which of `ratio` the bounds of `clipped` hold back; shapes as there."""
+    """Where the bounds of `clipped` are active; shapes as there."""
     is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
     return Clipping(is_low.float(), is_high.float())
 
@@ -86,7 +83,8 @@ def share_of_rows(marks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
     r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4:
     :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A \log\pi_\theta`. The weight is bounded, not the gradient: every
-    token goes on teaching."""
+    token keeps a gradient.
+    """
     return -ratio.clamp(max=high).detach() * advantages * logps
 
 
@@ -129,22 +127,23 @@ def vespo_weight(
 def off_policy_mask(
     logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9: 0 for completions that are both bad (A < 0) and far
-    from what sampled them (mean log-ratio above `threshold`), else 1. (N, 1), or (N, T) for advantages of tokens."""
+    """DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9: 0 for completions with A < 0 that are far from the
+    sampling policy (mean log-ratio above `threshold`), else 1. (N, 1), or (N, T) for advantages of tokens.
+    """
     gap = (sampling_logps - logps.detach()).nan_to_num(nan=0.0)
     mean_gap = (gap * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return ((advantages >= 0) | (mean_gap <= threshold)).to(logps.dtype)
 
 
 def entropy_threshold(entropies: torch.Tensor, keep: float) -> torch.Tensor:
-    """The entropy that the `keep` most uncertain share of tokens reaches: (tokens,) -> ().
+    """The entropy threshold of the `keep` most uncertain share of tokens: (tokens,) -> ().
 
-    Wang et al. 2025, https://arxiv.org/abs/2506.01939: a fifth of the tokens carries the policy gradient.
+    Wang et al. 2025, https://arxiv.org/abs/2506.01939: a fifth of the tokens drives the policy gradient.
     """
     if not entropies.numel():
         return entropies.new_zeros(())
     ordered, place = entropies.float().sort().values, (1 - keep) * (entropies.numel() - 1)
-    below = int(place)  # linear between neighbours; torch.quantile refuses more than 16 million values
+    below = int(place)  # linear interpolation; torch.quantile is limited to 16 million values
     above = min(below + 1, entropies.numel() - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
@@ -157,7 +156,7 @@ def engine_correction(
     clip_min: float | None = None,
     clip_max: float | None = None,
 ) -> torch.Tensor:
-    r"""Weights for completions of an engine whose probabilities are not quite the trainer's:
+    r"""Weights for completions of an engine whose probabilities differ from the trainer's:
     :math:`\pi_{old} / \pi_{engine}`.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl: truncated (TIS) or masked (MIS) importance sampling.
@@ -182,7 +181,7 @@ def engine_correction(
 
 
 class Policy(NamedTuple):
-    """What a loss is made of, see the top of this file.
+    """The inputs of a loss, see the top of this file.
 
     logps: (N, T) of the policy, with the graph. old_logps: of the policy that made the rollout. ratio: see
     `importance_ratio`. advantages: (N, 1) or (N, T). mask: (N, T). correction: see `engine_correction`.
@@ -201,10 +200,9 @@ class PolicyLoss:
     """A loss by name.
 
     Attributes:
-        of_tokens: ``(policy, options) -> (N, T) or (N, 1)``; options is a `GRPOConfig`, or whatever has the fields
-            read.
-        average: what the sum over tokens is divided by, a name in `AVERAGES`.
-        corrects_itself: the engine correction is part of it, and not multiplied to it.
+        of_tokens: ``(policy, options) -> (N, T) or (N, 1)``; options is a `GRPOConfig` or has its fields.
+        average: the normalization, a name in `AVERAGES`.
+        corrects_itself: the loss applies the engine correction itself.
     """
 
     of_tokens: Callable[[Policy, Any], torch.Tensor]
@@ -251,8 +249,8 @@ LOSSES: dict[str, PolicyLoss] = {
 
 AVERAGES = {
     "sequences": "the mean over completions of the mean over their tokens",
-    "tokens": "the mean over the tokens of the update",
-    "rollout_tokens": "the sum over tokens, by the tokens that an update has on average over its rollout",
+    "tokens": "the mean over the tokens of the optimizer step",
+    "rollout_tokens": "the sum over tokens, divided by the rollout's mean number of tokens per optimizer step",
     "constant": "the sum over tokens, by completions times their greatest length: long ones weigh no less a token",
     "sums": "the mean over completions of the sum over their tokens",
 }

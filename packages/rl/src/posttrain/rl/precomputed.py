@@ -1,7 +1,7 @@
-"""Log-probabilities under the reference, computed before training: over all processes, and kept for the next start.
+"""Precomputes log-probabilities under the reference on all processes and caches them.
 
-They lie beside the dataset's cache, or in the output folder of rows that have none, under a hash of all that they
-follow from: the weights, the tokens, and the settings.
+The cache file lies next to the dataset's cache, or in the output folder if there is none. Its name is a hash of the
+weights, the tokens and the settings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ SAMPLED = 512
 
 
 def of_model(model: nn.Module) -> str:
-    """A hash of a whole model: of each weight its shape, its sums and up to `SAMPLED` numbers; and of its
-    configuration.
-    """
+    """A hash of a model: each weight's shape, sums and up to `SAMPLED` numbers, and the configuration."""
     digest = hashlib.sha256()
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
         flat = tensor.detach().reshape(-1)
@@ -47,10 +45,10 @@ def of_model(model: nn.Module) -> str:
 
 
 def of_reference(reference: Any) -> str:
-    """A hash of what a reference computes with."""
+    """A hash of the reference's weights and settings."""
     with reference.use() as model:
         model = wrapping.unwrap(model)
-        if any(map(is_in_pieces, model.parameters())):  # it was looked at before it was cut up
+        if any(map(is_in_pieces, model.parameters())):  # hashed before it was sharded
             return repr(reference.state_dict())
         return of_model(model) + repr(getattr(reference, "adapter", None))
 
@@ -71,7 +69,7 @@ def of_rows(dataset: Any) -> str:
 
 
 def place_of(dataset: Any, output_dir: str | os.PathLike[str], facts: Mapping[str, Any]) -> Path | None:
-    """The file for what is computed of `dataset` under `facts`; None where datasets is told to keep nothing."""
+    """The cache file of `dataset` under `facts`; None if caching is disabled in datasets."""
     from datasets import is_caching_enabled
 
     if not is_caching_enabled():
@@ -83,7 +81,7 @@ def place_of(dataset: Any, output_dir: str | os.PathLike[str], facts: Mapping[st
 
 
 def read(path: Path | None, columns: Sequence[str], size: int) -> dict[str, torch.Tensor] | None:
-    """The columns that `write` kept in `path`; None where there are none of this size."""
+    """The columns that `write` stored in `path`; None if there are none of this size."""
     if path is None or not path.is_file():
         return None
     found = codec.read_tensors(path, mmap=False)
@@ -93,7 +91,7 @@ def read(path: Path | None, columns: Sequence[str], size: int) -> dict[str, torc
 
 
 def write(path: Path | None, columns: Mapping[str, torch.Tensor]) -> None:
-    """Keep `columns` in `path`, which appears by one rename. A disk that is full or read-only is said, and no more."""
+    """Store `columns` in `path` atomically. A full or read-only disk is only logged."""
     if path is None:
         return
     try:
@@ -108,10 +106,11 @@ def write(path: Path | None, columns: Mapping[str, torch.Tensor]) -> None:
 def compute(
     size: int, batch_size: int, columns: Sequence[str], ask: Callable[[list[int]], torch.Tensor], dist: Any
 ) -> dict[str, torch.Tensor]:
-    """The columns (size,) of a dataset, of which each process asks for its share.
+    """The columns (size,) of a dataset; each process computes its share.
 
     Args:
-        ask: ``(rows) -> (columns x rows,)``. Each process calls it equally often, since weights in pieces need all.
+        ask: ``(rows) -> (columns x rows,)``. Each process calls it equally often, because sharded weights need all
+            processes.
     """
     most = -(-size // dist.world_size)
     mine = [min(dist.rank + i * dist.world_size, size - 1) for i in range(most)]

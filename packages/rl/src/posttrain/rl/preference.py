@@ -1,6 +1,6 @@
-"""What every trainer of preferences shares: pairs in, scores of the policy and of a reference, a loss for each pair.
+"""The base of preference trainers: scores pairs under the policy and a reference and computes a loss for each pair.
 
-An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which gives a
+An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which returns a
 loss for each of B pairs from the `Completions` of both sides.
 """
 
@@ -62,7 +62,7 @@ class PreferenceTrainer(Trainer):
     )  # fmt: skip
     #: Pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
-    #: Computed of each completion token besides its log-probability.
+    #: Computed for each completion token in addition to its log-probability.
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
     #: What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed.
     reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
@@ -186,7 +186,7 @@ class PreferenceTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """As the core's; a reference that is the policy itself can be asked nothing from here on."""
+        """Starts training; a reference that is the policy itself can no longer be evaluated."""
         if isinstance(self.reference, references.PolicyAsReference):
             self.reference.let_go()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -242,7 +242,7 @@ class PreferenceTrainer(Trainer):
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
 
     def rewards(self, side: Completions) -> torch.Tensor:
-        """(B,) what the policy's preference amounts to as a reward; for the log alone."""
+        """(B,) implicit rewards of the policy, for the log."""
         return self.args.beta * (side.log_ratio if self.needs_reference else side.logp)
 
     def count_items(self, inputs: dict[str, Any]) -> int:
@@ -264,7 +264,7 @@ class PreferenceTrainer(Trainer):
         return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
-        """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
+        """Moves activations to host memory if ``activation_offloading`` is set."""
         return with_offloading(super().compute_loss_context_manager(), self._offload)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
@@ -294,7 +294,7 @@ class PreferenceTrainer(Trainer):
         return True
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
-        """Whether prompts are shared, and what is told where they are not."""
+        """Whether prompts are shared, and the reason if not."""
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
@@ -307,15 +307,13 @@ class PreferenceTrainer(Trainer):
         if args.torch_compile:
             problem = "the model is compiled, and would be compiled anew for each batch."
         if own_loss:
-            problem = (
-                f"{type(self).__name__} has a compute_loss of its own, which is given a padded row for each completion."
-            )
+            problem = f"{type(self).__name__} overrides compute_loss, which gets a padded row for each completion."
         if problem and (args.shared_prefix or args.padding_free):
             name = "shared_prefix" if args.shared_prefix else "padding_free"
             raise ValueError(f"{name}=True cannot be: {problem} Set {name}=False.")
         self._shared = problem is None and args.shared_prefix is not False
         if problem:
-            logger.info("Each completion is read behind a prompt of its own: %s", problem)
+            logger.info("Prompts are not shared between completions: %s", problem)
         if self._shared or args.padding_free:
             for one in (model, ref_model):
                 if one is not None:
@@ -351,10 +349,10 @@ class PreferenceTrainer(Trainer):
         scale = max(float(side.logp.detach().abs().max()) for side in sides)
         if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
             raise ValueError(
-                f"Before the first update the policy and its reference differ already, by up to {largest:.3g} in the "
-                "log-probability of a completion. The reference is the weights that the trainer was given: was the "
-                "model changed since, or does its adapter not start at zero (init_lora_weights)? Pass ref_model to "
-                "compare with another model on purpose."
+                f"Before the first optimizer step, policy and reference already differ by up to {largest:.3g} in the "
+                "log-probability of a completion. The reference is the initial weights: the model was changed "
+                "since, or its adapter does not start at zero (init_lora_weights). To use another reference on "
+                "purpose, pass ref_model."
             )
 
     def _log_pairs(self, chosen: Completions, rejected: Completions, rewards: torch.Tensor) -> None:
@@ -386,7 +384,7 @@ class PreferenceTrainer(Trainer):
         side_by_side.append(samples, self.state.global_step, self.args.output_dir)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
-        """`dataset` as tokens, with the reference's log-probabilities where they are to be precomputed."""
+        """`dataset` as tokens, with the reference's log-probabilities if precomputed."""
         if any(dataset is ready for ready in self._prepared):
             return dataset
         args = self.args
@@ -417,8 +415,8 @@ class PreferenceTrainer(Trainer):
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"{name}: precompute_ref_log_probs=True is not supported with IterableDataset, of which nobody knows "
-                "where it ends. Set it to False, or load the rows with streaming=False."
+                f"{name}: precompute_ref_log_probs=True is not supported with an IterableDataset, which has no known "
+                "length. Set it to False, or load the rows with streaming=False."
             )
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
@@ -430,9 +428,9 @@ class PreferenceTrainer(Trainer):
                 logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
         elif self.reference.is_gone:
             raise ValueError(
-                f"{name}: Cannot compute reference log-probs for a dataset passed to the trainer after training has "
-                "begun: with precompute_ref_log_probs=True it was let go then, for the policy that it was is "
-                "another one now. Pass these rows as eval_dataset when the trainer is made, pass ref_model, or set "
+                f"{name}: Cannot compute reference log-probs for a dataset passed after training has begun: with "
+                "precompute_ref_log_probs=True the reference was the untrained policy, which no longer exists. Pass "
+                "these rows as eval_dataset to the constructor, pass ref_model, or set "
                 "precompute_ref_log_probs=False."
             )
         else:
@@ -445,7 +443,7 @@ class PreferenceTrainer(Trainer):
     def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         if self.dist.shards:
-            self._evaluation_model()  # which may be the reference, and is not on the device before it is cut up
+            self._evaluation_model()  # the policy may be the reference and is on the device only after sharding
 
         def ask(rows: list[int]) -> torch.Tensor:
             inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
@@ -461,7 +459,7 @@ class PreferenceTrainer(Trainer):
         owners = [next(kind for kind in type(self).__mro__ if method in vars(kind)) for method in methods]
         if not all(owner.__module__.startswith("posttrain.") for owner in (*owners, type(self.data_collator))):
             return None
-        if self._model_hash is None:  # before it is cut up, and before it is trained
+        if self._model_hash is None:  # before sharding and before training
             if self.reference.is_gone:
                 return None
             self._model_hash = precomputed.of_reference(self.reference)
@@ -474,7 +472,8 @@ class PreferenceTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         keeps = self.reference is not None and not self.args.save_only_model
-        self._reference_at_save = self.reference.state_dict() if keeps else None  # by every process, as it is now
+        # by every process, with the current weights
+        self._reference_at_save = self.reference.state_dict() if keeps else None
         super()._save_checkpoint(model, trial)
 
     def _write_checkpoint(self, directory: Any) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of completions: as a batch for the model, and as policy and reference see them."""
+"""Batches of pairs, and their log-probabilities under policy and reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments that every trainer of preferences shares, and what earlier versions called them."""
+"""The shared arguments of preference trainers, and their names in earlier versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PreferenceConfig(TrainingArguments):
     """Arguments of every trainer of preferences."""
 
     learning_rate: float = opt(1e-6, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
-    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    logging_steps: float = opt(10, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
@@ -43,12 +43,12 @@ class PreferenceConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments of from_pretrained, for a model given by name."
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     disable_dropout: bool = opt(True, "Set every dropout of the model and the reference to 0.")
     activation_offloading: bool = opt(False, "Keep activations in host memory between forward and backward.")
     router_aux_loss_coef: float | None = opt(
         None,
-        "Weight of a mixture of experts' load-balancing loss; None: what the model's config says. 0 turns it off.",
+        "Weight of a mixture of experts' load-balancing loss; None: as in the model's config. 0 turns it off.",
         min=0,
     )
     dataset_num_proc: int | None = opt(
@@ -61,7 +61,7 @@ class PreferenceConfig(TrainingArguments):
     )  # fmt: skip
     long_rows: str = opt("truncate", "What becomes of rows longer than max_length.", choices=LONG)
     faulty_rows: str = opt(
-        "drop", "What becomes of equal completions and of empty ones; each is counted and told.", choices=FAULTY
+        "drop", "How equal and empty completions are handled; each is counted and reported.", choices=FAULTY
     )
     shared_prefix: bool | None = opt(
         None, "Read each prompt once for all its completions. None: where the model's attention allows it.", flag=True
@@ -88,9 +88,8 @@ class PreferenceConfig(TrainingArguments):
         if self.label_smoothing_factor:
             instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
             yield (
-                f"label_smoothing_factor={self.label_smoothing_factor} spreads the target of a cross-entropy over "
-                f"all classes, and the loss of {type(self).__name__} compares completions: it has no effect; "
-                f"{instead}"
+                f"label_smoothing_factor={self.label_smoothing_factor} has no effect: it smooths the targets of a "
+                f"cross-entropy, and the loss of {type(self).__name__} compares completions; {instead}"
             )
         if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
             yield (
@@ -100,9 +99,7 @@ class PreferenceConfig(TrainingArguments):
 
 
 def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> Any:
-    """The config that `args` and the arguments that earlier versions took elsewhere (taken out of `old_names`) amount
-    to.
-    """
+    """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
     config_class = trainer.config_class
     if args is not None and not isinstance(args, TrainingArguments):
         raise TypeError(f"args is of type {type(args).__name__}; pass a {config_class.__name__}(output_dir=...).")
@@ -122,7 +119,7 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> A
     if not isinstance(args, config_class):
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
         args = config_class(**{name: value for name, value in given.items() if name in fields})
-        logger.info("Arguments of another class were given: what they lack follows %s.", config_class.__name__)
+        logger.info("args is of another class; fields that it lacks have the defaults of %s.", config_class.__name__)
     default = {name: field.default for name, field in fields.items()}
     problems = [
         f"{name}={value!r} was passed to {trainer.__name__}, and {name}={getattr(args, name)!r} in its args"

@@ -1,6 +1,6 @@
-"""Datasets of preferences as datasets of tokens, with a report of what became of every row.
+"""Tokenizes preference datasets and reports kept, truncated and dropped rows.
 
-What a row may be, and what is done with it, is in `posttrain.rl.preference_rows`.
+`posttrain.rl.preference_rows` handles a single row.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 #: Log-probabilities under the reference, summed over a completion, that were computed before.
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-#: Numbers that rows may bring along; `margin` is by how much a pair's rewards are to differ.
+#: Numeric columns that are kept; `margin` is the target difference of a pair's rewards.
 KEPT_COLUMNS = (*REFERENCE_COLUMNS, "ref_logps", "ref_kl_logps", "margin")
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
 ROWS_SHOWN = 5
-#: Columns that a prepared row carries until the report is made.
+#: Columns of a prepared row for the report, dropped afterwards.
 FACTS = ("row", "fault", "oddity", "truncated", "prompt_cut", "prompt_tokens", "completion_tokens", "longest")
 
 
-#: What to do about a fault, by a part of what it is called.
+#: The remedy of a fault, by a part of its name.
 REMEDIES = {
     "the prompt alone fills": ": raise max_length, or set truncation_mode=keep_end to cut prompts at their beginning",
     "longer than max_length": ": raise max_length, or set long_rows=truncate",
@@ -41,12 +41,12 @@ REMEDIES = {
 
 @dataclass
 class PreferenceReport:
-    """What became of the rows of a dataset.
+    """Counts of kept, truncated and dropped rows of a dataset.
 
-    rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of the rows that were
-    left out for it, or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: those of them that
-    lost the beginning of their prompt. prompt_tokens, completion_tokens: of the kept rows. longest: tokens of the
-    longest prompt with its completion.
+    rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of rows dropped for
+    the fault or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: truncated rows that lost
+    the beginning of their prompt. prompt_tokens, completion_tokens: of the kept rows. longest: tokens of the longest
+    prompt with its completion.
     """
 
     name: str = "train"
@@ -115,7 +115,7 @@ def prepare_preferences(
     limits: Mapping[str, int] | None = None,
     name: str = "train",
 ) -> tuple[Any, PreferenceReport]:
-    """Tokenize a dataset of pairs, or of completions with verdicts.
+    """Tokenize a dataset of pairs, or of labelled completions.
 
     Args:
         dataset: a `datasets.Dataset`, a list of dicts, a torch dataset of dicts, or a stream. Rows of the other kind
@@ -124,12 +124,12 @@ def prepare_preferences(
         tokenizer: or the processor that holds it.
         kind: "preference" or "unpaired_preference".
         max_length: tokens that a prompt with a completion may have, None for any number.
-        truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, as much for
-            both completions, and completions only where they alone are too long.
-        long_rows: what becomes of a row that is too long: "truncate", "drop" or "error". A row whose prompt alone is
-            too long is dropped where completions are to be cut.
-        faulty_rows: what becomes of a pair of equal completions, and of an empty completion: "drop", "keep" or "error".
-        limits: what the model can read, as `posttrain.core.models.embeddings.id_limits` says.
+        truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, equally for
+            both completions, and completions only if they alone are too long.
+        long_rows: how a row that is too long is handled: "truncate", "drop" or "error". A row whose prompt alone is too
+            long is dropped where completions are to be cut.
+        faulty_rows: how a pair of equal completions or an empty completion is handled: "drop", "keep" or "error".
+        limits: of the model's token ids, see `posttrain.core.models.embeddings.id_limits`.
         name: the dataset's, in the report.
 
     Returns:
@@ -137,8 +137,7 @@ def prepare_preferences(
         of `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
 
     Raises:
-        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model
-            does not know.
+        DataError: no rows, unknown columns, no row to train on, or a token outside the model's vocabulary.
     """
     import datasets
     from torch.utils.data import IterableDataset
@@ -180,13 +179,11 @@ def _from_list(rows: list[Any], name: str) -> Any:
     try:
         return Dataset.from_list([dict(row) for row in rows])
     except (TypeError, ValueError, OverflowError) as error:  # Arrow's: columns of several types
-        raise DataError(
-            f"{name}: the rows cannot be laid out as a table ({error}). Give each column one type."
-        ) from error
+        raise DataError(f"{name}: the rows do not form a table ({error}). Give each column one type.") from error
 
 
 def _of_kind(dataset: Any, kind: str, name: str) -> Any:
-    """`dataset`, or what it becomes where its rows are of the other kind."""
+    """`dataset`, converted if its rows are of the other kind."""
     found = _detect(dataset.column_names, name)
     if found == kind:
         return dataset
@@ -200,8 +197,8 @@ def _of_kind(dataset: Any, kind: str, name: str) -> Any:
 def _detect(columns: list[str], name: str) -> str:
     if seen := {"image", "images"} & set(columns):
         raise DataError(
-            f"{name}: the column {min(seen)!r} is vision-related, and preferences are not trained on pictures here, "
-            "not even with a vision-language model. Leave it out to train on the texts alone."
+            f"{name}: the column {min(seen)!r} is vision-related, and preference training does not support images, "
+            "not even with a vision-language model. Remove the column to train on the texts alone."
         )
     for kind, wanted in TOKEN_COLUMNS.items():
         if set(wanted) <= set(columns):
@@ -228,7 +225,7 @@ def _features(kind: str, kept: Iterable[str] = ()) -> Any:
 
 
 def _columns(drafts: list[Tokens], kind: str, limits: Mapping[str, int], name: str) -> dict[str, list[Any]]:
-    """Prepared rows as columns: their tokens, empty where they are at fault, and their `FACTS`."""
+    """Prepared rows as columns: tokens, empty for faulty rows, and their `FACTS`."""
     columns: dict[str, list[Any]] = {column: [] for column in (*TOKEN_COLUMNS[kind], *FACTS)}
     for draft in drafts:
         prompt, completions = draft.prompt, draft.completions
@@ -310,7 +307,7 @@ def _prepare_stream(
         columns = _columns(prepare(rows, indices), prepare.kind, limits, report.name)
         columns |= {name: [row[name] for row in rows] for name in brought}
         report.add(columns)
-        if len(report.dropped) > known:  # a reason that was not met before
+        if len(report.dropped) > known:  # a new reason
             report.tell(logger)
         if report.rows_kept == 0 and report.rows_in >= ROWS_PER_BATCH:
             raise DataError("\n".join([f"{report.name}: no row can be trained on.", *report.lines()[1:]]))

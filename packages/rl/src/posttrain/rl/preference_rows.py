@@ -1,7 +1,7 @@
-"""One row of preferences at a time: what its prompt is, and the tokens of prompt and completions.
+"""Prepares one preference row: finds its prompt and tokenizes prompt and completions.
 
-A *pair* has a prompt (or none, and then what both texts begin with), a chosen and a rejected completion. An *unpaired*
-row has a prompt, a completion and a label, True for a good one. Either may be text, conversations, or tokens already.
+A *pair* has a prompt (or else the common beginning of both texts), a chosen and a rejected completion. An *unpaired*
+row has a prompt, a completion and a label, True for a good one. Both may be text, conversations or tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = (chat_template.to_messages(row[name], name) for name in PAIR)
         shorter = min(len(chosen), len(rejected))
         length = next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
-        if length == len(chosen) == len(rejected):  # equal to the end: the last message is what was compared
+        if length == len(chosen) == len(rejected):  # all equal: the last message is the completion
             length -= 1
         if length < 1:
             raise DataError("chosen and rejected have no message in common, and there is no prompt")
@@ -63,9 +63,7 @@ def to_unpaired(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def to_pairs(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Pairs of the completions of each prompt: good ones with bad ones, in their order; what is left over is left
-    out.
-    """
+    """Pairs good and bad completions of each prompt in order; unmatched ones are left out."""
     by_prompt: dict[str, tuple[dict[str, Any], dict[bool, list[Any]]]] = {}
     for row in rows:
         rest = {name: value for name, value in row.items() if name not in ("completion", "label")}
@@ -80,7 +78,7 @@ def to_pairs(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Tokens:
-    """A row on its way: texts with where the prompt ends in them, or tokens; one completion, or two."""
+    """A row in preparation: texts with the end of the prompt, or tokens; one completion or two."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -94,7 +92,7 @@ class Tokens:
     fault: str = ""
     """Why the row cannot be trained on; "" if it can."""
     oddity: str = ""
-    """Why it had better not be; what is done then is the user's choice."""
+    """The row's fault; the user sets how it is handled."""
     truncated: bool = False
     prompt_cut: bool = False
 
@@ -126,7 +124,7 @@ class PreferencePreparation:
         """Prepare a batch of rows, the dataset's `indices`.
 
         Raises:
-            DataError: a row is at fault, and an error is what was asked for then.
+            DataError: a row is faulty, and faulty rows are errors.
         """
         drafts = [self._read(row, index) for row, index in zip(rows, indices, strict=True)]
         texts = [
@@ -146,7 +144,7 @@ class PreferencePreparation:
         return drafts
 
     def content(self) -> str:
-        """All that decides what a row becomes, the tokenizer's contents included, as a string to hash."""
+        """Everything that affects the prepared rows, the tokenizer included, as a string to hash."""
         fast = getattr(self.tokenizer, "is_fast", False)
         if fast:
             self.tokenizer.backend_tokenizer.no_truncation()
@@ -222,7 +220,7 @@ class PreferencePreparation:
         for name in self.names:
             completion = messages(name, "assistant")
             whole = prompt + completion
-            if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # it goes on where the prompt stops
+            if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # it continues the prompt
                 turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
                 whole = [*prompt[:-1], turn, *completion[1:]]
             require_calls(template, whole, [i >= len(whole) - len(completion) for i in range(len(whole))])
@@ -252,7 +250,7 @@ class PreferencePreparation:
         draft.prompt, draft.completions = whole[0][:length], [ids[length:] for ids in whole]
 
     def _fit(self, draft: Tokens) -> None:
-        """Cut a row that is too long, in the way that was asked for. The completions keep one prompt."""
+        """Truncate a row as configured. The completions keep one prompt."""
         longest = max(map(len, draft.completions))
         most = self.max_length
         if most is None or len(draft.prompt) + longest <= most:
@@ -281,8 +279,8 @@ class PreferencePreparation:
         if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
             draft.oddity = "chosen and rejected are equal" + (" after truncation" if draft.truncated else "")
         if any(len(ids) + bool(draft.prompt) < 2 for ids in draft.completions):
-            draft.fault = "nothing of a completion can be predicted"
+            draft.fault = "a completion has no token to predict"
         if draft.oddity and self.faulty_rows == "error":
-            raise DataError(f"Row {draft.index}: {draft.oddity}. Mend the row, or set faulty_rows to drop or keep.")
+            raise DataError(f"Row {draft.index}: {draft.oddity}. Correct the row, or set faulty_rows to drop or keep.")
         if draft.oddity and self.faulty_rows == "drop":
             draft.fault = draft.fault or draft.oddity

@@ -1,4 +1,4 @@
-"""Prompts: in which order they come, each as often as it is completed, and how they become tokens."""
+"""Samples prompts in order, repeats each for its group, and tokenizes them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser,
 
 @dataclass(frozen=True)
 class Layout:
-    """How the completions of a rollout are numbered and dealt to processes.
+    """How the completions of a rollout are numbered and distributed over processes.
 
-    Number i belongs to prompt ``i // group_size``. An update learns from neighbouring numbers, whatever the number of
-    processes: each process gets `chunk` of them for its first update, `chunk` for its second, ...
+    Number i belongs to prompt ``i // group_size``. An optimizer step uses consecutive numbers for any number of
+    processes: each process gets `chunk` of them for its first step, `chunk` for its second, ... ...
 
     Attributes:
         group_size: completions of each prompt. per_process: completions of a rollout on each process.
-        chunk: of an update, on each process; divides `per_process`.
+        chunk: of an optimizer step, on each process; divides `per_process`.
     """
 
     group_size: int
@@ -52,7 +52,7 @@ class Layout:
 
 
 class GroupSampler(EpochSampler):
-    """Each prompt as often as it is completed, for whole rollouts: what is left over of an epoch is not sampled."""
+    """Repeats each prompt for its group, in whole rollouts; the rest of an epoch is not sampled."""
 
     def __init__(self, num_prompts: int, layout: Layout, seed: int, shuffle: bool = True) -> None:
         self.num_prompts, self.layout, self.shuffle = num_prompts, layout, shuffle
@@ -60,7 +60,7 @@ class GroupSampler(EpochSampler):
         super().__init__(self.rollouts * layout.per_process * layout.world_size, seed)
 
     def order(self) -> torch.Tensor:
-        """Indices of the dataset, rollout after rollout, each as it is dealt."""
+        """Indices of the dataset, rollout by rollout, in the order of distribution."""
         prompts = torch.arange(self.num_prompts)
         if self.shuffle:
             prompts = torch.randperm(self.num_prompts, generator=self.generator())
@@ -69,7 +69,7 @@ class GroupSampler(EpochSampler):
 
 
 class GroupedStream(IterableDataset):
-    """The rows of a stream, each as often as it is completed, for whole rollouts, as they are dealt."""
+    """Rows of a stream, repeated for their group, in whole rollouts and in the order of distribution."""
 
     def __init__(self, rows: Iterable[Any], layout: Layout) -> None:
         self.rows, self.layout = rows, layout
@@ -84,7 +84,7 @@ class GroupedStream(IterableDataset):
 
 
 def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str, ...] = ("prompt",)) -> None:
-    """Refuse a dataset whose rows hold no prompt, or that has fewer than `at_least` of them.
+    """Reject a dataset without prompts or with fewer than `at_least`.
 
     Raises:
         DataError: naming the column, the row and the remedy.
@@ -112,7 +112,7 @@ def _check_each(dataset: Any, name: str) -> None:
     """Raise DataError where a prompt is neither a text nor messages, with the reason and the first such rows."""
     rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
     if not isinstance(rows, list) and not hasattr(rows, "select_columns"):
-        return  # where reading a row may cost much, it is judged when its turn comes
+        return  # rows that are expensive to read are checked when they are used
     faults: dict[str, list[int]] = {}
     if isinstance(rows, list):
         prompts = (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
@@ -131,12 +131,12 @@ def _check_each(dataset: Any, name: str) -> None:
             for fault, at in faults.items()
         )
         raise DataError(
-            f"{name}: {listed}. A prompt is a text, or messages with role and content; mend or filter those rows."
+            f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
         )
 
 
 def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with the sets of prompts that a trainer was handed."""
+    """Problems in a trainer's datasets of prompts."""
     environments = parts.others["environment_factory"] is not None
     columns = () if environments else ("prompt",)
     if parts.train_dataset is not None:
@@ -149,8 +149,8 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         )
     elif environments and args.max_steps <= 0:
         yield ValueError(
-            "Without a train_dataset, prompts are what reset() of the environments returns, and nobody knows how "
-            "many: set max_steps to the updates to make, or pass a train_dataset."
+            "Without a train_dataset, prompts come from reset() of the environments, and their number is unknown: "
+            "set max_steps, or pass a train_dataset."
         )
     sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}
     for name, dataset in sets.items():
@@ -167,14 +167,14 @@ class PromptCodec:
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
     def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
-        """The tokens that the policy reads: of a text, with bos where the tokenizer puts one; of messages, with the
-        beginning of the assistant's turn, or with its last turn left open.
+        """The prompt's tokens: of a text, with bos if the tokenizer adds it; of messages, with the generation prompt or
+        with the assistant's last turn left open.
 
         Args:
             tools: schemas or functions that the chat template describes to the model.
 
         Raises:
-            DataError: what is wrong with the prompt.
+            DataError: the prompt is invalid.
         """
         if isinstance(prompt, str):
             ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -184,7 +184,7 @@ class PromptCodec:
             text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
             ids = chat_template.encode_texts(self.tokenizer, [text])[0].ids
         if not ids:
-            raise DataError("the prompt is empty, and a model needs at least one token to go on from")
+            raise DataError("the prompt is empty, and a model needs at least one token")
         return ids
 
     def template(self, tools: list[Any] | None = None) -> chat_template.Template:
@@ -205,10 +205,10 @@ class PromptCodec:
     def decode(
         self, prompt: Any, ids: list[int], prompt_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
     ) -> Any:
-        """What tokens of the policy amount to: a text, or one message of the assistant where the prompt is messages.
+        """Decodes tokens of the policy into a text, or into an assistant's message if the prompt is messages.
 
         Args:
-            prompt_ids: what the policy had read. tools: schemas of what it may call; calls become ``tool_calls``.
+            prompt_ids: the prompt's tokens. tools: schemas; calls become ``tool_calls``.
         """
         if isinstance(prompt, str):
             return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -220,7 +220,7 @@ class PromptCodec:
 
 
 def runs(prompts: Sequence[list[int]]) -> Iterator[tuple[int, list[int]]]:
-    """Neighbours that are equal, by how many they are: of ``a a b b c`` that is ``(2, [0, 2])`` and ``(1, [4])``."""
+    """Runs of equal elements, grouped by length: ``a a b b c`` gives ``(2, [0, 2])`` and ``(1, [4])``."""
     found: dict[int, list[int]] = {}
     start = 0
     for place in range(1, len(prompts) + 1):

@@ -1,10 +1,10 @@
-"""The reference policy: the weights that the trainer was given, frozen. Nothing is loaded again by name.
+"""The reference policy: the frozen initial weights of the trainer. Nothing is loaded again by name.
 
 It is one of:
 
 - a frozen copy of the model, or the model that was passed as such (`FrozenReference`);
-- the model itself with its adapter off, or with another adapter that holds what the first one was (`AdapterReference`);
-- numbers computed before training, and no model at all.
+- the model itself with its adapter off, or with another adapter that holds the initial adapter (`AdapterReference`);
+- precomputed log-probabilities, without a model.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class ReferenceArguments:
     ref_model_mixup_alpha: float = opt(
         0.6, "Share of the policy in the reference after a move; at 1 the reference becomes the policy.", above=0, max=1
     )
-    ref_model_sync_steps: int = opt(512, "Updates between moves of the reference.", min=1)
+    ref_model_sync_steps: int = opt(512, "Optimizer steps between syncs of the reference.", min=1)
 
     def _problems(self) -> Iterator[str]:
         if self.sync_ref_model and self.precompute_ref_log_probs:
             yield (
-                "sync_ref_model=True moves the reference, and precompute_ref_log_probs=True fixes what it says; set "
-                "one of them to False"
+                "sync_ref_model=True changes the reference, and precompute_ref_log_probs=True fixes its "
+                "log-probabilities; set one of them to False"
             )
 
 
 class FrozenReference:
-    """A model of its own, never trained.
+    """A separate model, never trained.
 
     Attributes:
         model: called like the policy.
-        is_gone: nothing can be asked of it any more.
+        is_gone: it can no longer be evaluated.
     """
 
     is_gone = False
@@ -67,8 +67,9 @@ class FrozenReference:
         self._state = None if moves else _state(self.weights(), moves)
 
     def place(self, dist: Any) -> None:
-        """Put it where the policy is: on the device, in pieces if that is, and a copy that never moves in the precision
-        that its products have. Every process must call it."""
+        """Move it to the policy's device and shard it like the policy; a copy that never changes is cast to the compute
+        precision. Every process must call it.
+        """
         self.model = dist.prepare_frozen(self.model, rounds=self.is_copy and not self.moves)
 
     @contextlib.contextmanager
@@ -86,15 +87,14 @@ class FrozenReference:
         own = self.weights()
         for name, parameter in wrapping.unwrap(policy).named_parameters():
             now = parameter.detach()
-            now = now if is_in_pieces(own[name]) else whole(parameter).detach()  # both in the same pieces, or none
+            now = now if is_in_pieces(own[name]) else whole(parameter).detach()  # both sharded alike, or neither
             own[name].lerp_(now.to(own[name]), alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the weights of a reference that moves; of any other, what tells it from a wrong one.
-        Every process must call it."""
+        """The checkpoint's state: the weights of a moving reference, else a fingerprint. Every process must call it."""
         return _state(self.weights(), self.moves) if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
@@ -141,7 +141,8 @@ class AdapterReference:
     def without_adapter(cls, policy: nn.Module) -> AdapterReference:
         """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
         peft_model = wrapping.unwrap(policy)
-        active = peft_model.active_adapter  # of which earlier versions made a copy: what their checkpoints tell it by
+        # earlier versions made a copy of it, and their checkpoints hold its fingerprint
+        active = peft_model.active_adapter
         copied = {
             name.replace(f".{active}", f".{ADAPTER}"): p
             for name, p in peft_model.named_parameters()
@@ -176,7 +177,7 @@ class AdapterReference:
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Put the active adapter in the place of the reference's; only for `alpha` = 1, see `sync_problem`."""
+        """Copy the active adapter to the reference's; only for `alpha` = 1, see `sync_problem`."""
         active, own = self.policy.active_adapter, dict(self.policy.named_parameters())
         for name, parameter in self.weights().items():
             parameter.copy_(own[name.replace(f".{self.adapter}", f".{active}")])
@@ -210,7 +211,7 @@ def changes_nothing(policy: nn.Module) -> bool:
 
 
 class PolicyAsReference:
-    """The policy itself, as long as it has not been trained: to compute what is kept of the reference."""
+    """The untrained policy itself, to precompute the reference's log-probabilities."""
 
     is_gone, model = False, None
 
@@ -243,13 +244,13 @@ Reference = FrozenReference | AdapterReference | PolicyAsReference
 def make_reference(
     policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, moves: bool = False, precomputed: bool = False
 ) -> Reference:
-    """The reference of `policy` as it is now.
+    """The reference with the current weights of `policy`.
 
     Args:
-        given: a model to take as the reference instead.
-        fresh_adapter: the policy is a base with an adapter that was just put on it; without it, it is what was passed.
-        moves: the reference will be synchronized with the policy, and needs weights of its own.
-        precomputed: it is asked before training only.
+        given: a model to use as the reference instead.
+        fresh_adapter: the policy has a newly added adapter; the base without it is the reference.
+        moves: the reference will be synchronized with the policy and needs its own weights.
+        precomputed: it is evaluated before training only.
     """
     if given is not None:
         return FrozenReference(given, moves)
@@ -284,7 +285,7 @@ def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> st
 
 
 class SyncReference(TrainerCallback):
-    """Moves the reference towards the policy every `every` updates (TR-DPO)."""
+    """Moves the reference towards the policy every `every` optimizer steps (TR-DPO)."""
 
     def __init__(self, reference: Reference, alpha: float, every: int) -> None:
         self.reference, self.alpha, self.every = reference, alpha, every
@@ -300,9 +301,7 @@ SAMPLED = 512
 
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of up to `SAMPLED` numbers of each tensor, spread over it: enough to tell trained weights from
-    untrained.
-    """
+    """A hash of up to `SAMPLED` numbers of each tensor, spread over it, to detect trained weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         flat = tensor.detach().reshape(-1)

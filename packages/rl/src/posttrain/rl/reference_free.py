@@ -1,4 +1,4 @@
-"""Preference training without a reference model: the base of CPO, ORPO and reward models."""
+"""The base of preference trainers without a reference: CPO, ORPO and reward models."""
 
 from __future__ import annotations
 

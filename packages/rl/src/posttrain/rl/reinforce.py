@@ -1,6 +1,4 @@
-"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages are normalised over the batch, not in each
-group.
-"""
+"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages normalised over the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class ReinforcePlusPlusConfig(GRPOConfig):
 
     loss_type: str = opt(
         "bnpo",
-        "Which loss; the paper's is the clipped one, a mean over all tokens of an update.",
+        "The loss; the paper's is the clipped one, a mean over all tokens of an optimizer step.",
         choices=tuple(LOSSES),
     )
     group_baseline: bool = opt(

@@ -1,5 +1,7 @@
-"""Reward functions that need no model: right answers, format, repetition, length. Each takes lists and gives one number
-a completion; completions are texts or lists of messages."""
+"""Reward functions without a model: accuracy, format, repetition, length.
+
+Each takes lists and returns one number for each completion; completions are texts or lists of messages.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def final_answer(text: str) -> str | None:
 
 
 def as_number(answer: str) -> Fraction | None:
-    """An answer as an exact number: ``1,000``, ``0.5``, ``1/2``, ``\\frac{1}{2}``; None where it is none."""
+    """An answer as an exact number: ``1,000``, ``0.5``, ``1/2``, ``\\frac{1}{2}``; None if it is not one."""
     plain = _FRACTION.sub(r"\1/\2", answer)
     plain = _NOISE.sub("", plain).replace(",", "").rstrip(".")
     over, _, under = plain.partition("/")

@@ -1,11 +1,11 @@
 r"""Reward models from pairs: Bradley and Terry 1952, as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 1.
 
-With r the one number that the model gives to a prompt with a completion, and a margin m that a pair may bring along
-(Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. 2):
+With r the model's scalar output for a prompt with a completion, and an optional margin m of a pair (Touvron et al.
+2023, https://arxiv.org/abs/2307.09288, eq. 2):
 
 .. math:: -\log\sigma(r_w - r_l - m) + c (r_w + r_l)^2
 
-The second term holds rewards near 0, which differences alone leave open (Eisenstein et al. 2023,
+The second term keeps rewards near 0, which differences alone do not determine (Eisenstein et al. 2023,
 https://arxiv.org/abs/2312.09244, eq. 2).
 """
 
@@ -88,12 +88,12 @@ class RewardCollator:
 
 
 class RewardTrainer(ReferenceFreeTrainer):
-    """Trains a sequence classifier with one output to give the chosen completion of each pair the higher number.
+    """Trains a sequence classifier with one output to score the chosen completion of each pair higher.
 
     Args:
-        model: such a classifier, or the name or folder of a model to put a head of one output on.
-        train_dataset: pairs as `posttrain.rl.dpo.DPOTrainer` takes them; a column `margin` says by how much the rewards
-            of each are to differ at least.
+        model: such a classifier, or the name or folder of a model to which a head with one output is added.
+        train_dataset: pairs as `posttrain.rl.dpo.DPOTrainer` takes them; a column `margin` is the minimum difference of
+            each pair's rewards.
 
     The other arguments are those of `posttrain.rl.dpo.DPOTrainer`, without ``ref_model``.
     """
@@ -224,7 +224,7 @@ def _check_margins(dataset: Any, name: str) -> None:
         raise DataError(
             f"{name}: margin is no finite number in rows "
             f"{', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} (the first holds "
-            f"{margins[wrong[0]]!r}). Mend or filter those rows, or drop the column."
+            f"{margins[wrong[0]]!r}). Correct or filter those rows, or drop the column."
         )
 
 

@@ -1,4 +1,4 @@
-"""Scoring completions: reward functions and reward models, called with what they ask for, and watched."""
+"""Scores completions with reward functions and reward models, with time limits and checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SLOW = 60.0
-"""Seconds after which a call that has not come back is spoken of."""
+"""Seconds after which a call that has not returned is logged."""
 
 
 class RewardError(RuntimeError):
@@ -57,9 +57,7 @@ class RewardArguments:
         "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward "
         "models.",
     )
-    reward_weights: list[float] | None = opt(
-        None, "Weight of each reward function in the sum; None: 1 each. A larger one pulls the policy its way."
-    )
+    reward_weights: list[float] | None = opt(None, "Weight of each reward function in the sum; None: 1 each.")
     reward_on_error: str = opt(
         "raise",
             "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those "
@@ -68,12 +66,12 @@ class RewardArguments:
     )  # fmt: skip
     reward_error_value: float = opt(0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.")
     reward_timeout: float | None = opt(
-        None, "Seconds that one call of a reward function may take; None: as long as it wants.", above=0
+        None, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
     )
     reward_on_none: str = opt(
         "skip",
-            "When no reward function gives a reward for any completion of a rollout: skip says so and learns nothing "
-            "from it, raise stops the run.", choices=("skip", "raise"),
+            "If no reward function returns a reward for any completion of a rollout: skip logs it and trains on "
+            "nothing, raise stops the run.", choices=("skip", "raise"),
     )  # fmt: skip
     reward_concurrency: int = opt(
         1, "Reward functions that run at the same time, in threads; async ones always run side by side.", min=1
@@ -194,7 +192,7 @@ class Rewards:
 
         Args:
             prompts, completions: as the dataset has them: texts, or lists of messages.
-            columns: of the dataset, N values each. extra: whatever else functions may ask for.
+            columns: of the dataset, N values each. extra: further arguments for reward functions.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
@@ -310,7 +308,7 @@ class Rewards:
 
 
 def name_of(function: Any) -> str:
-    """What a reward function is called in the log."""
+    """The name of a reward function in the log."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -329,8 +327,8 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
     for parameter in named:
         if parameter.name not in available and parameter.default is parameter.empty:
             raise DataError(
-                f"The reward function {name!r} asks for {parameter.name!r}, which is no column of the dataset"
-                f"{did_you_mean(parameter.name, available)}. There are: {', '.join(sorted(available))}."
+                f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
+                f"dataset{did_you_mean(parameter.name, available)}. There are: {', '.join(sorted(available))}."
             )
     return {p.name: available[p.name] for p in named if p.name in available}
 
@@ -362,7 +360,7 @@ def named_function(name: str) -> Callable[..., Any]:
 
 
 def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:
-    """What is wrong with reward functions, without loading a model: with their names, types and number."""
+    """Problems with the names, types and number of reward functions, without loading a model."""
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for function in functions:
         if isinstance(function, str) and (function in BUILT_IN or ":" in function):

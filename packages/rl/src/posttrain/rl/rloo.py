@@ -1,6 +1,4 @@
-"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740: the others of a prompt are the
-baseline.
-"""
+"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class RLOOConfig(RolloutConfig):
 
     num_generations: int | None = opt(2, "Completions of each prompt: a group, compared with one another.", min=2)
     beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
-    normalize_advantages: bool = opt(False, "Bring the advantages of a rollout to mean 0 and standard deviation 1.")
+    normalize_advantages: bool = opt(False, "Normalize the advantages of a rollout to mean 0 and standard deviation 1.")
     reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")
 
     def _problems(self) -> Iterator[str]:
@@ -64,6 +62,6 @@ class RLOOTrainer(RolloutTrainer):
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         advantages = inputs["advantages"].unsqueeze(1)
         self._log_clipping(ratio.detach(), advantages, torch.ones_like(ratio))
-        if "ref_logps" in inputs and not self.model.training:  # in training it is told of each rollout
+        if "ref_logps" in inputs and not self.model.training:  # in training it gets each rollout
             self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
         return clipped(ratio, advantages, args.epsilon, high)

@@ -1,8 +1,7 @@
 """Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
 
-A `Rollout` is made once and then only read: while it is gone through, and in a checkpoint taken on the way. An
-algorithm is a subclass that overrides `compute_advantages` and `policy_loss`; `generate` and `score` are there for
-other ways to sample and to judge.
+A `Rollout` is immutable, in training and in checkpoints. An algorithm is a subclass that overrides `compute_advantages`
+and `policy_loss`; override `generate` and `score` to sample or score differently.
 """
 
 from __future__ import annotations
@@ -55,18 +54,17 @@ class RolloutTrainer(Trainer):
             list.
         args: a `RolloutConfig`.
         train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without
-            it, prompts are what the ``reset()`` of environments returns, and ``args.max_steps`` must say how many
-            updates to make.
+            it, prompts come from the ``reset()`` of environments, and ``args.max_steps`` must be set.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer; by default the one that belongs to the model.
-        reward_processing_classes: the tokenizers of reward models; None for one that comes with the model.
+        reward_processing_classes: the tokenizers of reward models; None: the model's own.
         quantization_config: loads a model given by name in 4 or 8 bits.
-        peft_config: train adapters (LoRA and kin) instead of the model's own weights.
+        peft_config: train adapters (LoRA and others) instead of the model's own weights.
         tools: functions that the policy may call, see `posttrain.rl.environments`.
         rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see
             `posttrain.rl.environments.take_rollout`.
-        environment_factory: makes what the policy acts on, see `posttrain.rl.environments`.
-        generator: what samples; by default what `args` ask for.
+        environment_factory: makes environments, see `posttrain.rl.environments`.
+        generator: the generation engine; by default as `args` set.
 
     The other arguments are those of `Trainer`.
     """
@@ -116,7 +114,7 @@ class RolloutTrainer(Trainer):
         if train_dataset is None and environment_factory is not None:
             train_dataset = [{}] * (
                 args.generation_batch_size // args.num_generations
-            )  # what reset() says is the prompt
+            )  # the prompt is the output of reset()
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
         given = args.reward_funcs if reward_funcs is None else reward_funcs
@@ -166,15 +164,15 @@ class RolloutTrainer(Trainer):
 
     @classmethod
     def preflight(cls, args: RolloutConfig, parts: Parts) -> Iterator[Problem]:
-        """As the core's; what is wrong with prompts and reward functions."""
+        """Adds problems with prompts and reward functions."""
         yield from model_type_problems(parts, "pass a causal language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
-                "and log the rewards. Give a reward function what is to be measured, or add to the record in a "
-                "callback's on_evaluate"
+                "and log the rewards. Use a reward function as a metric, or add to the record in a callback's "
+                "on_evaluate"
             )
         yield from reward_problems(
             parts.others["reward_funcs"], args.reward_weights, parts.others["environment_factory"]
@@ -204,7 +202,7 @@ class RolloutTrainer(Trainer):
                 self.metrics.add_sum("tools/failure_frequency", failures, calls)
 
     def _write(self, samples: list[Sample], sampling: Sampling) -> None:
-        """One turn of the policy. Neighbours with the same prompt are sampled together."""
+        """One turn of the policy. Adjacent samples with the same prompt are generated together."""
         for size, places in runs([sample.prompt_ids for sample in samples]):
             prompts = [samples[first].prompt_ids for first in places]
             rows = [first + offset for first in places for offset in range(size)]
@@ -240,13 +238,11 @@ class RolloutTrainer(Trainer):
         Returns:
             (N,).
         """
-        raise TypeError(f"{type(self).__name__} must say what its advantages are: override compute_advantages.")
+        raise TypeError(f"{type(self).__name__} must override compute_advantages.")
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
-        """The loss of each token (N, C), or of each completion (N, 1), of a micro-batch; see
-        `Rollout.micro_batches`.
-        """
-        raise TypeError(f"{type(self).__name__} must say what its loss is: override policy_loss.")
+        """The loss of each token (N, C) or completion (N, 1) of a micro-batch; see `Rollout.micro_batches`."""
+        raise TypeError(f"{type(self).__name__} must override policy_loss.")
 
     @property
     def needs_old_logps(self) -> bool:
@@ -292,8 +288,8 @@ class RolloutTrainer(Trainer):
         return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        """Micro-batches of rollouts, which are made on the way."""
-        if self.progress.batches == 0:  # what is left of an epoch that was ended early is not gone through
+        """Micro-batches of rollouts, which are made on demand."""
+        if self.progress.batches == 0:  # the rest of an epoch that ended early is skipped
             self._forget_rollout(keep_count=self.progress.epoch > 0)
         batches = iter(loader)
         self._restore_rng()
@@ -302,7 +298,7 @@ class RolloutTrainer(Trainer):
     def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         if loader.epoch == epoch or self._rollout is None or self._epoch_stops:
             return super()._windows_left(plan, loader, epoch)
-        self._restore_rng()  # the prompts had come to their end, and what was made of them had not
+        self._restore_rng()  # the prompts were used up, the last rollout was not
         return self._windows_of(plan, iter(()))
 
     def _windows_of(
@@ -322,7 +318,7 @@ class RolloutTrainer(Trainer):
                     return
             parts = self._parts_of(self._rollout)
             while self._used < len(parts) * self.num_iterations:
-                self._used += 1  # before it is given out: a checkpoint is taken while this stands still
+                self._used += 1  # before it is yielded: a checkpoint may be saved at the yield
                 yield parts[(self._used - 1) % len(parts)]
             self._rollout = None
 
@@ -358,7 +354,7 @@ class RolloutTrainer(Trainer):
         self.metrics.add_extreme("clip_ratio/high_max", -_least(-rows(marks.high, mask)), "max")
 
     def count_items(self, inputs: Any) -> torch.Tensor | int:
-        """What the loss is divided by, as `average` says; of a batch of prompts, how many they are."""
+        """The divisor of the loss for `average`; for a batch of prompts, their number."""
         if isinstance(inputs, list):
             return len(inputs)
         longest, per_row = self.args.max_completion_length or 0, inputs["tokens_per_row"]
@@ -367,7 +363,7 @@ class RolloutTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
-        """Complete and judge prompts; what comes of it is logged: rewards, ``pass@k``, and the policy loss."""
+        """Complete and score prompts; logs rewards, ``pass@k`` and the policy loss."""
         samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
         with self._weights_to_generate():
             temperature = self.args.eval_temperature
@@ -380,7 +376,7 @@ class RolloutTrainer(Trainer):
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the core's; says so in a sentence where a record shows that nothing can be learned."""
+        """Logs; warns if a record shows that nothing was learned."""
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         super().log(logs, start_time)
@@ -408,8 +404,8 @@ class RolloutTrainer(Trainer):
             self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(
-                "The rollout that the checkpoint was taken in was dealt otherwise (%s completions on each of %s "
-                "processes, %s in a micro-batch): the rest of it is left out, and the next prompts are sampled.",
+                "The checkpoint's rollout was distributed differently (%s completions on each of %s processes, %s in "
+                "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
                 *state["dealt"],
             )  # fmt: skip
         if self.reference is not None and "reference" in state:
@@ -459,7 +455,7 @@ class RolloutTrainer(Trainer):
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         self.environments.begin(samples)
         read, ids = None, []
-        for sample in samples:  # those of one prompt are neighbours, and it is tokenised once
+        for sample in samples:  # those of one prompt are adjacent, and it is tokenised once
             asked = sample.prompt, self.environments.schemas_of(sample)
             is_new, read = asked != read, asked
             ids = self.codec.encode(*asked) if is_new else ids
@@ -535,8 +531,9 @@ class RolloutTrainer(Trainer):
                     self.generate(samples, self.sampling(temperature))
 
     def _weights_to_generate(self) -> contextlib.AbstractContextManager:
-        """Where the engine generates: with whole weights of the policy, since processes write completions of different
-        lengths; or with a copy of its own, and then no process ever holds the policy whole."""
+        """The context in which the engine generates: with gathered weights, because completions differ in length
+        between processes; or with the engine's own copy, without gathering.
+        """
         return contextlib.nullcontext() if has_own_weights(self.generator) else self.dist.gathered(self.model)
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
@@ -549,9 +546,7 @@ class RolloutTrainer(Trainer):
         return scores
 
     def _with_logps(self, rollout: Rollout, exact: bool) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what the loss needs of the old and the reference policy, their divergence if it is asked
-        for).
-        """
+        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
         exact = exact and rollout.sampling_logps is not None and self.dist.precision == "no"
         corrects = not exact and rollout.sampling_logps is not None and self._corrects_engine
         by_entropy = self.top_entropy_quantile < 1
@@ -598,7 +593,7 @@ class RolloutTrainer(Trainer):
             self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
 
     def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
-        """[(N, C) log-probabilities, (N, C) entropies] under `model` as it is now, without dropout; on the CPU."""
+        """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""
         found: list[list[torch.Tensor]] = [[], []]
         with eval_mode(model), torch.no_grad(), self.clock("logps"):
             for part in self._parts_of(rollout):
@@ -625,10 +620,10 @@ class RolloutTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        """As the core's; then what was completed is shown, where that is asked for."""
+        """Evaluates, then shows the completions if ``log_completions`` is set."""
         self._shown = []
         if not self.is_in_train:
-            self._synced_at = None  # nobody knows what was done to the weights
+            self._synced_at = None  # the weights may have changed
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.args.log_completions:
             title = f"{description} at step {self.state.global_step}"
@@ -646,7 +641,7 @@ class RolloutTrainer(Trainer):
         if self.beta:
             with self.reference.use() as policy:
                 rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
-        # Each prompt by itself, so that what is normalised over a batch depends on no batch size.
+        # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         for part in self._parts_of(replace(rollout, advantages=advantages)):
@@ -658,7 +653,7 @@ class RolloutTrainer(Trainer):
                 )
 
     def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
-        """Show the completions of a rollout, where that is asked for."""
+        """Show the completions of a rollout if ``log_completions`` is set."""
         if self.args.log_completions:
             rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
             self._show(rows, f"Step {self.state.global_step}", "completions")
@@ -681,7 +676,7 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ set-up
 
     def _make_reference(self, fresh_adapter: bool) -> Reference | None:
-        """The policy as it is now, where the loss needs it."""
+        """The current policy's log-probabilities, if the loss needs them."""
         if not self.beta:
             return None
         if self.args.sync_ref_model and (problem := sync_problem(self.model, None, self.args.ref_model_mixup_alpha)):
@@ -728,7 +723,7 @@ class RolloutTrainer(Trainer):
         return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 
     def _forget_rollout(self, keep_count: bool = False) -> None:
-        self._shown: list[dict[str, Any]] = []  # of the evaluation under way
+        self._shown: list[dict[str, Any]] = []  # of the current evaluation
         self._rollout: Rollout | None = None
         self._used = 0
         self._synced_at: int | None = None
@@ -746,11 +741,11 @@ def as_they_are(rows: list[Any]) -> list[Any]:
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:
-    """The least that is no NaN: (N,) -> (); NaN where there is none."""
+    """The minimum without NaN: (N,) -> (); NaN if there is no other value."""
     least = values.nan_to_num(nan=torch.inf).amin()
     return least.masked_fill(least.isinf(), torch.nan)
 
 
 def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
-    samples = [replace(sample, environment=None) for sample in samples]  # it was asked for its reward, and stays here
+    samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
     return list(zip(samples, scores.rewards, scores.failed, strict=True))

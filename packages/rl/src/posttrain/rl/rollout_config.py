@@ -1,4 +1,4 @@
-"""The arguments that every trainer which samples from its own policy shares."""
+"""The shared arguments of online trainers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GenerationArguments:
     top_p: float = opt(
         1.0, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
     )
-    top_k: int = opt(0, "Sample among so many most probable tokens; 0: all.", min=0)
+    top_k: int = opt(0, "Sample among this many most probable tokens; 0: all.", min=0)
     min_p: float | None = opt(
         None, "Sample among tokens of at least this share of the highest probability.", min=0, max=1
     )
@@ -89,8 +89,8 @@ class GenerationArguments:
             yield problem
         if not self.ds3_gather_for_generation and getattr(self, "deepspeed", None):
             yield (
-                "ds3_gather_for_generation=False generates with weights in pieces, layer by layer, which is not in "
-                "this version; leave it True, or use_vllm with a server for a model that one GPU cannot hold whole"
+                "ds3_gather_for_generation=False, generation with sharded weights, is not supported; leave it True, "
+                "or use use_vllm with a server if the model does not fit on one GPU"
             )
 
     def _preflight(self) -> Iterator[ImportError]:
@@ -99,7 +99,7 @@ class GenerationArguments:
         yield from self._engine_problems()
 
     def _engine_problems(self) -> Iterator[str]:
-        """What transformers' generate would not know; vLLM has fields of its own."""
+        """Fields that transformers' generate does not have; vLLM has its own."""
         from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
         stop = ("stop", "stop_strings")
@@ -135,7 +135,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     learning_rate: float = opt(
         1e-6, "Peak learning rate. Small models from scratch take a hundred times as much.", min=0
     )
-    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    logging_steps: float = opt(10, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
@@ -147,9 +147,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments of from_pretrained, for a model given by name."
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     router_aux_loss_coef: float | None = opt(
-        None, "Weight of the load-balancing loss of a mixture of experts; None: as its config says; 0: none.", min=0
+        None, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
     )
     disable_dropout: bool = opt(False, "Switch dropout off, so that a completion has one probability.")
     cast_lm_head_to_fp32: bool = opt(False, "Compute the output head in float32, for a model in half precision.")
@@ -159,7 +159,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         None, "Completions of each prompt at evaluation; None: as in training.", min=1
     )
     eval_temperature: float | None = opt(None, "Temperature at evaluation; 0 is greedy; None: as in training.", min=0)
-    pass_threshold: float = opt(1.0, "Reward of the first reward function from which a completion counts as a pass.")
+    pass_threshold: float = opt(1.0, "A completion passes if the first reward function gives at least this.")
     shuffle_dataset: bool | None = opt(True, "Shuffle the prompts in each pass.")
     generation_batch_size: int | None = opt(
         None,
@@ -184,7 +184,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     pad_to_multiple_of: int | str | None = opt("auto", "Pad batches to a multiple of this; auto: no such multiple.")
     share_prompts: bool | None = opt(
         None,
-        "Lay the completions of a prompt behind one copy of it in training. None: where the model can and it pays.",
+        "Train on a prompt's completions behind one copy of it. None: if the model supports it and it is faster.",
         flag=True,
     )
 
@@ -194,18 +194,16 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         None, "The same above 1; None: epsilon. DAPO takes 0.28, CISPO 5.", min=0, max=math.inf
     )
     sync_ref_model: bool = opt(
-        False, "Move the reference towards the policy every ref_model_sync_steps updates (TR-DPO)."
+        False, "Move the reference towards the policy every ref_model_sync_steps optimizer steps (TR-DPO)."
     )
     ref_model_mixup_alpha: float = opt(0.6, "Share of the policy in the reference after it was moved.", min=0, max=1)
-    ref_model_sync_steps: int = opt(512, "Updates between two moves of the reference.", min=1)
+    ref_model_sync_steps: int = opt(512, "Optimizer steps between two syncs of the reference.", min=1)
 
     log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
     log_multimodal: bool = opt(True, "Keep images in the written prompts; off, they are left out.")
     num_completions_to_print: int | None = opt(None, "How many are printed; None: all of a rollout.", min=0)
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
-    max_tool_calling_iterations: int | None = opt(
-        None, "Turns in which tools are called; None: as many as it wants.", min=0
-    )
+    max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
 
     def _normalize(self) -> None:
         import torch
@@ -255,13 +253,13 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
-            yield "label_smoothing_factor smooths labels, and what a policy has sampled has none; leave it 0"
+            yield "label_smoothing_factor has no effect: sampled completions have no labels; leave it 0"
         if self.train_sampling_strategy != "random":
             yield (
-                f"train_sampling_strategy={str(self.train_sampling_strategy)!r} is for rows that are trained on as "
-                "they are; prompts come in their order with shuffle_dataset=False"
+                f"train_sampling_strategy={str(self.train_sampling_strategy)!r} does not apply to prompts; set "
+                "shuffle_dataset=False to keep their order"
             )
         if self.sync_ref_model and not self.beta:
-            yield "sync_ref_model=True needs a reference model, and with beta=0 there is none; set beta above 0"
+            yield "sync_ref_model=True needs a reference model, and beta=0 uses none; set beta above 0"
         if self.dynamic_sampling and (self.num_generations or 0) < 2:
             yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"

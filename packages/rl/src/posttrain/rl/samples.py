@@ -1,6 +1,4 @@
-"""What a policy has written, and what is learned from it: samples while they are made and judged, a rollout
-afterwards.
-"""
+"""Samples, while completions are made and scored, and the rollout made of them."""
 
 from __future__ import annotations
 
@@ -15,17 +13,16 @@ from posttrain.rl.logprobs import lay_out
 
 @dataclass
 class Sample:
-    """One completion, on its way to be judged.
+    """One completion in progress.
 
     Attributes:
-        row: of the dataset. seed: of the numbers that its tokens are drawn with. prompt: as the row has it, or as an
-            environment gave it.
-        prompt_ids: what the policy read. ids: what came after it, tools' tokens among them.
-        logps: of the engine, for each of `ids`; None where it does not tell. is_exact: see `Completions`.
+        row: of the dataset. seed: of its random numbers. prompt: from the row or from an environment.
+        prompt_ids: tokens of the prompt. ids: tokens after it, tool answers included.
+        logps: of the engine, for each of `ids`; None if unknown. is_exact: see `Completions`.
         learn: for each of `ids`, whether the policy chose it; None: all.
         finished: whether the completion ended by itself.
-        completion: text, or the messages that it amounts to.
-        extra: further columns for reward functions. environment: what its tools act on.
+        completion: decoded as text or messages.
+        extra: further columns for reward functions. environment: the object with its tools.
     """
 
     row: dict[str, Any]
@@ -49,16 +46,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rollout:
-    """N judged completions of this process, those of a prompt next to each other. Made once and then only read; on the
-    CPU.
+    """N scored completions of this process, those of a prompt adjacent. Immutable; on the CPU.
 
     Attributes:
         prompt_ids, prompt_lengths: (N, P) padded on the right, and (N,).
         completion_ids, completion_lengths: (N, C) padded on the right, and (N,).
-        loss_mask: (N, C) bool, the tokens that are learned from.
+        loss_mask: (N, C) bool, the trained tokens.
         advantages: (N,), or (N, C) for advantages of tokens.
-        old_logps: (N, C) of the policy that wrote them, as training computes them; None while that is the one in
-            training.
+        old_logps: (N, C) of the sampling policy, as training computes them; None while that is the current policy.
         ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
         correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
         entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
@@ -78,10 +73,10 @@ class Rollout:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
-        """The tokens of `samples`, not yet judged.
+        """The tokens of `samples`, not yet scored.
 
         Args:
-            mask_truncated: learn nothing from completions that did not end by themselves.
+            mask_truncated: do not train on truncated completions.
         """
         prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
         completions = [torch.tensor(sample.ids) for sample in samples]
@@ -108,8 +103,8 @@ class Rollout:
     ) -> list[dict[str, Any]]:
         """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
 
-        Beside what `lay_out` gives: the fields of this class from `advantages` on that are not None, and
-        ``tokens_per_row``, the tokens with a loss by the completions of the whole rollout.
+        They hold the output of `lay_out`, the fields of this class from `advantages` on that are not None, and
+        ``tokens_per_row``, the mean number of trained tokens per completion of the rollout.
         """
         tokens_per_row = self.loss_mask.sum() / len(self)
         return [

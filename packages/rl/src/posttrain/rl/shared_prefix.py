@@ -1,15 +1,15 @@
-"""Completions behind one copy of their prompt: how they are laid out in a row, and the log-probability of each token.
+"""Lays completions out behind one shared copy of their prompt and computes their log-probabilities.
 
 A prompt of P tokens and its completions of L1, L2, ... become the segments
 
-    prompt[:-1]   prompt[-1] + completion1[:-1]   prompt[-1] + completion2[:-1]   ...
+    prompt[:-1] prompt[-1] + completion1[:-1] prompt[-1] + completion2[:-1] ...
 
-each completion's segment continuing the prompt's. So the model reads the prompt once, and what it computes at position
-j of a completion's segment predicts token j of that completion: nothing has to be gathered before the output head, and
-the head sees completion tokens only. The numbers are those of each prompt and completion read alone.
+each completion's segment continuing the prompt's. The model reads the prompt once, and position j of a completion's
+segment predicts token j of that completion: nothing is gathered before the output head, which sees completion tokens
+only. The numbers equal those of separate rows.
 
-The other layout is the plain one: a row each, filled up on the right. An encoder-decoder reads the prompt in its
-encoder, and its decoder gets a row for each completion.
+The other layout is one right-padded row for each completion. An encoder-decoder gets the prompt in its encoder and a
+decoder row for each completion.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from posttrain.core.losses.language_modeling import shift_labels
 from posttrain.core.models import lm_head, wrapping
 
 Ids = Sequence[int]
-#: Entries of a batch that say what is to be scored; everything else is for the model.
+#: Entries of a batch that describe the scored tokens; all others are inputs of the model.
 NOT_FOR_THE_MODEL = (
     "completion_mask",
     "completion_places",
@@ -91,9 +91,9 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
 
 @dataclass(frozen=True)
 class Encoder:
-    """How an encoder-decoder is given a prompt and a completion.
+    """The special tokens of an encoder-decoder's prompt and completion.
 
-    start: the token that its decoder begins with. end: the tokens that stand behind a prompt in its encoder.
+    start: the first token of the decoder. end: the tokens after a prompt in the encoder.
     """
 
     start: int
@@ -108,8 +108,8 @@ class Encoder:
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(
-                f"{type(wrapping.base_model(model)).__name__} has an encoder and a decoder, and its config does "
-                "not say what the decoder begins with. Set model.config.decoder_start_token_id."
+                f"{type(wrapping.base_model(model)).__name__} is an encoder-decoder without decoder_start_token_id. "
+                "Set model.config.decoder_start_token_id."
             )
         return cls(start, tuple(chat_template.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
 
@@ -163,9 +163,7 @@ def padded_rows(
 
 
 def reorder(batch: dict[str, Any], order: Sequence[int]) -> dict[str, Any]:
-    """`batch` with its completions in another order; a flattened row stays as it is, only where they are found
-    changes.
-    """
+    """`batch` with its completions in another order; a flattened row stays, only the positions change."""
     names = ("completion_mask", "completion_places") if "completion_places" in batch else tuple(batch)
     index = torch.as_tensor(order)
     return batch | {name: batch[name][index] for name in names}
@@ -173,11 +171,11 @@ def reorder(batch: dict[str, Any], order: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """What a model says of each token of K completions; all (K, T).
+    """A model's scores for each token of K completions; all (K, T).
 
-    logps: log-probabilities, 0 outside the mask. mask: bool, which tokens are scored.
-    stats: what `posttrain.core.losses.language_modeling.TOKEN_STATS` names and was asked for, detached.
-    aux_loss: the router's load-balancing loss, (), of a mixture of experts that was asked for it.
+    logps: log-probabilities, 0 outside the mask. mask: bool, which tokens are scored. stats: the requested ones of
+    `posttrain.core.losses.language_modeling.TOKEN_STATS`, detached. aux_loss: the router's load-balancing loss, (), of
+    a mixture of experts, if requested.
     """
 
     logps: torch.Tensor
@@ -230,9 +228,7 @@ def score_completions(
 
 
 def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:
-    """(1 + S, B, T) log-probabilities of the labels and their `stats`, of (B, T, V) logits; 0 where there is no
-    label.
-    """
+    """(1 + S, B, T) log-probabilities of the labels and their `stats` from (B, T, V) logits; 0 without a label."""
     at = labels != IGNORE_INDEX
     targets, logits = labels[at], logits[at].float()
     all_logps = logits.log_softmax(-1)

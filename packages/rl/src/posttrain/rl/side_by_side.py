@@ -1,4 +1,4 @@
-"""What policy and reference write to the same prompts: evaluation for the eye."""
+"""Writes completions of policy and reference for the same prompts to a file for comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[i
 def compare(
     policy: nn.Module, reference: Reference | None, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int
 ) -> list[dict[str, str]]:
-    """``{"prompt", "policy", "reference"}`` for each prompt; without "reference" where there is none any more."""
+    """``{"prompt", "policy", "reference"}`` for each prompt; without "reference" if it no longer exists."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     columns = {"prompt": tokenizer.batch_decode(prompts)}
     with eval_mode(policy):
@@ -50,6 +50,6 @@ def compare(
 
 
 def append(samples: list[dict[str, str]], step: int, directory: str | Path) -> None:
-    """Add `samples` of update `step` to the file `SAMPLES` in `directory`, a JSON object a line."""
+    """Append `samples` of optimizer step `step` to the file `SAMPLES` in `directory` as JSON lines."""
     with (Path(directory) / SAMPLES).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"step": step} | sample, ensure_ascii=False) + "\n" for sample in samples)

@@ -1,7 +1,7 @@
-"""How models write calls of tools: one reader for each form.
+"""Parsers of tool calls, one for each format.
 
-Which form a model was taught is seen from its chat template, see `posttrain.rl.tool_protocol`. A reader finds the
-blocks of a text that hold calls; a block whose content does not follow the form holds a call without arguments (None).
+The chat template shows the format of a model, see `posttrain.rl.tool_protocol`. A parser finds the blocks of a text
+that hold calls; a block that does not match the format is a call without arguments (None).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECODER = json.JSONDecoder(strict=False)  # models write line breaks within stri
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool. `arguments` are None where they cannot be read; `id` is what the model itself wrote for one."""
+    """A call of a tool. `arguments` are None if they cannot be parsed; `id` is the model's own id."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -46,11 +46,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write calls.
+    """A format of calls.
 
     Attributes:
         read: ``(text, types)`` -> the blocks of calls, in their order.
-        is_marked: no other text looks like a call. Forms that are not are read only where the template writes them.
+        is_marked: no other text looks like a call. Other formats are parsed only if the template uses them.
     """
 
     name: str
@@ -69,9 +69,7 @@ def between(start: str, stop: str, body: Callable[[str, Types], list[Call]]) -> 
 
 
 def before_json(start: str, stop: str = "") -> Callable[[str, Types], list[Block]]:
-    """A mark, then JSON: of calls, or of the arguments where the mark has a group `name`; then, if it is there,
-    `stop`.
-    """
+    """A mark followed by JSON of calls, or of arguments if the mark has a group `name`, and an optional `stop`."""
     opening, closing = re.compile(start, re.DOTALL), re.compile(stop)
 
     def read(text: str, types: Types) -> list[Block]:
@@ -128,7 +126,7 @@ def _json_text(text: str, types: Types) -> list[Call]:
 
 
 def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """An argument that was written as it is, as the type that its schema asks for."""
+    """A plain-text argument, converted to the type of its schema."""
     kinds = _kinds(schema or {})
     if "null" in kinds and text.strip() in ("null", "None"):
         return None
@@ -163,7 +161,7 @@ def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Cal
     def values(text: str, schemas: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for m in argument.finditer(text):
             value = m["value"]
-            if len(value) > 1 and value[0] == value[-1] == "\n":  # some templates put it on lines of its own
+            if len(value) > 1 and value[0] == value[-1] == "\n":  # some templates put it on separate lines
                 value = value[1:-1]
             yield m["key"], _typed(value, schemas.get(m["key"]))
 
@@ -171,7 +169,7 @@ def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Cal
 
 
 def _items(pattern: str) -> Callable[[str, Types], list[Call]]:
-    """Calls whose `name` (and `id`) the text says, with their arguments, `json`."""
+    """Calls from matches with `name`, `json` arguments and an optional `id`."""
     item = re.compile(pattern, re.DOTALL)
 
     def read(text: str, types: Types) -> list[Call]:
@@ -185,7 +183,7 @@ def _python(text: str, types: Types) -> list[Call]:
     """``[look(where='here', far=2), stop()]``."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:  # templates write line breaks into texts as they are
+    except SyntaxError:  # templates do not escape line breaks in texts
         tree = ast.parse(text.strip().replace("\n", "\\n"), mode="eval").body
     return [_python_call(call) for call in (tree.elts if isinstance(tree, ast.List) else [tree])]
 
@@ -323,9 +321,7 @@ FORMS = (
 
 
 def marked_calls(text: str, types: Types) -> list[Block]:
-    """The blocks of every form that has marks of its own, in their order; where two forms share a mark, the one that
-    reads.
-    """
+    """The blocks of every marked format in order; if two formats share a mark, the one that parses."""
     found: list[Block] = []
     for form in FORMS:
         for block in form.read(text, types) if form.is_marked else ():

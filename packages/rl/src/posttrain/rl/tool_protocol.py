@@ -1,8 +1,7 @@
-"""What a chat template makes of tools: how it describes them, how a call is written, and what stands around an answer.
+"""Detects how a chat template describes tools and formats calls and answers.
 
-All of it is seen from what the template renders of a short conversation, so that no list of models is kept. What the
-policy has written is never rendered again: behind its own tokens go those that the template puts between a call and the
-next turn.
+It renders a short conversation, so no list of models is needed. The policy's own tokens are never rendered again: the
+template's tokens between a call and the next turn are appended to them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from posttrain.core.errors import DataError
 from posttrain.rl.tool_formats import FORMS, Block, Call, marked_calls
 
 QUESTION = {"role": "user", "content": "?"}
-# Words that no template says by itself, in places where a template might leave something out.
+# Words that no template contains, where a template might omit content.
 NAME, VALUE, ANSWER = "posttrain_look_up", chat_template.PLACEHOLDER, "posttrain5e2b7d"
 TOOL = {
     "type": "function",
@@ -58,22 +57,22 @@ class Turn:
 
 
 class ToolProtocol:
-    """Reads the calls of a policy, and writes what tools answer, as a chat template has it.
+    """Parses a policy's calls and renders tool answers in the format of a chat template.
 
     Args:
-        tokenizer: its chat template is tried on a conversation of two turns.
+        tokenizer: its chat template is tested on a conversation of two turns.
         chat_template_kwargs: variables for the template.
-        schemas: of the tools that will be called; a template may be told of them by its own variables.
+        schemas: of the tools.
 
     Attributes:
-        form: how calls are written; None where the template shows none, and every form that has marks of its own is
-            read, or where only the tokenizer's response template reads them.
-        example: a call as the template writes it.
-        describes: whether the template tells the model which tools there are.
+        form: the format of calls; None if the template shows none (then every marked format is parsed) or if only the
+            tokenizer's response template parses them.
+        example: a call as the template renders it.
+        describes: whether the template describes the tools to the model.
         end_ids: the tokens that end a turn with a call.
 
     Raises:
-        ValueError: the template shows no tools, no calls, or no answers; or calls in a form that nothing here can read.
+        ValueError: the template renders no tools, calls or answers, or calls in an unknown format.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ToolProtocol:
             self._try(schemas)
         except DataError as error:
             raise ValueError(
-                f"Tools cannot be used with this chat template: {error}. Set chat_template_path to one that knows "
+                f"Tools cannot be used with this chat template: {error}. Set chat_template_path to one that supports "
                 "the role 'tool', or leave tools out."
             ) from error
 
@@ -122,7 +121,7 @@ class ToolProtocol:
         return text
 
     def _contents(self, text: str, thought: tuple[int, int], blocks: list[Block], ids: Sequence[int]) -> dict[str, str]:
-        """What a turn says beside its calls: `content`, and the thoughts before it."""
+        """The rest of a turn: `content` and the thoughts before it."""
         if self._has_channels and "<|message|>" in text:
             said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
             for found in CHANNEL.finditer(text):
@@ -188,7 +187,7 @@ class ToolProtocol:
         template = self._template(schemas)
         ids = [answer.get("tool_call_id") or _identifier(i) for i, answer in enumerate(answers)]
         own = [_identifier(i) for i in range(len(answers))]
-        # A model may write an identifier that the template refuses, and some templates know one call in a turn.
+        # The template may refuse a model's identifier or support only one call in a turn.
         ways = [ids, *([own] if ids != own else []), *([own[:1]] if len(answers) > 1 else [])]
         for way in ways:
             said = self._asking([answer["name"] for answer in answers[: len(way)]], way)
@@ -203,10 +202,10 @@ class ToolProtocol:
             _, found, tail = text.partition(f"{VALUE}{len(way) - 1}" + closing)
             if found:
                 return tail
-        raise DataError("it renders a call otherwise when tools have answered")
+        raise DataError("it renders a call differently when tools have answered")
 
     def _encode(self, tail: str) -> tuple[list[int], int]:
-        """The tokens of `tail`, as they are behind a call, and how many of them (one at least) end the turn."""
+        """The tokens of `tail` after a call, and how many of them (at least one) end the turn."""
         ending = len(self._ending) if tail.startswith(self._ending) else 0
         before = self._closing[-1:]
         if before and getattr(self.tokenizer, "is_fast", False):
@@ -234,7 +233,7 @@ class ToolProtocol:
     def _try(self, schemas: Sequence[dict[str, Any]]) -> None:
         template = self._template([TOOL])
         asked = template.render([QUESTION], add_generation_prompt=True)
-        own = self._template(schemas).render([QUESTION])  # a template may refuse what it cannot describe
+        own = self._template(schemas).render([QUESTION])  # a template may reject a tool
         self.describes = NAME in asked or names_all(own, schemas)
         self._opened = next((a for a, b in THOUGHTS if asked.rfind(a) > asked.rfind(b)), None)
         self._has_channels = "<|channel|>" in asked or "<|channel|>" in str(self.tokenizer.chat_template)
@@ -248,7 +247,7 @@ class ToolProtocol:
         self._find_ending(template)
 
     def _conversation(self, template: chat_template.Template) -> str | None:
-        """A conversation with a call, in the first way in which the template shows it; None where it shows none."""
+        """A conversation with a call, in the first variant that the template renders; None if it renders none."""
         for self._content in ("", None):  # some templates show a call only where the turn has no content
             calls = [_dummy(NAME, 0, _identifier(0))]
             turn = {"role": "assistant", "content": self._content, "tool_calls": calls}
@@ -265,7 +264,7 @@ class ToolProtocol:
         return {"role": "tool", "name": NAME, "content": content, "tool_call_id": _identifier(0)}
 
     def _find_form(self, text: str, start: int) -> None:
-        """Which form reads the call in `text`, whose turn begins at `start`, or a few characters before."""
+        """The format that parses the call in `text`, whose turn begins at `start` or a few characters before."""
         stop = text.index(f"{VALUE}0") + len(f"{VALUE}0")
         end = min((p for t in self._special if (p := text.find(t, stop)) >= 0), default=len(text))
         if has_parser(self.tokenizer):
@@ -282,13 +281,13 @@ class ToolProtocol:
                     return
         if not self._parser_reads:
             raise DataError(
-                f"it writes a call as {text[start:end]!r}, a form that is not known here; set "
-                "tokenizer.response_template to how it is parsed"
+                f"it renders a call as {text[start:end]!r}, an unknown format; set tokenizer.response_template to "
+                "parse it"
             )
         self._closing = text[stop:end]
 
     def _find_ending(self, template: chat_template.Template) -> None:
-        """What ends a turn with a call, which is in the history as it is in front of an answer."""
+        """The text that ends a turn with a call before an answer."""
         answer = self._answer(ANSWER)
         tail = self._tail([answer], [TOOL])
         if ANSWER not in tail:
@@ -305,17 +304,17 @@ class ToolProtocol:
 
 
 def has_parser(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself says how the turns of its model are parsed."""
+    """Whether the tokenizer has a response template."""
     return getattr(tokenizer, "response_template", None) is not None
 
 
 def parse_response(
     tokenizer: Any, response: Any, prefix: Any = (), schemas: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """A message of the assistant, as the tokenizer's response template has it; as plain text where that does not fit.
+    """An assistant's message, parsed with the tokenizer's response template; plain text if that fails.
 
     Args:
-        response: what the model wrote, prefix: what it had read; both as tokens or as texts.
+        response: the model's output, prefix: its input; both as tokens or as texts.
     """
     response, prefix = (value if isinstance(value, str) else list(value) for value in (response, prefix))
     try:
@@ -337,7 +336,7 @@ def argument_types(schemas: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def names_all(text: str, schemas: Sequence[dict[str, Any]]) -> bool:
-    """Whether a text says the name of each of these tools (and there are any)."""
+    """Whether a text names each of these tools (and there are any)."""
     names = argument_types(schemas)
     return bool(names) and all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
 
@@ -352,7 +351,7 @@ def _dummy(name: str, number: int, id: str) -> dict[str, Any]:
 
 
 def _identifier(number: int) -> str:
-    return f"call{number:05}"  # nine letters and digits, which is what the strictest templates ask for
+    return f"call{number:05}"  # nine letters and digits, as the strictest templates require
 
 
 PROBE = (NAME, {"where": f"{VALUE}0"})
