@@ -55,7 +55,7 @@ def test_a_missing_column_is_named():
     def judge(completions, anwser):
         return [0, 0]
 
-    with pytest.raises(DataError, match=r"'judge' asks for 'anwser'.*did you mean 'answer'"):
+    with pytest.raises(DataError, match=r"'judge' has the parameter 'anwser'.*did you mean 'answer'"):
         score(judge, columns={"answer": [5, 6]})
 
 
