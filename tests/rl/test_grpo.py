@@ -627,7 +627,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
     ({"max_prompt_length": 5}, "prompts are never cut"),
     ({"use_vllm": True, "use_transformers_continuous_batching": True}, "two engines"),
-    ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
+    ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "=1.2 is not supported"),
     ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "have no labels"),
     ({"ds3_gather_for_generation": False, "deepspeed": {"zero_optimization": {"stage": 3}}},
     "ds3_gather_for_generation=False"), ({"cache_implementation": "static", "use_vllm": True}, "cache_implementation"),
