@@ -29,7 +29,7 @@ def test_a_row_that_was_cut_to_nothing_names_the_limit_and_the_remedy(tmp_path, 
         make(SFTTrainer, tmp_path, rows, max_length=16)
     (said,) = [record.getMessage() for record in caplog.records if "dropped 1" in record.getMessage()]
     assert (
-        "after truncation (rows 1): max_length cut off what is trained on; raise it, or set truncation_mode or too_long"
+        "after truncation (rows 1): max_length cut off all trained tokens; raise it, or set truncation_mode or too_long"
         in said
     )
 

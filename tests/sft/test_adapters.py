@@ -172,7 +172,7 @@ def test_no_checkpoint_is_there_of_an_adapter_that_was_not_saved_as_it_is(tmp_pa
 
 @pytest.mark.parametrize("changes", [{"packing": True}, {"padding_free": True}], ids=str)
 def test_virtual_tokens_and_several_documents_in_a_row_are_refused(changes, tmp_path):
-    with pytest.raises(ValueError, match="only the first would see them. Set packing=False"):
+    with pytest.raises(ValueError, match="only the first of several documents would see them. Set packing=False"):
         make(tmp_path, "prompt-tuning", **changes)
 
 

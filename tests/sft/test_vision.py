@@ -136,7 +136,7 @@ def test_one_picture_a_path_and_what_the_hub_stores_are_the_same(tmp_path):
 def test_rows_are_cut_behind_their_pictures_alone():
     batch = collator(max_length=8)(rows("text", 2))
     assert batch["input_ids"].shape == (2, 8) and (batch["input_ids"] == 384).sum(1).tolist() == [5, 5]
-    with pytest.raises(DataError, match="max_length=4 would cut off tokens that stand for its pictures"):
+    with pytest.raises(DataError, match="max_length=4 would cut off tokens of its images"):
         collator(max_length=4)(rows("text", 2))
     assert collator(pad_to_multiple_of=16)(rows("text", 2))["labels"].shape[1] % 16 == 0
 
@@ -203,7 +203,7 @@ def test_a_model_and_its_processor_are_loaded_by_name_and_evaluated(tmp_path):
 
 
 def test_what_cannot_be_done_with_pictures_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="packing=True is not known for rows with pictures"):
+    with pytest.raises(ConfigError, match="packing=True is not supported for rows with images"):
         make(tmp_path, rows("messages"), packing=True)
     with pytest.raises(ConfigError, match="assistant_only_loss=True is not known"):
         make(tmp_path, rows("messages"), assistant_only_loss=True)

@@ -1,4 +1,4 @@
-"""Translation, summarization and other tasks of text in, text out, evaluated by what the model generates."""
+"""Trains models for translation, summarization and other text-to-text tasks."""
 
 from __future__ import annotations
 

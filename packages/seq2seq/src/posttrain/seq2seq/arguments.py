@@ -33,10 +33,10 @@ class Seq2SeqConfig(Seq2SeqTrainingArguments):
         True, "Let evaluations generate, and score the texts by `text_metrics`; off computes the loss alone."
     )
     source_column: str = opt("source", "Column with the text that is read.")
-    target_column: str = opt("target", "Column with the text that is to be written.")
+    target_column: str = opt("target", "Column with the target text.")
     source_prefix: str = opt("", "Put before every source, e.g. 'summarize: ' for a pretrained T5.")
-    max_source_length: int = opt(1024, "Longest source in tokens; what is longer is cut at its end.", min=2)
-    max_target_length: int = opt(128, "Longest target in tokens; what is longer is cut at its end.", min=2)
+    max_source_length: int = opt(1024, "Maximum tokens of a source; longer ones are truncated at the end.", min=2)
+    max_target_length: int = opt(128, "Maximum tokens of a target; longer ones are truncated at the end.", min=2)
     text_metrics: list[str] = opt(["bleu", "chrf"], f"Scores of generated texts: some of {', '.join(METRICS)}.")
 
     def _problems(self) -> Iterator[str]:

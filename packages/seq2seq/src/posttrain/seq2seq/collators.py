@@ -1,4 +1,4 @@
-"""Batches of sources and targets, for models with an encoder and without."""
+"""Collators for sources and targets, for models with and without an encoder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PromptTargetCollator:
-    """Rows of ``input_ids`` and ``labels`` -> a batch for a model without an encoder, which reads both as one row.
+    """Rows of ``input_ids`` and ``labels`` -> a batch for a model without an encoder, which gets both in one row.
 
-    Labels may be the target's tokens, which then follow the prompt's; or they may lie beside the inputs already, -100
-    over the prompt, as they do for causal language models. Which of the two is meant is told by whether they agree with
-    the inputs, unless `joined` says so.
+    Labels may be the target's tokens, which then follow the prompt's; or they may be aligned with the inputs, -100 over
+    the prompt, as for causal language models. Unless `joined` is set, the collator compares them with the inputs to
+    find out.
 
     Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, T), padded on the right; labels are -100 over the
     prompt and over padding.
 
     Args:
-        pad_token_id: what padding is filled with; the model never sees it, so any id will do.
+        pad_token_id: the id of padding; the model never sees it, so any id works.
         joined: True: ``input_ids`` hold prompt and target; False: the prompt alone; None: see above.
-        unclear: the same for rows that may be either, whatever else is in their batch; see `unclear_rows`.
+        unclear: the same for ambiguous rows; see `unclear_rows`.
     """
 
     pad_token_id: int
@@ -71,13 +71,15 @@ class PromptTargetCollator:
         labels = _plain(labels)
         if joined:
             if len(ids) != len(labels):
-                raise DataError(f"a row has {len(ids)} input_ids and {len(labels)} labels; joined=True needs as many.")
+                raise DataError(
+                    f"a row has {len(ids)} input_ids and {len(labels)} labels; joined=True needs equal lengths."
+                )
             return ids, labels
         return ids + labels, [IGNORE_INDEX] * len(ids) + labels
 
 
 def is_joined(row: dict[str, Any]) -> bool | None:
-    """Whether the ``input_ids`` of a row hold its target too; None where its labels do not tell."""
+    """Whether the ``input_ids`` of a row include its target; None if ambiguous."""
     if row.get("labels") is None:
         return None
     ids, labels = _plain(row["input_ids"]), _plain(row["labels"])
@@ -87,10 +89,10 @@ def is_joined(row: dict[str, Any]) -> bool | None:
 
 
 def unclear_rows(dataset: Any, rows: int = 1000) -> bool | None:
-    """What rows whose labels are their inputs mean in `dataset`, as `PromptTargetCollator` takes it.
+    """The meaning of rows of `dataset` whose labels equal their inputs, for `PromptTargetCollator`.
 
-    As the first of up to `rows` rows that tells; where none does, texts that are learned whole. None for a stream,
-    whose rows are not read ahead.
+    The first unambiguous one of up to `rows` rows decides; otherwise whole texts are trained. None for a stream, which
+    is not read ahead.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None

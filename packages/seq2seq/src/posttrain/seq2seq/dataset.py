@@ -1,4 +1,4 @@
-"""Rows of text become rows of tokens."""
+"""Tokenizes rows of text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenize(
         source, target: the columns of text; a column may hold texts by name ({"en": ..., "de": ...}), written
             "translation.en".
         prefix: put before every source.
-        max_source_length, max_target_length: in tokens, with the special ones; what is longer is cut at its end.
+        max_source_length, max_target_length: in tokens, with the special ones; longer ones are truncated at the end.
 
     Raises:
         DataError: there is no such column, or it holds something other than text.

@@ -1,4 +1,4 @@
-"""One decoder step of the T5 and BART families, written out: what greedy and beam search call at each token."""
+"""A fast decoder step of the T5 and BART families for greedy and beam search."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def project(parts: list[Linear], x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class DecoderWeights:
-    """A decoder of either family, as weights and numbers.
+    """The weights and settings of a decoder of either family.
 
     Attributes:
         positions: ``length -> (length, d_model)``, what is added to the embeddings; None for none.
@@ -111,7 +111,7 @@ def read_decoder(model: nn.Module) -> DecoderWeights:
     """The decoder of `model`, a conditional generation model of transformers.
 
     Raises:
-        Unsupported: it is built in neither of the two ways that are known here.
+        Unsupported: the decoder has an unknown architecture.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     try:
@@ -120,8 +120,8 @@ def read_decoder(model: nn.Module) -> DecoderWeights:
         if hasattr(decoder, "layers"):
             return _read_bart(model, decoder)
     except (AttributeError, IndexError, TypeError) as error:
-        raise Unsupported(f"its decoder is built in another way ({error})") from error
-    raise Unsupported("its decoder is built in another way")
+        raise Unsupported(f"its decoder has an unknown architecture ({error})") from error
+    raise Unsupported("its decoder has an unknown architecture")
 
 
 def _read_t5(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
@@ -142,7 +142,7 @@ def _read_t5(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
         )  # fmt: skip
     first = decoder.block[0].layer[0].SelfAttention
     if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in list(decoder.block)[1:]):
-        raise Unsupported("each of its layers has a position bias of its own")
+        raise Unsupported("its layers have separate position biases")
     scaled = bool(getattr(model.config, "scale_decoder_outputs", False))
     return DecoderWeights(
         layers=layers, embedding=decoder.embed_tokens.weight, embedding_scale=1.0, embedding_norm=None, positions=None,
@@ -177,7 +177,7 @@ def _read_bart(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
 
     def positions(length: int) -> torch.Tensor:
         if length > limit:
-            raise Unsupported(f"it has positions for {limit} tokens, and {length} are asked for")
+            raise Unsupported(f"it has positions for {limit} tokens, and {length} are requested")
         places = torch.arange(length, device=device)
         return decoder.embed_positions(places[None], 0, position_ids=places).reshape(-1, embedding.embedding_dim)
 
@@ -199,9 +199,9 @@ class Steps:
     Args:
         weights: of the decoder.
         encoded: (B, S, d) the encoder's last hidden states.
-        mask: (B, S) 1 where the input is, 0 at its padding; None where there is none.
+        mask: (B, S) 1 at inputs, 0 at padding; None without padding.
         width: rows of the decoder for each row of the encoder: the number of beams.
-        length: the most tokens that a row can have.
+        length: the maximum tokens of a row.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Steps:
 
     def _attend_encoder(self, x: torch.Tensor, number: int) -> torch.Tensor:
         layer, rows, heads = self.weights.layers[number], len(x), self.weights.num_heads
-        # The beams of a row are so many queries on one copy of its keys.
+        # The beams of a row are queries on one copy of its keys.
         query = layer.cross_query(x).view(rows // self.width, self.width, heads, -1).transpose(1, 2)
         keys, values = self.cross[number]
         mixed = F.scaled_dot_product_attention(query, keys, values, self.mask, scale=self.weights.scale)
@@ -271,7 +271,7 @@ class Steps:
         head = self.weights.head
         if torch.is_autocast_enabled(x.device.type) or x.dtype != torch.float32:
             return head(x).float()
-        # One buffer for all steps: memory of this size, asked for anew at each step, would be paged in each time.
+        # One buffer for all steps: memory of this size would be paged in at each allocation.
         if self.logits is None or len(self.logits) != len(x):
             self.logits = x.new_empty(len(x), len(head.weight))
         if head.bias is None:
@@ -284,7 +284,7 @@ class Steps:
         self.mask = None if self.mask is None else self.mask[rows]
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Row i goes on from what row ``rows[i]`` has read."""
+        """Row i continues from the cache of row ``rows[i]``."""
         chosen = self.cache[..., : self.place, :].index_select(2, rows)
         if len(rows) != self.cache.shape[2]:
             self.cache = self.cache[:, :, : len(rows)].contiguous()

@@ -1,11 +1,11 @@
-"""A lean decoder for the encoder-decoder models of the T5 and BART families, and greedy and beam search on it.
+"""Fast greedy and beam search for encoder-decoder models of the T5 and BART families.
 
-`transformers`' ``generate`` serves every model and every option, and pays for that at each token. Evaluations generate
-the same way thousands of times, so for the two families that most of them use, one decoder step is written out here:
-keys and values of the encoder computed once and not copied per beam, a cache of fixed size, fused projections, rows
-that leave the batch when they are finished, and a search for the best tokens that reads the logits once.
+`transformers`' ``generate`` supports every model and option, which costs time at each token. For the two most frequent
+families, this module has its own decoder step: keys and values of the encoder computed once and not copied per beam, a
+cache of fixed size, fused projections, rows that leave the batch when they are finished, and a search for the best
+tokens that reads the logits once.
 
-`LeanGenerator` is what to use: it compares itself with ``generate`` on a few rows first, and says no where it differs.
+Use `LeanGenerator`: it first compares itself with ``generate`` on a few rows and declines if the results differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNUSUAL = """
     return_dict_in_generate stop_strings max_time token_healing low_memory encoder_repetition_penalty
     encoder_no_repeat_ngram_size guidance_scale watermarking_config remove_invalid_values renormalize_logits
 """.split()
-#: Classes of logits processors that look at one row at a time, so that rows may leave the batch.
+#: Logits processors that process rows independently, so that rows may leave the batch.
 ROW_BY_ROW = """
     ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor MinLengthLogitsProcessor
     MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor
@@ -39,10 +39,10 @@ ROW_BY_ROW = """
 
 
 class LeanGenerator:
-    """``model.generate`` for the models and options that it can prove itself equal on.
+    """``model.generate`` for models and options on which a comparison finds equal results.
 
-    Call `refresh` when the weights may have changed, since some are kept joined. At the first batch under new options a
-    few rows are generated both ways; where a token differs, the answer is None from then on.
+    Call `refresh` when the weights may have changed, because some are stored fused. The first batch with new options
+    generates a few rows both ways; if a token differs, the result is None from then on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,7 +87,7 @@ class LeanGenerator:
 
         model = self.model
         if "generate" in vars(model) or getattr(type(model), "generate", None) is not GenerationMixin.generate:
-            raise Unsupported("it has a generate of its own")
+            raise Unsupported("it overrides generate")
         if not set(inputs) <= {"input_ids", "attention_mask"}:
             raise Unsupported(f"it is given more than tokens ({', '.join(inputs)})")
         try:
@@ -100,7 +100,7 @@ class LeanGenerator:
             )
             mode, usual = config.get_generation_mode().value, config._get_default_generation_params()
         except (AttributeError, TypeError) as error:
-            raise Unsupported(f"this version of transformers prepares generation in another way ({error})") from error
+            raise Unsupported(f"this version of transformers prepares generation differently ({error})") from error
         if rest:
             raise Unsupported(f"it is given {', '.join(rest)}")
         if mode not in ("greedy_search", "beam_search"):
@@ -119,7 +119,7 @@ class LeanGenerator:
         short = copy.deepcopy(config)
         short.max_length = min(config.max_length, 1 + TRIAL_TOKENS)
         short.min_length = min(config.min_length or 0, short.max_length)
-        # In an object of its own, in which generate may repeat the rows for each beam.
+        # In a separate object, because generate may repeat the rows for each beam.
         own = BaseModelOutput(last_hidden_state=states)
         expected = self.model.generate(**few, encoder_outputs=own, generation_config=short)
         return torch.equal(self._search(few, states, short), expected)

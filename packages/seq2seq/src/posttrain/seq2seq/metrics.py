@@ -1,4 +1,4 @@
-"""Scores of generated texts: BLEU, chrF and TER by sacrebleu, ROUGE by rouge-score, all in percent."""
+"""Metrics of generated texts in percent: BLEU, chrF and TER by sacrebleu, ROUGE by rouge-score."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sacrebleu(name: str) -> Callable[[list[str], list[str]], dict[str, float]]:
 def rouge(outputs: list[str], references: list[str]) -> dict[str, float]:
     """F-measures of common words, pairs of words and subsequences (Lin 2004, https://aclanthology.org/W04-1013).
 
-    ``rougeLsum`` compares line by line: put each sentence of a summary on a line of its own.
+    ``rougeLsum`` compares line by line: put each sentence of a summary on a separate line.
     """
     scorer = require("rouge_score.rouge_scorer", "posttrain-seq2seq[metrics]", why="the metric 'rouge'")
     found = scorer.RougeScorer(ROUGE, use_stemmer=True)
@@ -48,7 +48,7 @@ SCORES: dict[str, Callable[[list[str], list[str]], dict[str, float]]] = {
 
 
 def decode(tokenizer: Any, ids: np.ndarray) -> list[str]:
-    """The texts of token ids (rows, T); what is below 0 (the padding of labels) and special tokens are left out."""
+    """The texts of token ids (rows, T); without negative ids (the padding of labels) and special tokens."""
     return [
         tokenizer.decode(row[row >= 0].tolist(), skip_special_tokens=True).strip()
         for row in np.atleast_2d(np.asarray(ids))

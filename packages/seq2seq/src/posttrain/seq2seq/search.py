@@ -1,4 +1,4 @@
-"""Greedy and beam search on a decoder's steps, with the results of transformers' ``generate``."""
+"""Greedy and beam search with the results of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from posttrain.seq2seq.decoder import Steps
 
-#: Scores of what is not to be chosen, as ``generate`` has them.
+#: The score of excluded tokens, as in ``generate``.
 NEVER = -1.0e9
-#: Scores of a row are compared in blocks of as many.
+#: Block size in which the scores of a row are compared.
 BLOCK = 64
 
 
 def best_of_each_row(scores: torch.Tensor) -> torch.Tensor:
-    """``scores.argmax(-1)`` of (N, V), by way of the maxima of blocks, which are found several times faster."""
+    """``scores.argmax(-1)`` of (N, V), via the maxima of blocks, several times faster."""
     rows, size = scores.shape
     whole = size // BLOCK * BLOCK
     if scores.device.type != "cpu" or whole < 2 * BLOCK:
@@ -43,7 +43,7 @@ def top_of_each_row(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, to
 
 @dataclass
 class Search:
-    """What a search needs to know; the names and meanings are those of ``GenerationConfig``."""
+    """The options of a search, named as in ``GenerationConfig``."""
 
     start: int
     pad: int

@@ -1,4 +1,4 @@
-"""Sequence-to-sequence training: the core's loop, with evaluations that generate."""
+"""The sequence-to-sequence trainer, whose evaluations generate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seq2SeqTrainer(GeneratesText, Trainer):
-    """Trains models that read one text and write another, and evaluates what they write.
+    """Trains text-to-text models and evaluates their generated texts.
 
     Rows hold ``input_ids`` and ``labels``, the tokens of source and target (see `posttrain.seq2seq.tokenize`). Without
     a `data_collator` both are padded. A model without an encoder works too: prompt and target become one row, and
@@ -82,7 +82,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Cross-entropy of the labels, shape (). Logits exist only where `return_outputs` asks for them."""
+        """Cross-entropy of the labels, shape (). Logits exist only if `return_outputs` is True."""
         if (
             return_outputs
             or self.compute_loss_func is not None
@@ -129,9 +129,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     @torch.no_grad()
     def _in_head(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether the model's own loss is what `_loss_sum` gives: tried on the first batch with labels, of any
-        process.
-        """
+        """Whether the model's loss equals `_loss_sum`, tested on the first batch with labels of any process."""
         if self._has_loss_in_head is None and lm_head.supports_loss_in_head(model) is not None:
             self._has_loss_in_head = False
         if self._has_loss_in_head is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from posttrain.sft.trainer import SFTTrainer
 
 _HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.trainer"}
-# Scripts import these beside their trainer.
+# Scripts import these together with the trainer.
 _HOME_OF |= {"ModelConfig": "posttrain.core.models.arguments"} | dict.fromkeys(
     (
         "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config",

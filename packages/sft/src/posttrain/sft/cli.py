@@ -1,4 +1,4 @@
-"""``posttrain sft``: supervised fine-tuning from the command line."""
+"""The command ``posttrain sft``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from posttrain.core.errors import ConfigError, DataError
 
 
 def run(run: Run) -> None:
-    """Train as `run` says, and leave the final model and its tokenizer in ``output_dir``.
+    """Train as configured and save the final model and its tokenizer in ``output_dir``.
 
     Raises:
-        DataError: before the model is loaded, where evaluations are asked for and there is nothing to evaluate on.
+        DataError: before the model is loaded, if evaluations are configured without an evaluation dataset.
     """
     from posttrain.sft.trainer import SFTTrainer
 
@@ -21,12 +21,11 @@ def run(run: Run) -> None:
     train_rows, eval_rows = run.data.load()
     if config.eval_strategy != "no" and eval_rows is None:
         raise DataError(
-            f"eval_strategy={str(config.eval_strategy)!r} asks for evaluations and there is nothing to evaluate on: "
-            f"the dataset has no split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or "
-            "eval_strategy=no."
+            f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no split "
+            f"{run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
         )
     extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-    # On a command line "true" stands for the newest checkpoint and "false" for none; anything else is a path.
+    # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
     resume = {"true": True, "false": None}.get(
         str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
     )
@@ -55,7 +54,7 @@ def with_weights(run: Run) -> Any:
         return run.config
     if run.config.dataset_weights is not None:
         raise ConfigError(
-            "posttrain sft", ["dataset_weights and the weights in dataset_mixture both say how to mix; keep one"]
+            "posttrain sft", ["dataset_weights and the weights in dataset_mixture are both set; keep one"]
         )
     return dataclasses.replace(run.config, dataset_weights=weights)
 
@@ -68,7 +67,7 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
 
 
 def workload(run: Run, length: int | None) -> Any:
-    """What a micro-batch of `run` is to the model: rows as long as they may be, each position with a target."""
+    """The shape of a micro-batch of `run`: rows of maximum length, each position with a target."""
     from posttrain.core.tools.memory_plan import Workload, longest_row
 
     config = run.config

@@ -1,4 +1,4 @@
-"""Batches for supervised fine-tuning: padded, packed or without padding."""
+"""Collators for supervised fine-tuning: padded, packed or padding-free batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SFTCollator:
     Plain rows give ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right.
 
     Packed rows (those with ``seq_lengths``, see `posttrain.sft.packing`) give ``input_ids``, ``labels`` and
-    ``position_ids``, each (B, T). Positions restart at each document and NO attention mask is given: transformers
-    tells documents apart by their positions, but only without a mask and with ``use_cache=False``. The padding at the
-    end of a row is a document of its own. `padding_free` gives the same for all rows laid end to end, (1, T).
+    ``position_ids``, each (B, T). Positions restart at each document and NO attention mask: transformers separates
+    documents by their positions, but only without a mask and with ``use_cache=False``. The padding at the end of a row
+    is a separate document. `padding_free` does the same with all rows concatenated, (1, T).
 
-    With `flash_kwargs` such batches are one row too, (1, T), and also hold what flash attention takes (see
-    `posttrain.core.data.collators.flash_kwargs`). It reads positions as documents where there is ONE row, and takes
-    several rows for one document each.
+    With `flash_kwargs` such batches are one row too, (1, T), and also hold the arguments of flash attention (see
+    `posttrain.core.data.collators.flash_kwargs`). It separates documents by positions only within ONE row, and treats
+    each of several rows as one document.
 
     Rows of several datasets, which have ``source`` (packed: ``sources`` of each document), also give ``sources`` (B,
     T), the number of each token's dataset.
@@ -33,13 +33,13 @@ class SFTCollator:
     token.
 
     Args:
-        pad_token_id: what padding is filled with; the model never sees it, so any id will do.
+        pad_token_id: the id of padding; the model never sees it, so any id works.
         pad_to_multiple_of: round T up to a multiple of this.
-        padding_free: lay all rows end to end. Needs attention that reads ``position_ids``.
+        padding_free: concatenate all rows. Needs attention that reads ``position_ids``.
         seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
             `posttrain.core.data.segments`.
         flash_kwargs: packed rows are laid out for flash attention.
-        keep_rows: then too they stay (B, T), with documents told by ``cu_seq_lens_q`` alone.
+        keep_rows: even then they stay (B, T), with documents given by ``cu_seq_lens_q`` alone.
     """
 
     pad_token_id: int

@@ -24,7 +24,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
 
     learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
-    logging_steps: float = opt(10, "Updates between log records; below 1 a share of all updates.", above=0)
+    logging_steps: float = opt(10, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
@@ -42,7 +42,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     router_aux_loss_coef: float | None = opt(
         None, "Weight of the load-balancing loss of a mixture of experts; None: the model's own, 0: none.", min=0
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model. Only for sources that you have read.")
+    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     chat_template_path: str | None = opt(
         None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
     )
@@ -70,16 +70,16 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     )
     too_long: str = opt(
         "truncate",
-            "What becomes of a row longer than max_length: cut as truncation_mode says, left out, cut into several "
-            "rows, or an error.", choices=("truncate", "drop", "split", "error"),
+            "How a row longer than max_length is handled: truncated as truncation_mode sets, dropped, split into "
+            "several rows, or an error.", choices=("truncate", "drop", "split", "error"),
     )  # fmt: skip
     chat_template_kwargs: dict[str, Any] | str | None = opt(
-        None, "Variables for the chat template, as JSON; a row's own column of that name goes before them."
+        None, "Variables for the chat template, as JSON; a row's own column of that name takes precedence."
     )
     shuffle_dataset: bool = opt(
         False, "Shuffle the training rows once, before they are packed; of a stream, within a buffer."
     )
-    packing: bool = opt(False, "Lay several documents into each row of max_length, without one seeing another.")
+    packing: bool = opt(False, "Pack several documents into each row of max_length; they do not attend to each other.")
     packing_strategy: str = opt(
         "bfd",
             "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is "
@@ -98,12 +98,12 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     train_on: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None,
             "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or "
-            "all. A message's own flag, train or weight, goes first. None: all, or as assistant_only_loss says.",
+            "all. A message's own flag, train or weight, takes precedence. None: all, or as assistant_only_loss sets.",
     )  # fmt: skip
     loss_type: str = opt(
         "nll",
-            "nll: token cross-entropy, chunked_nll the same, as the logits of a batch are never held whole; dft: "
-            "each token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
+            "nll: token cross-entropy, chunked_nll: the same, because whole logits are never stored; dft: each "
+            "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
             choices=("nll", "chunked_nll", "dft"),
     )  # fmt: skip
 
@@ -126,13 +126,13 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     def _problems(self) -> Iterator[str]:
         for name in ("eval_packing", "padding_free"):
             if self.predict_with_generate and getattr(self, name):
-                yield f"predict_with_generate=True needs a row of its own for each prompt; set {name}=False"
+                yield f"predict_with_generate=True needs a separate row for each prompt; set {name}=False"
         if (self.packing or self.eval_packing) and self.max_length is None:
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
         if self.packing and self.packing_strategy != "bfd" and self.too_long in ("drop", "error"):
             yield (
-                f"packing_strategy={self.packing_strategy!r} cuts long rows into pieces, and "
-                f"too_long={self.too_long!r} keeps them out; set packing_strategy=bfd or too_long=split"
+                f"packing_strategy={self.packing_strategy!r} splits long rows, and too_long={self.too_long!r} "
+                "excludes them; set packing_strategy=bfd or too_long=split"
             )
         if self.loss_type == "dft" and self.label_smoothing_factor:
             yield (

@@ -1,7 +1,7 @@
-"""From a dataset to tokens and labels, in one pass, with a report of what became of every row.
+"""Tokenizes and labels datasets in one pass and reports kept, truncated and dropped rows.
 
-What a row may be is in `posttrain.core.data.chat_template.FORMATS`, what is done with it in `posttrain.sft.rows`; here
-are the kinds of datasets, and the cache.
+`posttrain.core.data.chat_template.FORMATS` defines the formats of rows, and `posttrain.sft.rows` prepares a row. This
+module handles kinds of datasets and the cache.
 """
 
 from __future__ import annotations
@@ -58,26 +58,25 @@ def prepare_dataset(
         text_field: the column of texts.
         max_length: tokens a row may have, None for any number.
         truncation: "keep_start" or "keep_end" of a row that is too long.
-        too_long: what becomes of it: "truncate", "drop", "split" into rows (each begins with the last token of the one
+        too_long: how it is handled: "truncate", "drop", "split" into rows (each begins with the last token of the one
             before, which it is not trained on), or "error".
-        completion_only_loss: train on completions only; None does so where there are completions.
-        assistant_only_loss: train on what the assistant wrote only; the same as ``train_on="assistant"``.
+        completion_only_loss: train on completions only; None: if there are completions.
+        assistant_only_loss: train on the assistant's messages only; the same as ``train_on="assistant"``.
         train_on: the messages of a conversation to train on, see `posttrain.core.data.chat_template.message_choice`.
         formatting_func: makes a text, a list of texts or a conversation of a row.
-        eos_token: ends texts and completions; the tokenizer's by default. Conversations end as their template says.
-        chat_template_kwargs: variables for the chat template; a row's own column of that name goes before them.
+        eos_token: ends texts and completions; the tokenizer's by default. Conversations end as in their template.
+        chat_template_kwargs: variables for the chat template; a row's own column of that name takes precedence.
         num_proc: processes for a `datasets.Dataset`; one already uses all the threads of a fast tokenizer.
-        limits: what the model can read, as `posttrain.core.models.embeddings.id_limits` says.
+        limits: of the model's token ids, see `posttrain.core.models.embeddings.id_limits`.
         name: the dataset's, in the report.
 
     Returns:
         A `datasets.Dataset` with ``input_ids`` and ``labels`` (-100 where not trained on), or for a stream an
         `IterableDataset`, and the report, which for a stream grows as it is read. A dataset on disk is cached next to
-        itself; processes that ask for the same wait for the first to finish.
+        itself; other processes wait for the first to finish.
 
     Raises:
-        DataError: no rows, the columns fit no format, no row can be trained on, or one holds a token that the model
-            does not know.
+        DataError: no rows, unknown columns, no row to train on, or a token outside the model's vocabulary.
     """
     prepare = Preparation(
         tokenizer,
@@ -129,16 +128,14 @@ def _nothing_left(report: DataReport, row: Any) -> DataError:
 
 
 def check_ready(dataset: Any, name: str) -> None:
-    """Refuse rows that are trained on as they are, whose masks would make labels only in a preparation that is left
-    out.
-    """
+    """Reject rows with masks but no labels if preparation, which makes labels from masks, is skipped."""
     columns = getattr(dataset, "column_names", None) or []
     masks = sorted({"completion_mask", "assistant_masks"} & set(columns))
     if masks and "labels" not in columns:
         raise DataError(
-            f"{name}: the rows have {' and '.join(masks)} but no labels, and skip_prepare_dataset=True leaves out "
-            "the preparation that makes labels of masks, so every token would be trained on. Add a 'labels' column, "
-            "-100 where nothing is to be learned, or leave skip_prepare_dataset out."
+            f"{name}: the rows have {' and '.join(masks)} but no labels, and skip_prepare_dataset=True skips the "
+            "preparation that makes labels from masks, so every token would be trained on. Add a 'labels' column, "
+            "-100 at tokens without a loss, or leave skip_prepare_dataset out."
         )
 
 
@@ -150,7 +147,7 @@ def _check_columns(columns: list[str], prepare: Preparation, name: str) -> list[
     """The columns to read.
 
     Raises:
-        DataError: the columns fit no format, or not the loss that was asked for.
+        DataError: the columns fit no format, or not the configured loss.
     """
     if prepare.formatting_func is not None:
         return columns
@@ -208,7 +205,7 @@ def _facts(table: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def _check_numbers(table: Any, limits: Mapping[str, int], name: str) -> None:
-    """Refuse tokens that the model does not know, in prepared rows."""
+    """Reject prepared rows with tokens outside the model's vocabulary."""
     import pyarrow.compute as pc
 
     for column in ("input_ids", "labels"):
@@ -293,7 +290,7 @@ def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limi
         table, dropped_before = _table(drafts), len(report.dropped)
         report.add(*_facts(table))
         _check_numbers(table, limits, report.name)
-        if len(report.dropped) > dropped_before:  # a reason that was not met before
+        if len(report.dropped) > dropped_before:  # a new reason
             report.tell(logger)
         is_last = len(indices) < ROWS_PER_STREAMED_BATCH
         if report.rows_kept == 0 and (is_last or report.rows_in >= ROWS_PER_BATCH):
@@ -313,7 +310,7 @@ def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limi
 
 
 def content_of(prepare: Preparation) -> str:
-    """All that decides what a row becomes, the tokenizer's contents included, as a string to hash."""
+    """Everything that affects the prepared rows, the tokenizer included, as a string to hash."""
     from datasets.fingerprint import Hasher
 
     tokenizer = prepare.tokenizer

@@ -1,7 +1,7 @@
-"""Several datasets in one run: how many rows of each an epoch holds, and in which order.
+"""Mixes several datasets: computes the rows of each in an epoch, and their order.
 
-The order is a function of the datasets' lengths, the weights and the seed, made before training: a mixture is then one
-dataset like any other, and resumes as one. Rows carry the number of their dataset in the column ``source``.
+The order is a function of the datasets' lengths, the weights and the seed and is computed before training, so a mixture
+behaves and resumes like a single dataset. Rows carry the number of their dataset in the column ``source``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Mixture:
 
 
 def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
-    """Refuse a dict of datasets that is not one of sources.
+    """Reject a dict that is not one of datasets to mix.
 
     Raises:
         DataError: it is empty, or holds the splits of one dataset.
@@ -58,8 +58,8 @@ def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
     splits = SPLITS & set(map(str, parts))
     if splits or type(parts).__name__ in ("DatasetDict", "IterableDatasetDict"):
         raise DataError(
-            f"{name}_dataset is a dict of splits ({', '.join(map(str, parts))}). Pass one of them; several datasets "
-            "that are to be mixed are passed as a plain dict, by names of their own."
+            f"{name}_dataset is a dict of splits ({', '.join(map(str, parts))}). Pass one of them. To mix several "
+            "datasets, pass a plain dict with other names."
         )
 
 
@@ -94,12 +94,12 @@ def mix_rows(
     Args:
         lengths: (G,) rows of each dataset, laid end to end.
         weights: (G,) the share of the rows of an epoch that comes from each; the epoch stays as long as all datasets
-            together. A dataset that has too few is gone through several times, of one that has too many a part is drawn
-            by `seed`. None: each row once.
+            together. A dataset with too few rows is repeated, and one with too many is sampled with `seed`. None: each
+            row once.
 
     Returns:
         ``(order (N,), source (N,), drawn (G,))``: indices into the datasets laid end to end, the dataset of each, and
-        how many are of each. The k-th row of n of a dataset stands at (k + 1/2) / n of the way.
+        how many are of each. The k-th of n rows of a dataset is at (k + 1/2) / n of the epoch.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     total, first = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -136,10 +136,7 @@ def mix_datasets(
     given = None if weights is None else shares(names, weights)
     if any(is_stream(part) for part in parts.values()):
         if given is None:
-            raise DataError(
-                "A mixture with a stream needs dataset_weights: how long a stream is nobody knows, and so not what "
-                "share of the rows is its own."
-            )
+            raise DataError("A mixture with a stream needs dataset_weights, because a stream has no known length.")
         return _mix_streams(parts, given, seed), None
     import datasets
 

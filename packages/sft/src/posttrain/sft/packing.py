@@ -1,7 +1,7 @@
-"""Packing: several documents in one row, so that a batch holds little padding.
+"""Packs several documents into one row, so that batches hold little padding.
 
-Each document keeps positions of its own, by which attention keeps the documents apart, and the label of its first
-token is -100, so that no document's end predicts the next one's beginning.
+Each document has its own positions, by which attention separates documents, and its first label is -100, so that no
+document predicts the next one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ ROWS_PER_WINDOW = 1000
 
 @dataclass(frozen=True)
 class Packing:
-    """Which pieces of which rows share a bin.
+    """The assignment of rows, or pieces of rows, to bins.
 
-    rows, starts, stops: (P,) each piece is ``row[start:stop]``. Pieces of one bin lie next to each other.
-    bounds: (N + 1,) bin i holds the pieces ``bounds[i]:bounds[i + 1]``.
-    capacity: tokens that fit into a bin.
+    rows, starts, stops: (P,) each piece is ``row[start:stop]``. Pieces of one bin are adjacent. bounds: (N + 1,) bin i
+    holds the pieces ``bounds[i]:bounds[i + 1]``. capacity: tokens that fit into a bin.
     """
 
     rows: np.ndarray
@@ -72,9 +71,9 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
     Args:
         lengths: (R,) tokens of each row. Rows of no tokens are left out.
         capacity: tokens of a bin.
-        strategy: "bfd": best fit, longest first (Johnson 1974, "Fast algorithms for bin packing"): rows stay whole,
-            and each goes where it leaves the least room. "bfd_split": the same, after cutting longer rows into pieces
-            of `capacity`. "wrapped": rows end to end, cut every `capacity` tokens.
+        strategy: "bfd": best fit, longest first (Johnson 1974, "Fast algorithms for bin packing"): rows stay whole, and
+            each goes where it leaves the least space. "bfd_split": the same, after cutting longer rows into pieces of
+            `capacity`. "wrapped": rows end to end, cut every `capacity` tokens.
 
     Returns:
         The bins, in the order of their first row; deterministic.
@@ -100,7 +99,7 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
         bins = (first[rows] + starts) // capacity
     else:
         bins = _best_fit(stops - starts, capacity)
-        # Numbered by their first piece: a dataset in a meaningful order stays in it.
+        # Bins are ordered by their first piece to preserve the order of the dataset.
         _, first_piece, bins = np.unique(bins, return_index=True, return_inverse=True)
         bins = np.argsort(np.argsort(first_piece))[bins]
     order = np.argsort(bins, kind="stable")
@@ -110,7 +109,7 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
 
 
 def _cut(lengths: np.ndarray, first: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows, laid from position `first` on, at each multiple of `capacity`: (P,) rows, starts and stops."""
+    """Cut concatenated rows from position `first` on at multiples of `capacity`: (P,) rows, starts and stops."""
     begin, end = first // capacity, -(-(first + lengths) // capacity)
     counts = np.where(lengths > 0, end - begin, 0)
     rows = np.repeat(np.arange(len(lengths)), counts)
@@ -122,9 +121,9 @@ def _cut(lengths: np.ndarray, first: np.ndarray, capacity: int) -> tuple[np.ndar
 def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """(P,) the bin of each piece under best fit, longest first.
 
-    Pieces of one length are placed together: the fullest bins that still take one come first, and a bin keeps its turn
-    for as long as another fits, which is what placing them one by one does too. `rooms` has bit r set when a bin with
-    room r exists, so that the fullest bin that fits is found by a shift.
+    Pieces of one length are placed together, with the result of placing them one by one: the fullest bin that still
+    fits one takes as many as fit. In `rooms`, bit r is set if a bin with r free tokens exists, so a shift finds the
+    fullest bin that fits.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -193,7 +192,7 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
 
 
 def pack_stream(stream: IterableDataset, capacity: int, strategy: str = "bfd") -> IterableDataset:
-    """Pack a prepared stream, `ROWS_PER_WINDOW` rows at a time, for where it ends nobody knows.
+    """Pack a prepared stream, `ROWS_PER_WINDOW` rows at a time, because its length is unknown.
 
     Arguments and rows are those of `pack_dataset`. The last packed row of each window is less full than the others.
     """
@@ -229,16 +228,15 @@ def _packed_features(has_sources: bool):
 def documents_leak(
     model: torch.nn.Module, length: int = 8, collate: Callable[[list[dict]], dict] | None = None
 ) -> float:
-    """By how much a document's logits change when another one packed beside it does, relative to the largest logit.
+    """The change of a document's logits when another packed one changes, relative to the largest logit.
 
-    0 where the model keeps documents apart by what it is given. Transformers' models do so in attention only if they
-    hand ``position_ids`` to their mask; recurrent, state-space and convolution layers do not, and neither do BLOOM,
-    MPT, OPT and GPT-OSS (transformers 5.23). Costs three forward passes of ``4 * length`` tokens, without dropout,
-    under whatever autocast is on.
+    0 if the model separates documents. In transformers, attention does so only if ``position_ids`` reach the mask;
+    recurrent, state-space and convolution layers do not, and neither do BLOOM, MPT, OPT and GPT-OSS (transformers
+    5.23). Costs three forward passes of ``4 * length`` tokens, without dropout, under the active autocast.
 
     Args:
-        collate: makes the batch of two packed rows, as the training gets it; by default positions alone, (2, T).
-            Attention may read one packed row rightly, and two of them wrongly.
+        collate: makes the batch of two packed rows, as in training; by default positions alone, (2, T). Attention may
+            handle one packed row correctly, but not two.
     """
     collate = SFTCollator(pad_token_id=0) if collate is None else collate
     device = next(model.parameters()).device
@@ -271,25 +269,25 @@ def documents_leak(
 
 
 def refuse_leaks(model: torch.nn.Module, device: torch.device, collate: Callable[[list[dict]], dict]) -> None:
-    """Raise where the documents of packed rows, as `collate` lays them out, see each other in `model`.
+    """Raise if documents of packed rows, laid out by `collate`, attend to each other in `model`.
 
-    Weights that are not on `device` yet, as those that are cut up later, are tried with the model's plain attention:
-    flash attention has kernels for the device alone.
+    Weights that are not on `device` yet, such as those sharded later, are tested with the model's plain attention,
+    because flash attention needs the device.
     """
     if has_virtual_tokens(model):
         raise ValueError(
-            "The virtual tokens of this adapter stand before a row once, so of several documents in it only the "
-            "first would see them. Set packing=False and padding_free=False, or train an adapter in the layers, such "
-            "as peft.LoraConfig."
+            "The virtual tokens of this adapter are at the start of a row, so only the first of several documents "
+            "would see them. Set packing=False and padding_free=False, or train an adapter in the layers, such as "
+            "peft.LoraConfig."
         )
     with plain_attention(model) if next(model.parameters()).device.type != device.type else nullcontext():
         leak = documents_leak(model, collate=collate)
     exact = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
     if not leak <= (1e-4 if exact else 5e-3):  # nor where it is no number
         raise ValueError(
-            f"{type(base_model(model)).__name__} lets the documents of a packed row see each other (its logits "
+            f"{type(base_model(model)).__name__} lets the documents of a packed row attend to each other (logits "
             f"differ by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or "
-            "load the model with attn_implementation='sdpa' or 'flash_attention_2' if it knows them."
+            "load the model with attn_implementation='sdpa' or 'flash_attention_2' if it supports them."
         )
 
 

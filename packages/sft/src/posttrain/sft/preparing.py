@@ -1,6 +1,6 @@
-"""The rows of a run as its arguments want them: tokenized, masked, mixed, packed.
+"""Prepares the datasets of a run: tokenizes, masks, mixes and packs rows.
 
-What the trainer and the preview share.
+The trainer and the preview share it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def prepare_rows(
         raise DataError(
             "dataset_weights mixes several datasets, and train_dataset is one. Pass a dict of datasets by name."
         )
-    # What is cut where a packed row is full must not be cut before.
+    # The wrapped strategy cuts rows when packing, so they must stay whole before.
     max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
     parts, reports = {}, {}
     for part, rows in dataset.items() if several else [(name, dataset)]:

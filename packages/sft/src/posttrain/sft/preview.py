@@ -1,4 +1,4 @@
-"""The preview of supervised fine-tuning: rows as the trainer would have them, without the model."""
+"""Previews prepared rows without loading the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.sft.preparing import prepare_rows
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """The first `count` training rows of `run` and the lines of its data report, made as for training.
 
-    Only the tokenizer of the model is loaded. Tokens that the model does not know are found when the trainer is made.
+    Only the tokenizer is loaded. Tokens outside the model's vocabulary are found when the trainer is created.
     """
     config = run.config
     source = run.model.model_name_or_path

@@ -1,4 +1,4 @@
-"""What became of the rows of a dataset: counted while they are prepared, told before training."""
+"""Counts kept, truncated and dropped rows during preparation and reports them before training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ INDICES_SHOWN = 5
 ENOUGH_ENDINGS = 0.5
 
 FACTS = ("row", "fault", "truncated", "split", "doubled_bos", "cut", "ends", "trained")
-"""Columns that a prepared row carries until the report is made: its row, why it was dropped ("" if kept), and so on."""
+"""Columns of a prepared row for the report: its row, why it was dropped ("" if kept), and so on."""
 
 
 #: What to do about rows that were dropped, by a part of the reason.
 REMEDIES = {
-    "after truncation": ": max_length cut off what is trained on; raise it, or set truncation_mode or too_long",
+    "after truncation": ": max_length cut off all trained tokens; raise it, or set truncation_mode or too_long",
     "longer than max_length": ": raise max_length, or set too_long=truncate or split",
 }
 
@@ -66,8 +66,8 @@ class DataReport:
             notes.append(f"{self.doubled_bos:,} rows began with the bos token twice; one of the two was taken out.")
         if self.cut:
             notes.append(
-                f"In {self.cut:,} rows a token would have crossed the border between prompt and completion; the two "
-                "were tokenized apart, as they are when the model generates."
+                f"In {self.cut:,} rows a token would have crossed the border between prompt and completion; they "
+                "were tokenized separately, as in generation."
             )
         return notes
 

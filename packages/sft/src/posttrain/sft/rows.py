@@ -1,6 +1,6 @@
-"""One row at a time: what it says is to be trained on, its tokens, and its labels.
+"""Prepares one row: finds the trained spans, tokenizes it and makes its labels.
 
-Labels are aligned with the inputs (the model shifts them, not the data) and -100 where nothing is to be learned.
+Labels are aligned with the inputs (the model shifts them, not the data) and -100 at tokens without a loss.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ INT32_MAX = 2**31 - 1
 
 
 class FormattingError(DataError):
-    """The user's ``formatting_func`` raised an error: a fault of the program and not of a row."""
+    """The user's ``formatting_func`` raised an error, which is a bug and not a faulty row."""
 
 
 @dataclass
 class Draft:
-    """A row on its way: a text with the spans to train on (None: all), or tokens that came as such."""
+    """A row in preparation: a text with the spans to train on (None: all), or given tokens."""
 
     row: int
     text: str = ""
@@ -134,7 +134,7 @@ class Preparation:
         return [{"messages" if isinstance(result, list) else self.text_field: result}]
 
     def _reads_batches(self, row: Mapping[str, Any]) -> bool:
-        """Whether the function loops over a batch, a dict of lists, as older trainers asked of it."""
+        """Whether the function expects a batch, a dict of lists, as in older trainers."""
         try:
             if not isinstance(self.formatting_func(dict(row)), list):
                 return False
@@ -183,7 +183,7 @@ class Preparation:
         messages = chat_template.to_messages(prompt, "prompt") + chat_template.to_messages(completion, "completion")
         shown, chosen = len(prompt), chat_template.message_choice([*prompt, *completion], self.train_on)
         asked, last, first = messages[:shown], messages[shown - 1], messages[shown]
-        if last["role"] == first["role"] == "assistant":  # the completion goes on where the prompt stops
+        if last["role"] == first["role"] == "assistant":  # the completion continues the prompt
             turn = first | {"content": last["content"] + first["content"]}
             messages = [*asked[:-1], turn, *messages[shown + 1 :]]
             chosen = chosen and [*chosen[: shown - 1], *chosen[shown:]]
@@ -247,7 +247,7 @@ class Preparation:
             draft.labels[len(before) : len(draft.ids) - len(after)][~encoding.mask[dropped:]] = -100
 
     def _fit(self, draft: Draft) -> list[Draft]:
-        """The row, cut to the maximum length in the way that was asked for."""
+        """The row, truncated to the maximum length as configured."""
         length, most = len(draft.ids), self.max_length
         if most is None or length <= most:
             return [draft]

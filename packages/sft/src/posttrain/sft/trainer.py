@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows of text in, token cross-entropy out. Loop, checkpoints and processes are the core's."""
+"""The trainer for supervised fine-tuning with token cross-entropy."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class SFTTrainer(GeneratesText, Trainer):
 
     Args:
         model: a causal language model, or the name or folder of one to load.
-        args: an `SFTConfig`; plain `TrainingArguments` are taken over, with the defaults of `SFTConfig` for the rest.
+        args: an `SFTConfig`; plain `TrainingArguments` are converted, with the defaults of `SFTConfig` for the rest.
         data_collator: makes a batch of prepared rows; by default `SFTCollator`.
         train_dataset: rows with a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; or a dict of
-            several datasets by name, which are mixed, each with a loss of its own in the log.
+            several datasets by name, which are mixed, each with its own loss in the log.
         eval_dataset: such rows, or a dict of several sets by name.
         processing_class: the tokenizer, or the processor for rows with images; by default the model's own.
         quantization_config: loads a model given by name in 4 or 8 bits.
-        peft_config: train adapters (LoRA and kin) instead of the model's own weights.
+        peft_config: train adapters (LoRA and others) instead of the model's own weights.
         formatting_func: ``row -> text`` (or a list of texts), for rows of any other shape.
 
     The other arguments are those of `Trainer`.
@@ -186,7 +186,7 @@ class SFTTrainer(GeneratesText, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Cross-entropy of the labelled tokens, shape (). Logits exist only where `return_outputs` asks for them.
+        """Cross-entropy of the labelled tokens, shape (). Logits exist only if `return_outputs` is True.
 
         Also logs `mean_token_accuracy` and `entropy` (in nats), from the same pass over the vocabulary; and of several
         datasets ``loss/NAME`` and ``token_share/NAME``, the share of the trained tokens that are of it.
@@ -202,7 +202,7 @@ class SFTTrainer(GeneratesText, Trainer):
             loss, outputs, found = self._loss_in_head(model, inputs, sources)
             loss = loss / count
         if self._aux_loss_coef:
-            # The load-balancing loss of a micro-batch, as its share of the update by trained tokens.
+            # The load-balancing loss of a micro-batch, weighted by its share of the window's trained tokens.
             loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
         if is_real:
             self._log_statistics(found, outputs, items)
@@ -250,17 +250,17 @@ class SFTTrainer(GeneratesText, Trainer):
         return loss, outputs
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
-        """As the core's, with the activations in host memory where ``activation_offloading`` asks for it."""
+        """Moves activations to host memory if ``activation_offloading`` is set."""
         return with_offloading(super().compute_loss_context_manager(), self._offload)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
-        """As the core's; rows that were not prepared at construction are prepared here."""
+        """Prepares rows that were not prepared at construction."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepare(eval_dataset, "eval", self.args.eval_packing)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
-        """As the core's; the rows are prepared here, and never packed, so that each has its prediction."""
+        """Prepares the rows, without packing, so that each has its prediction."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
 
     # ------------------------------------------------------------------------------------------------ behind the doors
@@ -311,7 +311,7 @@ class SFTTrainer(GeneratesText, Trainer):
         return True
 
     def _refuse_leaks(self) -> None:
-        """Try packed rows as training will read them: two in a batch, on its device, in its precision."""
+        """Test packed rows as in training: two in a batch, on its device, in its precision."""
         collate = self.data_collator
         if not isinstance(collate, SFTCollator):
             collate = SFTCollator(0, flash_kwargs=flash_attention.reads_boundaries(self.model))
@@ -321,7 +321,7 @@ class SFTTrainer(GeneratesText, Trainer):
     def _statistics_of(
         self, outputs: Any, labels: torch.Tensor | None, sources: torch.Tensor | None
     ) -> _Statistics | None:
-        """What `loss_in_head` counts on the way, from logits that are there whole; None where there are none."""
+        """The statistics of `loss_in_head`, from whole logits; None without logits."""
         logits = outputs["logits"] if isinstance(outputs, dict) and "logits" in outputs else None
         if labels is None or not isinstance(logits, torch.Tensor) or logits.shape[1] < labels.shape[1]:
             return None
@@ -355,16 +355,16 @@ class SFTTrainer(GeneratesText, Trainer):
                 self.metrics.add_sum(f"token_share/{name}", count.detach(), items)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the core's; a dataset of a mixture that gave no token since the last record has no loss to log."""
+        """Logs; a mixture's dataset without tokens since the last record has no loss to log."""
         empty = {f"loss/{name}" for name in self._sources if logs.get(f"token_share/{name}") == 0}
         super().log({name: value for name, value in logs.items() if name not in empty}, start_time)
 
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
-        """`dataset` tokenised, masked and packed; what happened to its rows is logged and kept in `data_reports`."""
+        """`dataset` tokenised, masked and packed; the report is logged and kept in `data_reports`."""
         if (self._sees or self._skip_preparation) and isinstance(dataset, Mapping):
-            what = "Rows with pictures are taken" if self._sees else "skip_prepare_dataset takes the rows"
+            what = "Rows with images are used" if self._sees else "skip_prepare_dataset takes the rows"
             raise DataError(
-                f"{what} as they are, and several datasets are mixed after they were prepared. Pass one dataset"
+                f"{what} without preparation, and datasets are mixed only after preparation. Pass one dataset"
                 + ("." if self._sees else ", or leave skip_prepare_dataset out.")
             )
         if any(dataset is ready for ready in self._prepared):
@@ -397,7 +397,7 @@ class SFTTrainer(GeneratesText, Trainer):
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
-    """The `SFTConfig` that `args` and the arguments that earlier versions took elsewhere amount to."""
+    """The `SFTConfig` from `args` and the constructor arguments of earlier versions."""
     if args is not None and not isinstance(args, TrainingArguments):
         raise TypeError(
             f"args is of type {type(args).__name__}; pass an SFTConfig, such as SFTConfig(output_dir=...), or "
@@ -457,7 +457,7 @@ def _named(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:
 
 
 def _representative(dataset: Any) -> Any:
-    """One of several datasets in their place, a stream if there is one, until they are mixed."""
+    """One of several datasets as a placeholder until they are mixed; a stream if there is one."""
     parts = list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
     return next((part for part in parts if part is not None and is_stream(part)), parts[0])
 
@@ -468,7 +468,7 @@ def _dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tens
 
 
 def _refuse_unknown(old_names: dict[str, Any]) -> None:
-    """Before a model is loaded; the names that are left are the core's to judge."""
+    """Check unknown arguments before a model is loaded; the core checks the rest."""
     known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback"):

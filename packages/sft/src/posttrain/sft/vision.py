@@ -1,4 +1,4 @@
-"""Rows with pictures: batches for models that see and read."""
+"""Collates rows with images for vision-language models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.core.data.collators import IGNORE_INDEX, round_up
 from posttrain.core.errors import ConfigError, DataError
 
 COLUMNS = ("images", "image", "messages", "prompt", "completion", "text")
-#: Names under which processors and configs keep the ids of what stands for a picture, and for its edges.
+#: Attributes of processors and configs that hold the ids of image placeholders and their edges.
 PLACEHOLDERS = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",
     "vision_end_token_id", "boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index",
@@ -27,7 +27,7 @@ def has_pictures(dataset: Any) -> bool:
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()), None)
     columns = getattr(dataset, "column_names", None)
-    if isinstance(dataset, (dict, str)):  # said of the dataset itself
+    if isinstance(dataset, (dict, str)):  # a warning about the dataset itself
         return False
     if columns is None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
         columns = dataset[0].keys() if isinstance(dataset[0], dict) else ()
@@ -35,27 +35,27 @@ def has_pictures(dataset: Any) -> bool:
 
 
 def check_config(args: Any, processor: Any) -> None:
-    """Raise ConfigError for what cannot be done with pictures, TypeError for what cannot read them."""
+    """Raise ConfigError for settings that do not support images, TypeError without an image processor."""
     if not hasattr(processor, "image_processor"):
         raise TypeError(
-            f"The rows have pictures, which a {type(processor).__name__} cannot read. Pass the model's processor as "
-            "processing_class=, such as AutoProcessor.from_pretrained(...) gives."
+            f"The rows have images, which a {type(processor).__name__} cannot read. Pass the model's processor as "
+            "processing_class=, for example AutoProcessor.from_pretrained(...)."
         )
     problems = [
-        f"{name}=True is not known for rows with pictures; set {name}=False"
+        f"{name}=True is not supported for rows with images; set {name}=False"
         for name in ("packing", "eval_packing", "padding_free", "predict_with_generate")
         if getattr(args, name, False)
     ]
     if args.assistant_only_loss:
         problems.append(
-            "assistant_only_loss=True is not known for rows with pictures; give prompt and completion instead"
+            "assistant_only_loss=True is not supported for rows with images; use prompt and completion instead"
         )
     if problems:
         raise ConfigError(type(args).__name__, problems)
 
 
 def placeholder_ids(processor: Any, model: nn.Module) -> list[int]:
-    """The ids of tokens that stand for pictures, which are never trained on."""
+    """The ids of image placeholder tokens, which are never trained on."""
     config = getattr(model, "config", None)
     found = {getattr(holder, name, None) for holder, name in itertools.product((processor, config), PLACEHOLDERS)}
     return sorted(found - {None})
@@ -63,15 +63,14 @@ def placeholder_ids(processor: Any, model: nn.Module) -> list[int]:
 
 @dataclass
 class VisionCollator:
-    """Rows with pictures -> a batch.
+    """Rows with images -> a batch.
 
-    A row has ``images`` (or one ``image``): PIL pictures, paths, or what a dataset of the Hub decodes; and
-    ``messages``, or a ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's own
-    marks. Messages whose content is a plain string get their pictures before the first message of the user.
+    A row has ``images`` (or one ``image``): PIL images, paths, or decoded images of a Hub dataset; and ``messages``, or
+    a ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's placeholders. Messages
+    whose content is a plain string get their images before the user's first message.
 
-    Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and what the processor
-    makes of the pictures. Labels are -100 at padding, at the tokens that stand for pictures, and, with completions, at
-    the prompt.
+    Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and the processor's image
+    tensors. Labels are -100 at padding, at image placeholders, and, with completions, at the prompt.
 
     Args:
         processor: of transformers, with a tokenizer and an image processor.
@@ -113,16 +112,15 @@ class VisionCollator:
             row = torch.cat([batch["input_ids"][i, :length], torch.tensor(answer, dtype=torch.long)])
             if self.max_length is not None and torch.isin(row[self.max_length :], stands).any():
                 raise DataError(
-                    f"A row has {len(row)} tokens, and max_length={self.max_length} would cut off tokens that stand "
-                    "for its pictures. Set a larger max_length, max_length=None, or let the processor make smaller "
-                    "pictures."
+                    f"A row has {len(row)} tokens, and max_length={self.max_length} would cut off tokens of its "
+                    "images. Set a larger max_length, max_length=None, or let the processor make smaller images."
                 )
             row = row[: self.max_length]
             ids[i, : len(row)], mask[i, : len(row)] = row, 1
             labels[i, : len(row)] = row.masked_fill(torch.isin(row, stands), IGNORE_INDEX)
             if answer and self.completion_only_loss is not False:
                 labels[i, :length] = IGNORE_INDEX
-        for name, value in batch.items():  # kinds of tokens, where the model wants to know them
+        for name, value in batch.items():  # token types, if the model needs them
             if (
                 name not in ("input_ids", "attention_mask")
                 and value.shape[:2] == batch["input_ids"].shape[:2]
@@ -132,16 +130,14 @@ class VisionCollator:
         return {**batch, "input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def _texts(self, row: dict[str, Any], pictures: int) -> tuple[str, str]:
-        """What is read with the pictures, and the completion behind it, which is empty where all is one text."""
+        """The text with the images, and the completion, which is empty if there is one text."""
         end = self.processor.tokenizer.eos_token or ""
         if "text" in row:
             return row["text"] + ("" if row["text"].endswith(end) else end), ""
         if "messages" in row:
             return self._render(_with_pictures(row["messages"], pictures)), ""
         if "prompt" not in row or "completion" not in row:
-            raise DataError(
-                f"A row with pictures has {sorted(row)}; it needs messages, prompt and completion, or text."
-            )
+            raise DataError(f"A row with images has {sorted(row)}; it needs messages, prompt and completion, or text.")
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str):
             return prompt, completion + ("" if completion.endswith(end) else end)
@@ -150,7 +146,7 @@ class VisionCollator:
         everything = self._render([*prompt, *_with_pictures(completion, 0)])
         if not everything.startswith(asked):
             raise DataError(
-                "The chat template renders the prompt otherwise when the completion follows; give messages instead."
+                "The chat template renders the prompt differently when the completion follows; use messages instead."
             )
         return asked, everything[len(asked) :]
 
@@ -175,7 +171,7 @@ def _opened(picture: Any) -> Any:
 
 
 def _with_pictures(messages: list[dict[str, Any]], pictures: int) -> list[dict[str, Any]]:
-    """`messages` with contents as lists of parts, and with places for the pictures where there are none."""
+    """`messages` with contents as lists of parts, with image placeholders added if there are none."""
     parts = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message["content"], str)
@@ -185,7 +181,7 @@ def _with_pictures(messages: list[dict[str, Any]], pictures: int) -> list[dict[s
     if pictures and not any(part.get("type") == "image" for message in parts for part in message["content"]):
         first = next((i for i, message in enumerate(parts) if message["role"] == "user"), None)
         if first is None:
-            raise DataError(f"A row has {pictures} pictures and no message of the user to show them with.")
+            raise DataError(f"A row has {pictures} images and no user message to put them in.")
         shown = [{"type": "image"}] * pictures
         parts[first] = {**parts[first], "content": [*shown, *parts[first]["content"]]}
     return parts
