@@ -205,7 +205,7 @@ def test_a_model_and_its_processor_are_loaded_by_name_and_evaluated(tmp_path):
 def test_what_cannot_be_done_with_pictures_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="packing=True is not supported for rows with images"):
         make(tmp_path, rows("messages"), packing=True)
-    with pytest.raises(ConfigError, match="assistant_only_loss=True is not known"):
+    with pytest.raises(ConfigError, match="assistant_only_loss=True is not supported"):
         make(tmp_path, rows("messages"), assistant_only_loss=True)
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(TypeError, match="cannot read. Pass the model's processor"):
