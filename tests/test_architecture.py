@@ -23,19 +23,18 @@ FLOORS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.metrics logging.redaction losses.language_modeling losses.normalization
-        models.block_mask models.embeddings models.gradient_checkpointing models.regularization
-        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
-        training.override_checks training.plan
+        models.block_mask models.embeddings models.gradient_checkpointing models.regularization models.special_tokens
+        models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
+        training.override_checks training.plan data.host_copies
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
-        data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers
-        evaluation.eval_loop evaluation.generate logging.plots logging.rich_progress logging.run_record
-        logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
-        models.arguments models.bema models.compiling models.ema models.flash_attention models.liger
-        models.lm_head models.loading models.merging models.quantization models.varlen_attention optim.builder
-        tools.absent_names tools.memory_plan tools.preview training.argument_changes training.preemption
-        training.preflight
+        data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers evaluation.eval_loop
+        evaluation.generate logging.plots logging.rich_progress logging.run_record logging.terminal logging.trackers
+        losses.scale_check models.activation_offloading models.adapters models.arguments models.bema models.compiling
+        models.ema models.flash_attention models.liger models.lm_head models.loading models.merging
+        models.quantization models.varlen_attention optim.builder tools.absent_names tools.memory_plan tools.preview
+        training.argument_changes training.preemption training.preflight models.document_kernels
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate

@@ -16,6 +16,7 @@ of ``torch.cuda.set_sync_debug_mode``. Kernels are those of the CPU: nothing her
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -26,6 +27,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -146,7 +149,7 @@ class EmulatedCuda(TorchDispatchMode):
         phase: what the host does now; anything. Copied into each wait.
         operations: how often each operation ran on the device, views left out.
         live, peak: bytes of the device that are in use, and the most that were.
-        largest: bytes of the largest tensor that was made.
+        largest, largest_on_host: bytes of the largest tensor that was made, there and on the CPU.
     """
 
     def __init__(self) -> None:
@@ -154,7 +157,7 @@ class EmulatedCuda(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.phase = ""
         self.operations: Counter[str] = Counter()
-        self.dispatched = self.live = self.peak = self.largest = 0
+        self.dispatched = self.live = self.peak = self.largest = self.largest_on_host = 0
         self._known: set[int] = set()
         self._to_host = False
         self._callers = _Callers()
@@ -211,7 +214,7 @@ class EmulatedCuda(TorchDispatchMode):
                 raise PlacementError(f"{name}: only tensors of the host can be pinned")
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if asked is None and not on_device:
-            return func(*args, **kwargs)
+            return self._on_host(func(*args, **kwargs))
         if asked is None:
             to_device = True
         elif torch.device(asked).type == "cuda":
@@ -238,7 +241,7 @@ class EmulatedCuda(TorchDispatchMode):
         if name == "aten::copy_" and not isinstance(args[0], CudaTensor):
             return args[0]
         if not to_device or name == "aten::_local_scalar_dense":
-            return out
+            return self._on_host(out)
         if not func.is_view and name not in _VIEWS:
             self.operations[name] += 1
         wrapped = {id(_host(tensor)): tensor for tensor in on_device}
@@ -257,6 +260,11 @@ class EmulatedCuda(TorchDispatchMode):
             self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
             weakref.finalize(storage, self._free, storage._cdata, size)
         return CudaTensor(value)
+
+    def _on_host(self, out: Any) -> Any:
+        if isinstance(out, torch.Tensor):
+            self.largest_on_host = max(self.largest_on_host, out.untyped_storage().nbytes())
+        return out
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -516,6 +524,23 @@ def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable
     return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
 
 
+def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's kernel for documents of different lengths computes; it takes 16 bits alone."""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"torch's varlen_attn takes no {query.dtype}")
+    bounds, (left, right) = cu_seq_q.host.tolist(), window_size
+    if cu_seq_k is not cu_seq_q or right != 0 or max_q != max_k != max(torch.tensor(bounds).diff().tolist()):
+        raise ValueError("not causal attention of documents to themselves")
+    done = []
+    for start, stop in itertools.pairwise(bounds):
+        parts = (tensor[start:stop].transpose(0, 1) for tensor in (query, key, value))
+        distance = torch.arange(stop - start, device=query.device)
+        distance = distance[:, None] - distance
+        seen = (distance >= 0) & (distance <= (stop - start if left < 0 else left))
+        done.append(F.scaled_dot_product_attention(*parts, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(done)
+
+
 def _encode(encoder: Any, value: Any, where: str, path: tuple[Any, ...], _original=codec._Encoder.encode) -> Any:
     """What a checkpoint does with a tensor, for it takes no subclass."""
     return (
@@ -567,6 +592,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped))
         for method in (torch.autocast.__enter__, torch.autocast.__exit__):
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
         _forget_device()

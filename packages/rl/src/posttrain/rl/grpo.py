@@ -235,7 +235,7 @@ class GRPOTrainer(RolloutTrainer):
         for window, num_items in super().windows(plan, loader):
             if self.entropy_bonus is not None:
                 tokens = sum(part.get("entropy_mask", part["loss_mask"]).sum() for part in window)
-                tokens = self.dist.sum(torch.as_tensor(tokens, dtype=torch.float32, device=self.dist.device))
+                tokens = self.dist.sum(tokens.to(self.dist.device, torch.float32, non_blocking=True))
                 window = [part | {"window_tokens": tokens} for part in window]
             yield window, num_items
 
@@ -289,10 +289,11 @@ class EntropyBonus:
 
     def __call__(self, entropy_sum: torch.Tensor, count: torch.Tensor, window_count: torch.Tensor) -> torch.Tensor:
         """The bonus of a micro-batch, shape (): its share of the mean over the window."""
-        self._sums = self._sums.to(entropy_sum.device) + torch.stack([entropy_sum.detach(), count])
-        weight = self.coefficient.to(entropy_sum.device)
+        device = entropy_sum.device
+        self._sums = self._sums.to(device, non_blocking=True) + torch.stack([entropy_sum.detach(), count])
+        weight = self.coefficient.to(device, non_blocking=True)
         if self.args.use_adaptive_entropy:
-            weight = weight * (self.last_entropy.to(weight.device) <= self.args.entropy_target)
+            weight = weight * (self.last_entropy.to(device, non_blocking=True) <= self.args.entropy_target)
         return weight * entropy_sum / window_count.clamp(min=1)
 
     def update(self, sum_over_processes: Any) -> None:

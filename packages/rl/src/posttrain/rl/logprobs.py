@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.core.losses.language_modeling import IGNORE_INDEX, selective_log_softmax
+from posttrain.core.losses.language_modeling import IGNORE_INDEX, labelled_places, selective_log_softmax
 from posttrain.core.models.lm_head import logps_in_head, supports_loss_in_head
 from posttrain.rl.shared_prefix import shared_rows
 
@@ -129,7 +129,8 @@ def _from_logits(
 ) -> list[torch.Tensor]:
     """[(N, L) log-probabilities, (N, L) entropies if requested] from whole logits, in float32 chunks."""
     logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
-    rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    places = labelled_places(labels)
+    rows, columns = places // labels.shape[1], places % labels.shape[1]
     logps, entropies = [], []
     for row, column in zip(rows.split(ROWS_AT_ONCE), columns.split(ROWS_AT_ONCE), strict=True):
         scaled = logits[row, column].float() / temperature

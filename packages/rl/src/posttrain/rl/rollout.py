@@ -599,10 +599,11 @@ class RolloutTrainer(Trainer):
             for part in self._parts_of(rollout):
                 with self.compute_loss_context_manager():
                     values = self.logps(model, self._prepare_inputs(part), with_entropy, training=False)
-                found[0].append(values.logps.cpu())
-                found[1] += [values.entropies.cpu()] if with_entropy else []
-        width = rollout.loss_mask.shape[1]
-        return [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
+                found[0].append(values.logps)
+                found[1] += [values.entropies] if with_entropy else []
+        width = rollout.loss_mask.shape[1]  # read back once, not with each part
+        whole = [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
+        return [values.cpu() for values in whole]
 
     def _parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
         multiple = self.args.pad_to_multiple_of

@@ -23,6 +23,7 @@ from torch import nn
 
 from posttrain.core.data import chat_template
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.data.host_copies import host_copy, know
 from posttrain.core.data.segments import Segments
 from posttrain.core.losses.language_modeling import shift_labels
 from posttrain.core.models import lm_head, wrapping
@@ -211,7 +212,7 @@ def score_completions(
     if "shift_labels" in batch:
         labels, mask = batch["shift_labels"], batch["completion_mask"].bool()
     else:
-        labels = shift_labels(batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX))
+        labels = shift_labels(_completion_labels(batch["input_ids"], batch["completion_mask"]))
         mask = labels != IGNORE_INDEX
     if lm_head.supports_loss_in_head(model) is None:
         with lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
@@ -225,6 +226,15 @@ def score_completions(
     logps, *found = scores.unbind()
     found = {name: stat.detach() for name, stat in zip(stats, found, strict=True)}
     return CompletionScores(logps, mask, found, getattr(outputs, "aux_loss", None))
+
+
+def _completion_labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    labels, known = ids.masked_fill(mask == 0, IGNORE_INDEX), (host_copy(ids), host_copy(mask))
+    return (
+        labels
+        if any(copy is None for copy in known)
+        else know(labels, known[0].masked_fill(known[1] == 0, IGNORE_INDEX))
+    )
 
 
 def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:

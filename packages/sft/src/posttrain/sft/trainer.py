@@ -292,17 +292,19 @@ class SFTTrainer(GeneratesText, Trainer):
         return model, tokenizer
 
     def _enable_segments(self) -> bool:
-        """Attend to each document by itself: faster than masks on a CPU; flash attention reads `position_ids`."""
+        """Attend to each document by itself, which needs no mask; flash attention reads `position_ids`."""
         if flash_attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
-        if self.dist.device.type != "cpu" or self.args.torch_compile:
+        if self.dist.device.type not in ("cpu", "cuda") or self.args.torch_compile:
             return False
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
-        if problem := varlen_attention.segments_problem(self.model):
+        with self.dist.autocast():  # kernels differ by precision
+            problem = varlen_attention.segments_problem(self.model)
+        if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
         varlen_attention.enable_segments(self.model)

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from posttrain.core.config import opt
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
+from posttrain.core.data.host_copies import send
 from posttrain.core.data.samplers import STRATEGIES, is_sized, is_stream, make_train_sampler
 from posttrain.core.data.stateful_dataloader import Filler, Loader, check_limits, is_filler
 from posttrain.core.errors import DataError, did_you_mean
@@ -345,7 +346,7 @@ def _nothing_left(found: list[str], wanted: Iterable[str]) -> str:
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
     """`batch` with every tensor in it moved; dicts, lists and tuples keep their types."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
+        return send(batch, device, non_blocking)
     if (
         type(batch) is dict
         and str(device) == "cpu"

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data.host_copies import host_copy, know, send
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -126,7 +128,7 @@ class Segments:
             raise ValueError(
                 f"The segments have {self.num_tokens} tokens, and input_ids of {tuple(shape)} {rows * width}."
             )
-        positions = self.position_ids().view(rows, width).to(device)
+        positions = send(self.position_ids().view(rows, width), device or "cpu")
         return {"position_ids": positions, "attention_mask": torch.zeros(1, 1, 1, 1, device=device), "segments": self}
 
 
@@ -137,7 +139,7 @@ def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
     batch = dict(batch)
     if "seq_lengths" in batch:
         rows, width = batch["input_ids"].shape
-        documents = [[*row, width - sum(row)] for row in batch.pop("seq_lengths").tolist()]
+        documents = [[*row, width - sum(row)] for row in _known(batch.pop("seq_lengths")).tolist()]
         segments = Segments.documents(length for row in documents for length in row if length)
         batch |= segments.model_inputs((rows, width), batch["input_ids"].device)
     return batch
@@ -159,19 +161,35 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
     batch = dict(batch)
     kinds = {"input_ids", "labels"} | ({"sources"} & set(batch))
     if set(batch) == kinds | {"position_ids", "seq_lengths"}:
-        documents = batch["seq_lengths"].tolist()
+        documents = _known(batch["seq_lengths"]).tolist()
     elif set(batch) == kinds | {"attention_mask"} and batch["attention_mask"].ndim == 2:
-        documents = batch["attention_mask"].sum(1, keepdim=True).tolist()
+        documents = _known(batch["attention_mask"]).sum(1, keepdim=True).tolist()
     else:
         return with_segments(batch)
-    ids, labels = batch["input_ids"], batch["labels"]
-    lengths = torch.tensor([sum(row) for row in documents], device=ids.device)
-    shown = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    if not lengths.all() or not torch.equal(shown, batch.get("attention_mask", shown).bool()):
+    lengths = torch.tensor([sum(row) for row in documents])
+    shown = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+    if not lengths.all() or not torch.equal(shown, _known(batch.get("attention_mask", shown)).bool()):
         return with_segments(batch)
-    labels = labels.clone()
-    labels[:, 0] = ignore_index
+    places = shown.reshape(-1).nonzero().squeeze(1)
+    rows = {name: _at(batch[name], places) for name in sorted(kinds)}
     segments = Segments.documents(length for row in documents for length in row if length)
-    ids = ids[shown][None]
-    sources = {"sources": batch["sources"][shown][None]} if "sources" in batch else {}
-    return {"input_ids": ids, "labels": labels[shown][None], **sources, **segments.model_inputs(ids.shape, ids.device)}
+    labels, first = rows["labels"], torch.arange(len(lengths)) * shown.shape[1]
+    unpredicted = torch.isin(places, first)
+    copy = host_copy(labels)
+    labels = labels.masked_fill(send(unpredicted, labels.device), ignore_index)
+    rows["labels"] = know(labels, None if copy is None else copy.masked_fill(unpredicted, ignore_index))
+    ids = rows["input_ids"]
+    return {**rows, **segments.model_inputs(ids.shape, ids.device)}
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the CPU; waits for its device where it must."""
+    copy = host_copy(tensor)
+    return tensor.cpu() if copy is None else copy
+
+
+def _at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(1, N) those elements of the (B, T) `rows`; what the host knows of them it knows of the result."""
+    copy = host_copy(rows)
+    found = rows.reshape(-1)[send(places, rows.device)][None]
+    return know(found, None if copy is None else copy.reshape(-1)[places][None])

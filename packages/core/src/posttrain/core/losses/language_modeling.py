@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from posttrain.core.data.host_copies import host_copy, know, places_of
+
 IGNORE_INDEX = -100
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
 BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
@@ -51,7 +53,14 @@ def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torc
 
     The last position predicts nothing and holds `ignore_index`.
     """
-    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    shifted, copy = F.pad(labels[..., 1:], (0, 1), value=ignore_index), host_copy(labels)
+    return shifted if copy is None else know(shifted, F.pad(copy[..., 1:], (0, 1), value=ignore_index))
+
+
+def labelled_places(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """(M,) where the flattened `labels` hold one; waits for the device only where the host knows nothing of them."""
+    copy = host_copy(labels)
+    return places_of(know(labels != ignore_index, None if copy is None else copy != ignore_index))
 
 
 def count_targets(labels: torch.Tensor, shifted: bool, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
@@ -280,8 +289,8 @@ def _targets(
             f"hidden {tuple(hidden.shape)} must be the shape of labels {tuple(labels.shape)} with one more dimension, "
             f"as wide as weight {tuple(weight.shape)}."
         )
+    rows = labelled_places(labels, ignore_index).to(hidden.device)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
-    rows = (labels != ignore_index).nonzero().squeeze(1)
     if rows.numel() == labels.numel():
         return hidden, labels, None
     return hidden, labels[rows], rows

@@ -21,7 +21,8 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    ids, positions, sees = (t.to(device) for t in (segments.segment_ids(), segments.position_ids()[0], segments.sees()))
+    parts = segments.segment_ids(), segments.position_ids()[0], segments.sees()
+    ids, positions, sees = (part.to(device, non_blocking=True) for part in parts)
 
     def rule(batch, head, q, kv):
         distance = positions[q] - positions[kv]
@@ -34,7 +35,7 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     for blocks in ((count > 0) & ~full, full):
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(1)[None, None], order[None, None]]
-    listed = [tensor.to(torch.int32).to(device) for tensor in listed]
+    listed = [tensor.to(torch.int32).to(device, non_blocking=True) for tensor in listed]
     lengths = segments.num_tokens, segments.num_tokens
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=lengths)
 

@@ -16,7 +16,6 @@ https://arxiv.org/abs/1805.02867) sum a softmax piece by piece.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.segments import Segments
 from posttrain.core.models.block_mask import block_mask
+from posttrain.core.models.document_kernels import bounds_of, document_kernel
 from posttrain.core.models.wrapping import base_model, unwrap
 
 # ---------------------------------------------------------------------------------------- how a model is made to use it
@@ -55,7 +55,9 @@ def segments_problem(model: nn.Module) -> str | None:
     """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
 
     Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a
-    shared prompt must be those of each text alone. The answer is remembered for as long as the model lives.
+    shared prompt must be those of each text alone. On a GPU, packed documents have a kernel of their own and are tried
+    once more by themselves. Call it in the precision of training: kernels differ by it. The answer is remembered for as
+    long as the model lives.
     """
     base = base_model(model)
     name = type(base).__name__
@@ -77,13 +79,14 @@ def segments_problem(model: nn.Module) -> str | None:
     if device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
-    key = device.type, _underlying(model)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    key = device.type, _underlying(model), autocast
     if key not in tried:
         tried[key] = _try(unwrap(model), base)
     return tried[key]
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
 
 
 def _underlying(model: nn.Module) -> str:
@@ -129,9 +132,11 @@ def _try(model: nn.Module, base: nn.Module) -> str | None:
         _set_implementation(base, PREFIX + before.removeprefix(PREFIX))
         if base.config._attn_implementation == before and not before.startswith(PREFIX):
             return f"{name} does not look its attention up in transformers' AttentionInterface."
-        found = model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)).logits[
-            0
-        ]
+        found = _logits_of(model, row, segments)
+        if row.is_cuda:
+            whole = [sum(lengths[i] for i in text) for text in texts]
+            packed = torch.cat([line[:length] for line, length in zip(alone, whole, strict=True)])
+            documents = _logits_of(model, packed, Segments.documents(whole)).float().split(whole)
     except Exception as error:  # any model may be unable to read this, and is then trained in another way
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
@@ -143,13 +148,21 @@ def _try(model: nn.Module, base: nn.Module) -> str | None:
         return f"{name} gives logits for {tuple(found.shape[:1])} of {len(row)} tokens."
     parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
     wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
+    if row.is_cuda:
+        gaps = [(part - line[: len(part)]).abs().max() for part, line in zip(documents, expected.float(), strict=True)]
+        wrong = max(wrong, float(torch.stack(gaps).max()))
     wrong /= float(expected.abs().max().clamp_min(1e-12))
-    if not wrong < (5e-5 if parameter.dtype in (torch.float32, torch.float64) else 5e-2):
+    exact = parameter.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(row.device.type)
+    if not wrong < (5e-5 if exact else 5e-2):
         return (
             f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of "
             "each text alone. Recurrent and convolution layers and learned sums over the whole row cannot."
         )
     return None
+
+
+def _logits_of(model: nn.Module, row: torch.Tensor, segments: Segments) -> torch.Tensor:
+    return model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)).logits[0]
 
 
 def _attention_function(
@@ -452,32 +465,16 @@ def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
 
 
 def _on_cuda(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
-    """Documents by flash-attn where it is installed, all else by flex attention. Not yet verified on a GPU."""
+    """Documents in 16 bits by flash-attn or torch's own kernel, all else by flex attention. Not yet run on a GPU."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if half and max(segments.parents) < 0 and importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_varlen_func
-
-        bounds, longest = _bounds(segments, query.device), max(segments.lengths)
-        return flash_attn_varlen_func(
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-            bounds,
-            bounds,
-            longest,
-            longest,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
-        )[None].transpose(1, 2)
+    if half and max(segments.parents) < 0 and (kernel := document_kernel(bool(softcap))) is not None:
+        bounds, longest = bounds_of(segments, query.device), max(segments.lengths)
+        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)
     options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if softcap:
         options["score_mod"] = lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
     return _flex_attention()(query, key, value, block_mask=block_mask(segments, window, query.device), **options)
-
-
-@functools.lru_cache(maxsize=8)
-def _bounds(segments: Segments, device: torch.device) -> torch.Tensor:
-    return torch.tensor([*segments.starts, segments.num_tokens], dtype=torch.int32, device=device)
 
 
 @functools.cache
