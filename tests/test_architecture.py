@@ -32,18 +32,19 @@ FLOORS = {
         data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers evaluation.eval_loop
         evaluation.generate logging.plots logging.rich_progress logging.run_record logging.terminal logging.trackers
         losses.scale_check models.activation_offloading models.adapters models.arguments models.bema models.compiling
-        models.ema models.flash_attention models.liger models.lm_head models.loading models.merging
-        models.quantization models.varlen_attention optim.builder tools.absent_names tools.memory_plan tools.preview
+        models.ema models.flash_attention models.liger models.lm_head models.loading
+        models.quantization models.varlen_attention optim.builder
         training.argument_changes training.preemption training.preflight models.document_kernels
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate
-        tools.migration training.hf_compat training.hyperparameter_search training.incidents training.leaving
+        training.hf_compat training.hyperparameter_search training.incidents training.leaving
         training.lifecycle training.resuming
     """.split(),
+    3: ["tools"],
 }
 # Folders whose modules are named one by one above. Their own __init__ holds a docstring, or gathers public names.
-FOLDERS = {"data", "evaluation", "logging", "losses", "models", "tools", "training"}
+FOLDERS = {"data", "evaluation", "logging", "losses", "models", "training"}
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # The ground needs nothing that has to be installed besides these.
 GROUND_PACKAGES = {"torch", "numpy"}

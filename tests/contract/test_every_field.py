@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 
 from posttrain.core import ModelConfig, TrainingArguments
-from posttrain.core.cli.launch import LaunchArguments
 from posttrain.core.cli.scripts import ScriptArguments
 from posttrain.core.cli.source import DataSource
+from posttrain.core.tools.launch import LaunchArguments
 from posttrain.rl import (
     CPOConfig,
     DPOConfig,

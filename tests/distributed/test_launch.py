@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from posttrain.core.cli import launch, main
+from posttrain.core.cli import main
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
+from posttrain.core.tools import launch
 from tests.distributed import jobs
 
 #: A script as people write them: its arguments come from the command line, with whatever the launcher adds.

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from posttrain.core.cli import main
-from posttrain.core.cli.show import wants_color
 from posttrain.core.tools import preview
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.preview import show_row
@@ -128,9 +127,9 @@ def test_colours_are_for_terminals(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_color(Stream(True)) and not wants_color(Stream(False))
+    assert preview.wants_color(Stream(True)) and not preview.wants_color(Stream(False))
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color(Stream(True))
+    assert not preview.wants_color(Stream(True))
 
 
 def test_help_says_what_it_takes(capsys):

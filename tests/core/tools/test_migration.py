@@ -115,8 +115,7 @@ def test_a_script_for_the_trainer_keeps_its_comments_and_its_layout():
 def test_a_script_for_trl_is_split_between_the_packages():
     before = """
         from peft import LoraConfig
-        from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
-        from trl import get_peft_config
+        from trl import NAMES
 
         if __name__ == "__main__":
             parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
@@ -124,6 +123,8 @@ def test_a_script_for_trl_is_split_between_the_packages():
             trainer = SFTTrainer(model="m", args=args, tokenizer=tok, peft_config=get_peft_config(model_args))
             second = DPOTrainer(model, None, args=DPOConfig("dpo", beta=0.1), train_dataset=pairs, tokenizer=tok)
     """
+    names = "DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config"
+    before = before.replace("NAMES", names)  # in one line
     after = """
         from peft import LoraConfig
         from posttrain.rl import DPOConfig, DPOTrainer

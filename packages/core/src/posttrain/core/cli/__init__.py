@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
-# Each is a module of this package with a function `run`.
+# Each is a module of `posttrain.core.tools` with a function `run`.
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show what a run would be trained on, token by token.",
@@ -26,7 +26,6 @@ COMMANDS = {
     "rerun": "Start a run again from its record, and compare.",
     "env": "Versions and hardware, for a bug report.",
 }
-MODULES = {"preview": "show", "plan": "footprint", "verify-resume": "verify", "env": "environment"}  # of another name
 
 # Two updates that pass through every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
@@ -71,7 +70,7 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"posttrain {version('posttrain-core')}")
     elif words[0] in COMMANDS:
-        module = importlib.import_module(f"posttrain.core.cli.{MODULES.get(words[0], words[0])}")
+        module = importlib.import_module(f"posttrain.core.tools.{words[0].replace('-', '_')}")
         makes_runs = {"preview": [_read], "plan": [_read], "rerun": [_train]}.get(words[0], [])
         return module.run(words[1:], *makes_runs) or 0
     else:

@@ -1,1 +1,1 @@
-"""Commands beside training: migration of scripts, the memory plan, the preview of data."""
+"""Commands beside training: launch, preview, plan, consolidate, merge, migrate, verify-resume, rerun and env."""

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.core.cli import main
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.merging import merge
+from posttrain.core.tools.merge import merge
 from tests import tiny
 
 LM = {"task_type": "CAUSAL_LM"}

@@ -111,7 +111,9 @@ def _train(words: list[str], folder: Path, steps: int, kill_at: int | None = Non
     }  # fmt: skip
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     arguments = [*_without(words, {*settings, "logging_strategy"}), *flags]
-    start = "" if kill_at is None else f"from posttrain.core.cli import verify; verify.die_at({kill_at}); "
+    start = (
+        "" if kill_at is None else f"from posttrain.core.tools import verify_resume; verify_resume.die_at({kill_at}); "
+    )
     code = f"import sys; {start}from posttrain.core.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     expected = 0 if kill_at is None else -signal.SIGKILL

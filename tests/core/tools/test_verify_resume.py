@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.core.checkpoint import codec
-from posttrain.core.cli import verify
+from posttrain.core.tools import verify_resume
 from tests.contract.trainers import TRAINERS
 
 
@@ -47,20 +47,20 @@ DIFFERENCES = {
 
 
 def test_equal_checkpoints_are_equal(checkpoint):
-    assert verify.compare(checkpoint, checkpoint) == dict.fromkeys(DIFFERENCES, "")
+    assert verify_resume.compare(checkpoint, checkpoint) == dict.fromkeys(DIFFERENCES, "")
 
 
 @pytest.mark.parametrize("part", DIFFERENCES)
 def test_the_part_that_differs_is_named_and_no_other(part, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "other")
     DIFFERENCES[part](tmp_path / "other")
-    found = verify.compare(checkpoint, tmp_path / "other")
+    found = verify_resume.compare(checkpoint, tmp_path / "other")
     assert [name for name, text in found.items() if text] == [part]
 
 
 def test_flags_that_the_proof_sets_itself_are_left_out():
     words = ["sft", "run.yaml", "--max-steps", "9", "--lr", "1", "--output_dir=x", "--tags", "a", "b", "--seed", "3"]
-    assert verify._without(words, {"max_steps", "output_dir", "tags"}) == [
+    assert verify_resume._without(words, {"max_steps", "output_dir", "tags"}) == [
         "sft",
         "run.yaml",
         "--lr",
