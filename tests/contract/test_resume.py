@@ -207,7 +207,7 @@ def test_early_stopping_stops_a_resumed_run_again_and_says_so(tmp_path, caplog):
     again = of_kind("early stopping, best model", tmp_path)
     again.train(resume_from_checkpoint=True)
     assert_same_run(again, straight)
-    assert f"stopped the run at update {stopped_at}" in caplog.text and "restore_callback_states" in caplog.text
+    assert f"stopped the run at step {stopped_at}" in caplog.text and "restore_callback_states" in caplog.text
     on = of_kind("early stopping, best model", tmp_path)
     on.args.restore_callback_states_from_checkpoint = False
     on.train(resume_from_checkpoint=True)

@@ -37,7 +37,7 @@ def test_what_makes_sense_is_taken(good):
     [
         ({"save_steps": 0}, "save_steps=0 must be > 0"),
         ({"save_steps": -5}, "save_steps=-5 must be > 0"),
-        ({"save_steps": 2.5}, "whole number of updates"),
+        ({"save_steps": 2.5}, "whole number of optimizer steps"),
         ({"save_steps": float("inf")}, "save_steps=inf must be finite"),
         ({"save_strategy": "step"}, "did you mean 'steps'"),
         ({"save_total_limit": -1}, "save_total_limit=-1 must be >= 0"),

@@ -106,7 +106,7 @@ def test_a_manifest_there_leads_no_download_out_of_its_folder(name, url, tmp_pat
     body["files"][name] = body["files"]["nested/notes.txt"]
     text = json.dumps(body | {"sha256": manifest._seal(body)})
     store.remote.fs.pipe_file(f"{store.remote.root}/checkpoint-1/manifest.json", text.encode())
-    with pytest.raises(CheckpointError, match="lies outside of it"):
+    with pytest.raises(CheckpointError, match="is outside of it"):
         Store(tmp_path / "b").resolve(f"{url}/checkpoint-1")
     assert list((tmp_path / "b").iterdir()) == []
 

@@ -375,7 +375,7 @@ def test_a_name_that_leads_out_of_the_checkpoint_is_refused(how, checkpoints, tm
     (path / "linked").symlink_to(tmp_path / "secret")
     rewrite_manifest(path, lambda body: body["files"].update({name: body["files"]["nested/deep/notes.txt"]}))
     problems = checkpoints.verify(path)
-    assert len(problems) == 1 and "lies outside of the checkpoint" in problems[0]
+    assert len(problems) == 1 and "is outside of the checkpoint" in problems[0]
 
 
 @pytest.mark.parametrize(

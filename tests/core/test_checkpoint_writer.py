@@ -160,7 +160,7 @@ def test_a_full_disk_costs_one_checkpoint_and_no_more(later, tmp_path, monkeypat
         outcome = save(store, 2, tree(2.0), later, saver).settle()
     assert outcome.step == 2 and outcome.path is None
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "checkpoint-2 was not saved" in warning and "The disk is full" in warning and "tried again" in warning
+    assert "checkpoint-2 was not saved" in warning and "The disk is full" in warning and "tries again" in warning
     assert str(tmp_path) in warning and "needed" in warning
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"] and store.resolve(True) == store.path(1)
     assert save(store, 3, tree(3.0), later, saver).settle().path == store.path(3)

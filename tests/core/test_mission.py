@@ -854,7 +854,7 @@ def test_a_new_run_in_an_old_folder_says_so_unless_it_was_meant(overwrite, tmp_p
     fit(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     caplog.clear()
     fit(tmp_path, max_steps=1, overwrite_output_dir=overwrite).train()
-    said = [r.getMessage() for r in caplog.records if "resume_from_checkpoint=True to go on" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "resume_from_checkpoint=True to resume" in r.getMessage()]
     assert len(said) == (0 if overwrite else 1)
 
 

@@ -1,6 +1,6 @@
-"""The trainer, its loop, and the extension points that the sibling packages build on.
+"""The base trainer and its extension points.
 
-Names are imported when they are first used: the command line answers ``--help`` without importing torch.
+Names are imported on first use, so ``--help`` on the command line does not import torch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _HOMES = {
     "trainer": ("Trainer",),
 }
 _HOME_OF = {name: f"posttrain.core.{home}" for home, names in _HOMES.items() for name in names}
-# What scripts import beside their trainer: it parses every config, and they name values of arguments.
+# Names that scripts import besides the trainer.
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
 
 __all__ = sorted(_HOME_OF)

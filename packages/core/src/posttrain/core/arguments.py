@@ -1,4 +1,4 @@
-"""`TrainingArguments`: the sum of the groups, the rules between them, and every name it ever had."""
+"""`TrainingArguments`: all groups of arguments, the rules between them, and old names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from posttrain.core.training.preemption import InterruptArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
-    # A share of all updates is written as a number below 1, so that 100% is the largest such number.
+    # Numbers below 1 are shares of all optimizer steps, so 100% is the largest such number.
     "warmup_ratio": Renamed("warmup_steps", lambda share: math.nextafter(1.0, 0) if share == 1 else share, (None, 0)),
     "group_by_length": Renamed("train_sampling_strategy", lambda on: "group_by_length", (None, False)),
     "include_inputs_for_metrics": Renamed("include_for_metrics", lambda on: ["inputs"], (None, False)),
@@ -79,9 +79,9 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
-    # What is done about a loss that is not finite, `on_nonfinite` says; it is logged as what it is.
+    # `on_nonfinite` handles a non-finite loss; the log shows its value.
     "logging_nan_inf_filter": Removed(
-        "a loss that is not finite is logged as what it is; on_nonfinite says what is done about it",
+        "a non-finite loss is logged unchanged; on_nonfinite sets how it is handled",
         None,
         says_nothing=(False,),
     ),
@@ -94,11 +94,11 @@ class RunArguments:
 
     output_dir: str | None = opt(None, "Folder of checkpoints, logs and the final model; None: trainer_output.")
     overwrite_output_dir: bool = opt(
-        False, "Start afresh among the checkpoints of an earlier run without a word on them. Nothing is deleted."
+        False, "Start a new run in a folder with checkpoints of an earlier run, without a warning. Nothing is deleted."
     )
-    do_train: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
-    do_eval: bool = opt(False, "For scripts that ask; on wherever `eval_strategy` is not no.")
-    do_predict: bool = opt(False, "For scripts that ask; the trainer itself does not read it.")
+    do_train: bool = opt(False, "For scripts; the trainer itself does not read it.")
+    do_eval: bool = opt(False, "For scripts; True unless `eval_strategy` is no.")
+    do_predict: bool = opt(False, "For scripts; the trainer itself does not read it.")
     per_device_train_batch_size: int = opt(
         8,
         "Rows of one micro-batch on each device; more need more memory.",
@@ -106,12 +106,14 @@ class RunArguments:
         aliases=("per_gpu_train_batch_size",),
     )
     gradient_accumulation_steps: int = opt(
-        1, "Micro-batches of one update: a larger effective batch at the same memory.", min=1
+        1, "Micro-batches of one optimizer step: a larger effective batch with the same memory.", min=1
     )
     num_train_epochs: float = opt(
         3.0, "Passes over the training data; a fraction stops within one, and 0 trains nothing.", min=0
     )
-    max_steps: int = opt(-1, "Updates to make, whatever `num_train_epochs` says; -1 follows the epochs.", min=-1)
+    max_steps: int = opt(
+        -1, "Number of optimizer steps, which overrides `num_train_epochs`; -1: num_train_epochs decides.", min=-1
+    )
     label_smoothing_factor: float = opt(
         0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1
     )
@@ -119,10 +121,12 @@ class RunArguments:
     data_seed: int | None = opt(None, "Seed of the data order alone; None: `seed`.", min=0, max=2**32 - 1)
     full_determinism: bool = opt(False, "Only bit-reproducible kernels: slower, and an error where torch has none.")
     torch_empty_cache_steps: int | None = opt(
-        None, "Give cached device memory back every so many updates: a lower peak, slower steps.", min=1
+        None, "Free cached device memory every this many optimizer steps: a lower peak, slower steps.", min=1
     )
     auto_find_batch_size: bool = opt(
-        False, "When memory runs out, cut each micro-batch in two and go on: the same update, in twice as many parts."
+        False,
+        "If memory runs out, halve the micro-batches and continue: the same optimizer step with twice as many "
+        "micro-batches.",
     )
     skip_memory_metrics: bool = opt(
         True, "Off: report how much memory training, each evaluation and each prediction took; slows them a little."
@@ -164,11 +168,11 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     RunArguments,
     metaclass=ConfigMeta,
 ):
-    """Everything that a run can be told, under flat names.
+    """All arguments of a run, under flat names.
 
     Each group is written in the module that reads it. Subclass it as a dataclass to add fields; a subclass may define
-    ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.config.validate`) and a table ``OLD_NAMES``.
-    Making one touches nothing outside: no folder, no device, no process group.
+    ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.config.validate`) and a table ``OLD_NAMES``. The
+    constructor has no side effects: it uses no folder, device or process group.
 
     Raises:
         ConfigError: a `ValueError` and a `TypeError` that lists everything wrong with the arguments.
@@ -211,7 +215,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         for name, strategy in (("logging", self.logging_strategy), ("eval", self.eval_strategy)):
             steps = getattr(self, f"{name}_steps")
             if strategy == "steps" and steps > 1 and steps != int(steps):
-                yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all updates"
+                yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all optimizer steps"
         if self.eval_strategy == "no":
             for name, asks in (
                 ("load_best_model_at_end=True", self.load_best_model_at_end),
@@ -247,8 +251,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ratio = save / evaluate
             if (evaluate < 1) != (save < 1):
                 yield (
-                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a number of updates "
-                    f"cannot promise (save_steps={save}, eval_steps={evaluate}); give both the same way"
+                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a number of steps "
+                    f"cannot guarantee (save_steps={save}, eval_steps={evaluate}); give both the same way"
                 )
             elif round(ratio) < 1 or not math.isclose(ratio, round(ratio), rel_tol=1e-9):
                 nearest = max(1, round(ratio)) * evaluate
@@ -257,7 +261,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                     f"and eval_steps={evaluate}; set save_steps={nearest:g}"
                 )
 
-    # ---- what a run asks ----
+    # ---- derived values ----
 
     @property
     def train_batch_size(self) -> int:
@@ -329,22 +333,22 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return logging.DEBUG if name == "detail" else logging.getLevelNamesMapping()[name.upper()]
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of warm-up in a run of `num_training_steps`."""
+        """Warm-up steps in a run of `num_training_steps`."""
         return lr_scheduler.warmup_steps(self, num_training_steps)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the main process run the block before the others, which then find its results in a cache.
+        """Run the block on the main process first, so that the others find its results in a cache.
 
         Args:
-            local: the first process of each machine goes first, which is right unless all share one file system.
-            desc: what is done, for the log.
+            local: the first process of each machine runs first; False if all machines share one file system.
+            desc: a description for the log.
         """
         if self.world_size == 1:
             yield
             return
         logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
-        # Starts the process group, which the trainer uses later, where none is running.
+        # Starts the process group if there is none; the trainer uses it later.
         with distributed.Distributed(self).main_first(local):
             yield
 
@@ -375,7 +379,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}(\n{lines})"
 
-    # ---- setters that regroup arguments, each of which returns the arguments themselves ----
+    # ---- setters for groups of arguments; each returns self ----
 
     def _set(self, **values: Any) -> TrainingArguments:
         values, problems = translate_old_names(type(self), values)

@@ -1,4 +1,4 @@
-"""Callbacks: sixteen events of a run, who hears them, and the callbacks that every run has."""
+"""Defines the sixteen callback events, the callback handler and the default callbacks."""
 
 from __future__ import annotations
 
@@ -27,23 +27,20 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_eva
 
 
 class TrainerCallback:
-    """Hears the events of a run and decides *when* things happen; what is computed is a subclass' business.
+    """Reacts to the events of a run and controls *when* to log, evaluate, save and stop.
 
     Each method receives ``(args, state, control, **kwargs)`` with `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader` and `eval_dataloader` in `kwargs`, and may return nothing, the control, or a dict
-    of control flags such as ``{"should_training_stop": True}``. In the loop the events stand like this::
+    of control flags such as ``{"should_training_stop": True}``. The order of events in the loop::
 
-        on_init_end                          the trainer was built
-        on_train_begin
+        on_init_end the trainer was built on_train_begin
             on_epoch_begin
-                on_step_begin                one optimizer update begins
-                    on_substep_end           after each micro-batch but the last
-                    on_pre_optimizer_step    gradients are there, clipped
-                    on_optimizer_step        weights have moved, gradients are still there
-                on_step_end                  then, if due: on_log, on_evaluate, on_save
-            on_epoch_end                     then, if due: on_log, on_evaluate, on_save
-        on_train_end
-        on_prediction_step, on_evaluate, on_predict, on_push_begin    whenever they happen
+                on_step_begin one optimizer step begins
+                    on_substep_end after each micro-batch but the last on_pre_optimizer_step gradients are there,
+                    clipped on_optimizer_step weights have moved, gradients are still there
+                on_step_end then, if due: on_log, on_evaluate, on_save
+            on_epoch_end then, if due: on_log, on_evaluate, on_save
+        on_train_end on_prediction_step, on_evaluate, on_predict, on_push_begin whenever they happen
     """
 
     def on_init_end(self, args, state, control, **kwargs): ...
@@ -65,9 +62,7 @@ class TrainerCallback:
 
 
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
-    """What is wrong with what a trainer was passed as `callbacks`; a callback may have ``preflight(args)``, which says
-    more.
-    """
+    """Problems with a trainer's `callbacks`; a callback may define ``preflight(args)`` for its own checks."""
     given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     for callback in given:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -92,10 +87,10 @@ def _needed_arguments(kind: type) -> list[str]:
 
 
 class CallbackHandler:
-    """The callbacks of a trainer, in order, and the objects they are shown.
+    """The callbacks of a trainer, in order, and the objects that they receive.
 
-    The list is the caller's to change at any time. Which callbacks hear an event is worked out when it has changed, not
-    at each event: most hear few, and an update fires at least four.
+    The list may change at any time. The callbacks of each event are cached until it changes, because most callbacks
+    implement few events and an optimizer step fires at least four.
     """
 
     def __init__(self, callbacks: Iterable[Any], model=None, processing_class=None, optimizer=None, lr_scheduler=None):
@@ -103,7 +98,7 @@ class CallbackHandler:
         self.model, self.processing_class = model, processing_class
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.train_dataloader = self.eval_dataloader = None
-        self._listed: list[Any] = []  # the callbacks of which is known what they hear
+        self._listed: list[Any] = []  # the list for which the cache is valid
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:
             self.add_callback(callback)
@@ -139,8 +134,8 @@ class CallbackHandler:
             places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
             if len(places) < len(saved) and name != "TrainerControl":
                 logger.warning(
-                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of "
-                    "the others is left where it is. Pass them to the trainer to go on with them.", len(saved), name,
+                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of the "
+                    "others is not loaded. Pass them to the trainer to restore it.", len(saved), name,
                     len(places),
                 )  # fmt: skip
             for place, entry in zip(places, saved, strict=False):
@@ -155,9 +150,7 @@ class CallbackHandler:
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def _listening(self, event: str) -> list[Any]:
-        """The callbacks, of those that are in the list now, that hear `event`; of events of the caller's own, that have
-        it.
-        """
+        """The callbacks in the list that implement `event`, which may be a custom event."""
         now, known = self.callbacks, self._listed
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             self._listed = list(now)
@@ -167,11 +160,11 @@ class CallbackHandler:
         return [callback for callback in now if hasattr(callback, event)]
 
     def nobody_hears(self, event: str) -> bool:
-        """Whether telling `event` would reach no callback."""
+        """Whether no callback implements `event`."""
         return not self._listening(event)
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Tell every callback that hears `event`, in order; returns the control as they leave it."""
+        """Call every callback that implements `event`, in order; returns the resulting control."""
         for callback in self._listening(event):
             answer = getattr(callback, event)(
                 args,
@@ -189,7 +182,7 @@ class CallbackHandler:
                 control = _apply(answer, control, f"{type(callback).__name__}.{event}")
         return control
 
-    # Each event as a method too: scripts that override `log` or write a loop of their own fire them so.
+    # Each event as a method, for scripts that override `log` or write their own loop.
 
     def on_evaluate(self, args, state, control, metrics):
         return self.call_event("on_evaluate", args, state, control, metrics=metrics)
@@ -207,7 +200,7 @@ class CallbackHandler:
 
 
 def _is_a(callback: Any, wanted: type) -> bool:
-    """Whether `callback` is of the class `wanted`; transformers' progress bar and the like stand for our own."""
+    """Whether `callback` is of the class `wanted`; transformers' progress bar and similar count as ours."""
     namesakes = wanted.__module__ == "transformers.trainer_callback" and type(callback).__name__ == wanted.__name__
     return isinstance(callback, wanted) or namesakes
 
@@ -218,7 +211,7 @@ def _hears(callback: Any, event: str) -> bool:
     if event in getattr(callback, "__dict__", ()):
         return True
     method = getattr(type(callback), event, None)
-    if method is None:  # one that answers by __getattr__ hears what it has
+    if method is None:  # a callback with __getattr__ implements what it returns
         return hasattr(callback, event)
     theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
     is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs
@@ -241,7 +234,7 @@ def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Raises the flags that say when to log, evaluate, save and stop, as the arguments ask."""
+    """Sets the flags to log, evaluate, save and stop, as the arguments require."""
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
@@ -270,24 +263,24 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stop when the metric has not improved for `early_stopping_patience` evaluations in a row.
 
     Args:
-        early_stopping_patience: evaluations without improvement that are borne.
+        early_stopping_patience: tolerated evaluations without improvement.
         early_stopping_threshold: how much the metric must improve to count.
 
-    Needs ``metric_for_best_model`` and an ``eval_strategy``; said when the trainer is built, not an hour later.
+    Needs ``metric_for_best_model`` and an ``eval_strategy``; checked when the trainer is built.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
-        # Of its own, not the state's: the trainer may have updated its best before this callback hears the event.
-        # The best of all evaluations, as transformers has it: small improvements move it, though they do not count.
+        # A separate copy: the trainer may update the state's best before this callback is called.
+        # The best of all evaluations, as in transformers: improvements below the threshold update it too.
         self.best_metric: float | None = None
 
     def preflight(self, args: Any) -> Iterator[Exception]:
         """What `args` lack for this callback, before a model is loaded."""
         if args.metric_for_best_model is None:
-            yield ValueError("EarlyStoppingCallback needs to know which metric to watch: set metric_for_best_model.")
+            yield ValueError("EarlyStoppingCallback needs a metric: set metric_for_best_model.")
         if args.eval_strategy == "no":
             yield ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
 
@@ -299,10 +292,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             logger.warning(
-                "EarlyStoppingCallback had stopped the run at update %d or before, after %d evaluations without "
-                "improvement (early_stopping_patience=%d), and stops it again. To train on, leave the callback out, "
-                "or set restore_callback_states_from_checkpoint=False: it then counts afresh, with the patience it "
-                "is given.",
+                "EarlyStoppingCallback had stopped the run at step %d or before, after %d evaluations without "
+                "improvement (early_stopping_patience=%d), and stops it again. To continue, leave the callback out, "
+                "or set restore_callback_states_from_checkpoint=False to restart its count.",
                 state.global_step, self.early_stopping_patience_counter, self.early_stopping_patience,
             )  # fmt: skip
             control.should_training_stop = True
@@ -311,13 +303,13 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         name = args.metric_for_best_model
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
-            return  # another dataset of several: its metrics carry another prefix
+            return  # another one of several datasets: its metrics have another prefix
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
     def check_metric_value(self, args, state, control, metric_value: float) -> None:
-        """Count an evaluation that gave `metric_value`. Override to judge it in another way."""
+        """Count an evaluation with the result `metric_value`. Override it for other criteria."""
         best = state.best_metric if self.best_metric is None else self.best_metric
         sign = 1 if args.greater_is_better else -1
         gain = math.inf if best is None else sign * (metric_value - best)
@@ -340,7 +332,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 class ProgressCallback(TrainerCallback):
-    """A progress bar over updates: loss, tokens per second, the share of them that is not padding, time left."""
+    """A progress bar over optimizer steps: loss, tokens per second, share without padding, time left."""
 
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
@@ -354,7 +346,7 @@ class ProgressCallback(TrainerCallback):
             self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step")
 
     def on_step_end(self, args, state, control, **kwargs):
-        # Drawing takes as long as a small step: a few times a second is enough for eyes.
+        # Drawing takes as long as a small step, so it happens a few times a second.
         if self.training_bar is not None and (
             time.monotonic() - self.drawn > 0.3 or state.global_step >= state.max_steps
         ):

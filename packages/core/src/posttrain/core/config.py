@@ -1,4 +1,4 @@
-"""A config field is written once: its default, its help and its bounds. Flags, checks and docs come from it."""
+"""Declares config fields with default, help and bounds, from which flags, checks and docs are generated."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from posttrain.core.logging.redaction import shown
 class Help(str):
     """The help text of a field, which also carries its bounds.
 
-    Argument parsers hand a field's whole metadata to `argparse`, which refuses keys it does not know: the bounds ride
-    on the one key that every parser takes.
+    Argument parsers hand a field's whole metadata to `argparse`, which rejects unknown keys, so the bounds are part of
+    the help text.
     """
 
     bounds: dict[str, Any]
@@ -55,13 +55,12 @@ def opt(
 
     Args:
         default: the default value; a list or dict is copied for each instance.
-        help: what happens when the value grows or is switched on. Ends in a full stop.
-        min, max: the value may equal these. above, below: it may not. Infinity is refused unless `max` is infinite.
+        help: the effect of larger values or of switching it on. Ends in a full stop.
+        min, max: the value may equal these. above, below: it may not. Infinity is an error unless `max` is infinite.
         choices: the only strings allowed.
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
-        old_flags: names in the ``OLD_NAMES`` of a config that are read on the command line as this field; an argument
-            parser knows fields alone.
+        old_flags: names in the ``OLD_NAMES`` of a config that the command line accepts for this field.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
     metadata: dict[str, Any] = {"help": Help(help, **bounds)}
@@ -94,10 +93,10 @@ def aliases(config_class: type) -> dict[str, str]:
 
 
 class OldFlags(argparse.Action):
-    """Stores a value given under the field's own flag, or under an old name what it means today."""
+    """Stores a value given with the field's flag, or converts one given with an old name."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, **options | {"nargs": "?"})  # old switches stand alone
+        super().__init__(option_strings, dest, **options | {"nargs": "?"})  # old switches take no value
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name = (option_string or self.dest).lstrip("-").replace("-", "_")
@@ -125,9 +124,7 @@ _old_flags: dict[str, Renamed | Removed] = {}
 
 @cache
 def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
-    """``{field name: the plain classes its annotation allows}``; empty where the annotation says too little to
-    check.
-    """
+    """``{field name: the plain classes its annotation allows}``; empty if the annotation is too general to check."""
     return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
 
 
@@ -183,18 +180,18 @@ def _has_type(value: Any, allowed: tuple[type, ...]) -> bool:
 def _is_ours(config_class: type, name: str) -> bool:
     """Whether a class that `config_class` inherits has declared the field `name` with `opt`.
 
-    A plain field of a user's dataclass is not: there, annotations are often no more than hints to the reader.
+    Plain fields of user dataclasses are not checked, because their annotations are often informal.
     """
     declared = (vars(owner).get("__dataclass_fields__", {}).get(name) for owner in config_class.__mro__)
     return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
 
 
-#: Whole numbers beyond are none that torch can hold.
+#: torch cannot hold larger integers.
 LARGEST = 2**63
 
 
 def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
-    """What is wrong with one field's value, as sentences."""
+    """Problems with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
     if value is None and (field.default is None or type(None) in field_types(type(config)).get(field.name, ())):
         return
@@ -248,7 +245,7 @@ class Choice(str):
 
 
 def tidy(config: Any) -> Iterator[str]:
-    """Bring each value of `config` into its plain form, in place; yields what could not be read.
+    """Convert each value of `config` to its plain form, in place; yields errors.
 
     Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
     become Python's, and a JSON object given as a string becomes a dict where a dict is allowed.
@@ -318,12 +315,12 @@ def validate(config: Any) -> None:
 
 @dataclass(frozen=True)
 class Renamed:
-    """An old name whose value lives on under another one.
+    """An old name that was replaced by another one.
 
     Args:
         new: the field's name today.
         convert: from the old value to the new one.
-        ignore: values of the old name that said nothing; then the new name keeps what it has.
+        ignore: values of the old name without a meaning; the new name then keeps its value.
     """
 
     new: str
@@ -333,12 +330,12 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Removed:
-    """An old name that has no successor.
+    """An old name without a replacement.
 
     Args:
         why: why it is gone and what to do instead; a clause that follows "has no effect: ".
-        harmless: values that ask for what happens anyway; None: every value is.
-        quiet: accept those values without a warning, for a name that is to come rather than gone.
+        harmless: values that match the behaviour; None: every value.
+        quiet: accept those values without a warning, for a name that is planned rather than removed.
         says_nothing: values that are accepted without a warning.
     """
 
@@ -396,7 +393,7 @@ def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dic
 class ConfigMeta(type):
     """Makes calling a config class accept old names, and report an unknown one together with every bad value.
 
-    A metaclass, because a dataclass that inherits a config gets an ``__init__`` of its own.
+    A metaclass, because a dataclass that inherits a config gets its own ``__init__``.
     """
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> None:

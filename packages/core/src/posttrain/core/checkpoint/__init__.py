@@ -1,4 +1,4 @@
-"""Checkpoints: written as transactions, verified by a manifest, read without pickle."""
+"""Transactional checkpoints with a manifest and without pickle."""
 
 from posttrain.core.checkpoint.arguments import CheckpointArguments, asked_for
 from posttrain.core.checkpoint.codec import load_tree, save_tree

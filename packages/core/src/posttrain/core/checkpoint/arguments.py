@@ -1,4 +1,4 @@
-"""When to save, what to keep, and what to resume from."""
+"""The arguments of saving and resuming."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class CheckpointArguments:
 
     save_strategy: str = opt(
         "steps",
-        "When to save: never, every save_steps updates, after each epoch, or when metric_for_best_model improved.",
+        "When to save: never, every save_steps optimizer steps, after each epoch, or when metric_for_best_model "
+        "improved.",
         choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: float = opt(
-        500, "Updates from one checkpoint to the next; below 1, a share of the run's updates.", above=0
-    )
+    save_steps: float = opt(500, "Optimizer steps between checkpoints; below 1, a share of all steps.", above=0)
     save_total_limit: int | None = opt(
         None,
         "How many checkpoints to keep. The oldest go first, never the newest or the best. 0 keeps all, and so does "
@@ -33,8 +32,8 @@ class CheckpointArguments:
     )
     save_top_k: int | None = opt(
         None,
-        "Keep the checkpoints of the so many best evaluations by metric_for_best_model, and the newest. Others go, "
-        "unless save_total_limit leaves room for them.",
+        "Keep the checkpoints of this many best evaluations by metric_for_best_model, and the newest. Others are "
+        "deleted unless save_total_limit keeps them.",
         min=1,
     )
     save_only_model: bool = opt(
@@ -42,14 +41,13 @@ class CheckpointArguments:
     )
     remote_dir: str | None = opt(
         None,
-        "Copy checkpoints, log and final model to this url (s3://, gs://, any that fsspec knows), and fetch from it "
-        "what this machine lacks. A url given as output_dir is taken for this, with a folder below trainer_output to "
-        "work in.",
+        "Copy checkpoints, log and final model to this URL (s3://, gs://, any of fsspec), and download missing "
+        "checkpoints from it. A URL as output_dir is used for this, with a local folder below trainer_output.",
     )
     save_async: bool = opt(
         False,
-        "Write checkpoints in the background: training waits only while the state is copied into host memory, of "
-        "which as much as a checkpoint is big stays taken.",
+        "Write checkpoints in the background: training waits only while the state is copied to host memory, which "
+        "keeps a buffer of a checkpoint's size.",
     )
     save_on_each_node: bool = opt(
         False, "Write the checkpoint once on every node, for nodes that do not share a file system."
@@ -64,12 +62,12 @@ class CheckpointArguments:
         None, "Whether a larger metric_for_best_model is better. None: yes, unless its name ends in `loss`.", flag=True
     )
     ignore_data_skip: bool = opt(
-        False, "When resuming, start the epoch's data afresh instead of going on where the checkpoint stood."
+        False, "When resuming, restart the epoch's data instead of continuing at the checkpoint's position."
     )
     restore_callback_states_from_checkpoint: bool = opt(
-        True, "When resuming, give callbacks the state that they had, in place of what they were constructed with."
+        True, "When resuming, restore the callbacks' states instead of using their constructor arguments."
     )
-    resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to go on from.")
+    resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to resume from.")
 
     @property
     def remote(self) -> Remote | None:
@@ -95,7 +93,7 @@ class CheckpointArguments:
         if is_url(getattr(self, "output_dir", None)):
             yield f"output_dir={self.output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
         if 1 < self.save_steps < math.inf and not float(self.save_steps).is_integer():
-            yield f"save_steps={self.save_steps!r} must be a whole number of updates, or a share below 1"
+            yield f"save_steps={self.save_steps!r} must be a whole number of optimizer steps, or a share below 1"
 
     def _preflight(self) -> Iterator[str | Exception]:
         if self.remote_dir is not None:
@@ -115,8 +113,6 @@ class CheckpointArguments:
 
 
 def asked_for(resume_from_checkpoint: Any) -> Any:
-    """What `resume_from_checkpoint` means where it may be a word of a command line: "true" is True, and "false" is
-    None.
-    """
+    """Convert `resume_from_checkpoint` from the command line: "true" becomes True, "false" None."""
     words = {"true": True, "false": None, "": None}
     return words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)

@@ -1,8 +1,7 @@
-"""Large files in blocks: filled, hashed and written at the same time, past the system's page cache where that can be.
+"""Fills, hashes and writes the blocks of large files concurrently, with direct I/O where possible.
 
-Writing through the cache costs the processor about as much as copying the file, and what waits there for the disk has
-to be waited for later. Directly written, a file costs the processor its checksums alone, and is on the disk when the
-last block is.
+Writing through the page cache costs the processor an extra copy, and the flush has to be awaited later. With direct I/O
+the processor computes checksums only, and the file is on disk with its last block.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ SMALL = 2**20
 _PAGE = 4096
 _IN_FLIGHT = 4  # blocks of memory: being filled, written or hashed
 _HASHING = 2  # threads: SHA-256 of one is no faster than a good disk
-_COPYING = 4  # threads at most: so many take all that memory gives
+_COPYING = 4  # maximum threads: more do not increase memory bandwidth
 
 
 class Source:
-    """The bytes of a file that is to be: a header, then tensors one after another.
+    """The bytes of a future file: a header, then tensors.
 
     Args:
         header: what comes first.
@@ -60,7 +59,7 @@ class Source:
         self._synchronize()  # copies into pinned memory are asynchronous
 
     def fill(self, image: torch.Tensor) -> None:
-        """Copy all into `image`, which has room for it: on several threads, for one gets half of what memory gives."""
+        """Copy everything into `image`, on several threads because one reaches half of the memory bandwidth."""
         image = image[: self.size]
         self._synchronize()  # other threads copy in streams of their own
         with ThreadPoolExecutor(min(cores(), _COPYING), "checkpoint-copy") as pool:
@@ -162,7 +161,7 @@ _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", defa
 
 
 def write_file(path: Path, source: Source) -> None:
-    """Write `source` to `path`: as the `Part` that is being written wants it, else at once and without checksums."""
+    """Write `source` to `path`: through the active `Part`, or else immediately and without checksums."""
     part = _part.get()
     if part is not None and path.is_relative_to(part.directory):
         part.write(path, source)
@@ -177,10 +176,10 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
 
     Args:
         source: the file's bytes, to be copied block by block; or a page-aligned image of it.
-        memory: lends the memory for the blocks.
+        memory: the pool of block buffers.
 
     Raises:
-        OSError: ENOSPC before anything is written, where the file system can tell that there is no room.
+        OSError: ENOSPC before anything is written, if the file system reports that it is full.
     """
     size = source.size if isinstance(source, Source) else len(source)
     if size < SMALL:
@@ -262,7 +261,7 @@ class _opened:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._through_cache()  # a file system that opens a file so, and then wants other alignments
+                self._through_cache()  # a file system that requires other alignments
                 continue
             block, offset = block[count:], offset + count
 

@@ -1,7 +1,7 @@
-"""Nested state on disk without pickle: tensors in safetensors, everything else in strict JSON.
+"""Saves and loads nested state without pickle: tensors as safetensors, the rest as strict JSON.
 
 The safetensors layout (https://huggingface.co/docs/safetensors) is written here rather than by its library, so that
-tensors on a device are fetched one at a time: saving never holds a second copy of the state.
+tensors are copied from a device one at a time, without a second copy of the state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.core.errors import CheckpointError
 
 FORMAT, VERSION = "posttrain-tree", 1
 
-# What every reader of safetensors knows. Any other dtype is stored as bytes, with its name in the JSON.
+# The dtypes of every safetensors reader. Other dtypes are stored as bytes, with the name in the JSON.
 _NATIVE = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,7 +46,7 @@ READERS = 4
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether every reader of safetensors knows `dtype`."""
+    """Whether every safetensors reader supports `dtype`."""
     return dtype in _NATIVE
 
 
@@ -61,7 +61,7 @@ def save_tree(tree: Any, stem: str | Path) -> None:
         stem: the path without a suffix.
 
     Raises:
-        TypeError: something else is in the tree; the message says where.
+        TypeError: something else is in the tree; the message names the place.
     """
     stem, encoder = Path(stem), _Encoder()
     document = {"format": FORMAT, "version": VERSION, "tree": encoder.encode(tree, "tree", ())}
@@ -74,13 +74,13 @@ def save_tree(tree: Any, stem: str | Path) -> None:
 
 
 def check_tree(tree: Any, name: str) -> None:
-    """Find out whether `save_tree` could write `tree`, of which nothing is copied from a device.
+    """Check whether `save_tree` can write `tree`, without copying from a device.
 
     Args:
-        name: what the message calls the tree.
+        name: of the tree, for the message.
 
     Raises:
-        TypeError: something is in it that a checkpoint cannot hold; the message says what and where.
+        TypeError: the tree holds an unsupported object; the message names it and its place.
     """
     _Encoder().encode(tree, name, ())
 
@@ -162,10 +162,10 @@ def _file(stem: Path, suffix: str) -> Path:
 
 
 class _Encoder:
-    """Turns a tree into what JSON can say and collects its tensors.
+    """Converts a tree to JSON values and collects its tensors.
 
-    What JSON lacks is an object with one key that starts with ``$``; a dict whose keys are not all plain strings
-    becomes a list of pairs.
+    A value that JSON lacks is an object with one key that starts with ``$``; a dict whose keys are not all plain
+    strings becomes a list of pairs.
     """
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _Encoder:
             kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
             raise TypeError(f"{where} is a tensor that a checkpoint cannot hold ({kind}); make it dense first.")
         shape = tuple(tensor.shape)
-        # Two tensors that look at the same memory in the same way are one: saved once, and one again when loaded.
+        # Two identical views of the same memory are saved once and loaded as one tensor.
         view = (
             tensor.data_ptr(),
             tensor.device,
@@ -328,14 +328,14 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
         if mmap or not hasattr(os, "preadv"):  # as on Windows
             tensors = load_file(str(path))
             return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
-        with safe_open(str(path), "pt"):  # refuses a header that says other than the file has
+        with safe_open(str(path), "pt"):  # rejects a header that does not match the file
             return _read(Path(path))
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose header is sound, read by several threads into memory of their own.
+    """The tensors of a file with a valid header, read by several threads into new memory.
 
     Twice as fast as copying them from a mapping, and the file's pages do not count as this process's memory.
     """

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint, by blocks, so that all cores share a large file."""
+"""Computes checksums of checkpoint files in blocks on all cores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ BLOCK = 32 * 2**20
 """Bytes that one checksum is of."""
 
 KINDS = {"sha256": hashlib.sha256, "xxh128": xxhash.xxh3_128}
-"""What each kind is computed by. SHA-256 tells a file from any other that somebody could make. XXH128
-(https://xxhash.com) is read ten times as fast and misses a damage by chance with a probability of 2**-128."""
+"""The hash functions. SHA-256 is cryptographic. XXH128 (https://xxhash.com) is ten times as fast and misses random
+damage with a probability of 2**-128.
+"""
 
 SHOWN = {"sha256": "SHA-256", "xxh128": "XXH128"}
 
@@ -40,8 +41,7 @@ def digests_of_files(
     """
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     digests: dict[str, list[Digest]] = {name: [] for name in sizes}
-    # At least four: what is not in the page cache is read eight times as fast when several blocks are asked for at
-    # once.
+    # At least four: without the page cache, concurrent reads of several blocks are eight times as fast.
     with ThreadPoolExecutor(max_workers=min(max(cores(), 4), 16), thread_name_prefix="checksum") as pool:
         hashed = pool.map(lambda item: _digest_of_block(directory / item[0], item[1], block, kinds), blocks)
         for (name, _), found in zip(blocks, hashed, strict=True):

@@ -1,4 +1,4 @@
-"""What the disk is asked for: durable files, room for them, and a plain word when there is none left."""
+"""Durable writes, free-space checks and errors about full disks."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def free_bytes(directory: str | Path) -> int:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`, which need not exist yet, as the rest of a sentence; None if
-    it can.
+    """Why the folder `path`, which need not exist, is not writable, as the rest of a sentence; None if it is.
 
-    Tried by making an empty folder and taking it away again, since rights alone do not tell of a disk that is
-    read-only.
+    Tests it by creating and removing an empty folder, because permissions do not show a read-only disk.
     """
     directory = Path(path).absolute()
     while not os.path.lexists(directory) and directory != directory.parent:
@@ -87,11 +85,11 @@ def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, 
     """A sentence if the disk of `directory` has less than `needed_bytes` free, else None.
 
     Args:
-        needed_bytes: of all `checkpoints` that will be there at a time, about.
-        least: what one of them surely needs.
+        needed_bytes: the estimated size of all `checkpoints` that exist at the same time.
+        least: the minimum size of one of them.
 
     Raises:
-        DiskFullError: there is not even room for that.
+        DiskFullError: not even `least` is free.
     """
     free = free_bytes(directory)
     if free >= needed_bytes:
@@ -108,11 +106,11 @@ def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, 
 
 @contextlib.contextmanager
 def explaining_full_disk(directory: str | Path, needed: int = 0) -> Iterator[None]:
-    """Turn whatever a full disk makes a writer raise into a `DiskFullError`; nothing is removed.
+    """Convert the errors of writers on a full disk to `DiskFullError`; nothing is removed.
 
     Args:
-        directory: what is being written.
-        needed: about how many bytes it will take, if known.
+        directory: the one being written.
+        needed: estimated bytes, if known.
     """
     try:
         yield
@@ -130,7 +128,7 @@ def explaining_full_disk(directory: str | Path, needed: int = 0) -> Iterator[Non
 def _means_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    # safetensors and torch pass on what the system said as text alone.
+    # safetensors and torch report the system's error only as text.
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 

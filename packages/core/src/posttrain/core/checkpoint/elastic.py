@@ -1,4 +1,4 @@
-"""Going on with another number of processes: what each process had for itself is dealt anew."""
+"""Redistributes per-process state when a run resumes with another number of processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """The state of process `rank`: its own, or for another number of processes than saved it, one made of all of
-    theirs.
+    """The state of process `rank`: its own, or merged from all if the number of processes changed.
 
-    Such a state has no random numbers (``"rng"`` is None), since there is no telling whose they should be.
+    A merged state has no random number states (``"rng"`` is None).
 
     Raises:
         CheckpointError: the state of a process is missing.
@@ -35,26 +34,26 @@ def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """One process' trainer state out of those of all processes that there were.
+    """The trainer state of one process, merged from those of all earlier processes.
 
-    Metrics are summed and given to the first; the position in the data is counted in rows and the same in all.
+    Metrics are summed and given to the first; the data position is counted in rows and equal in all.
 
     Raises:
-        CheckpointError: each process read shards of its own of a stream.
+        CheckpointError: each process read its own shards of a stream.
     """
     first, before = states[0], len(states)
     if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
         raise CheckpointError(
             f"Each of {before} processes read its own shards of the stream, so its position fits no other number. "
-            f"Resume with {before} processes, or set ignore_data_skip=True to read the epoch's data afresh."
+            f"Resume with {before} processes, or set ignore_data_skip=True to restart the epoch's data."
         )
     metrics: dict[str, tuple[float, float]] = {}
     for state in states:
         for name, (total, count) in state["metrics"].items():
             sums = metrics.get(name, (0, 0))
             metrics[name] = (sums[0] + total, sums[1] + count)
-    # A step's loss is the mean over processes of their shares times their number: as many steps must count as much as
-    # before.
+    # A step's loss is the mean over processes of their shares times their number, so the weight of a step must stay the
+    # same.
     share = world_size / before
     if "loss" in metrics:
         metrics["loss"] = (metrics["loss"][0] * share, metrics["loss"][1] * share)
@@ -64,11 +63,11 @@ def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str,
 
 
 def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[int], Any]) -> dict[str, Any]:
-    """The state of generators that were seeded for this place of the run; those of this process stay as they are."""
+    """The state of generators seeded for this position of the run; this process's generators do not change."""
     if rank == 0:
         logger.warning(
-            "The checkpoint is of another number of processes: the same rows are still to come, and random numbers "
-            "(dropout) are drawn afresh from the seed %d and the update %d.", seed, step,
+            "The checkpoint has another number of processes: the remaining rows stay the same, and random numbers "
+            "(dropout) are reseeded from seed %d and step %d.", seed, step,
         )  # fmt: skip
     before = rng_state()
     set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

@@ -1,7 +1,6 @@
-"""``manifest.json``: name, size, SHA-256 and XXH128 of every file of a checkpoint. It is written last and read first.
+"""``manifest.json``: name, size, SHA-256 and XXH128 of every file of a checkpoint. Written last, read first.
 
-The XXH128 is what a resume compares; the SHA-256 where a checkpoint came over a network, or is of version 2, which had
-a CRC-32 beside it.
+A resume compares the XXH128. The SHA-256 is compared after a download, and for version 2, which had a CRC-32 instead.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def write_manifest(
     """Fsync everything in `directory` and write the manifest of all files that are there.
 
     Args:
-        known: the digests of files that were hashed as they were written, and are on the disk already.
+        known: the digests of files that were hashed while they were written and are already on disk.
 
     Raises:
-        CheckpointError: there is something else than files and directories.
+        CheckpointError: there is something other than files and directories.
     """
     files, directories = _contents(directory)
     files.pop(MANIFEST, None)
@@ -68,21 +67,21 @@ def write_manifest(
 
 
 def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, itself checked, its files not.
+    """The validated manifest of a checkpoint; its files are not checked.
 
     Returns:
-        ``{"step", "written": seconds since 1970, "block": bytes, "extra",
-        "files": {name: {"size": bytes, "sha256": [one for each block], "xxh128": [likewise]}}}``
+        ``{"step", "written": seconds since 1970, "block": bytes, "extra", "files": {name: {"size": bytes, "sha256":
+        [one for each block], "xxh128": [likewise]}}}``
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it is missing or damaged.
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():
         if is_foreign(path.parent):
             raise CheckpointError(
                 f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or "
-                "trl's. Name its path to go on from its weights, log and update: "
+                "trl's. Set its path to resume from its weights, log and step: "
                 f"resume_from_checkpoint={str(path.parent)!r}."
             )
         raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")
@@ -109,7 +108,7 @@ def is_foreign(directory: str | Path) -> bool:
 
 
 def damages(checkpoint: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
-    """What is wrong with the checkpoint, a sentence for each damaged file; an empty list: it is whole.
+    """A sentence for each damaged file of the checkpoint; empty if it is intact.
 
     Args:
         deep: read every file and compare its checksum; else only check that it is there and has its size.
@@ -169,14 +168,14 @@ def _contents(directory: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether the relative path `name` stays in its folder, on any system; links are not looked at."""
+    """Whether the relative path `name` stays in its folder, on any system; links are not followed."""
     return bool(name) and not re.match(r"[/\\]|[A-Za-z]:", name) and ".." not in re.split(r"[/\\]", name)
 
 
 def _misplaced(directory: Path, name: str) -> str | None:
     """A manifest may come from anywhere: no name in it may lead out of the checkpoint."""
     if not is_inside(name) or not (directory / name).resolve().is_relative_to(directory.resolve()):
-        return f"{directory / MANIFEST} names {name!r}, which lies outside of the checkpoint."
+        return f"{directory / MANIFEST} names {name!r}, which is outside of the checkpoint."
     return None
 
 

@@ -1,7 +1,7 @@
-"""A copy of a run's checkpoints elsewhere: any file system that fsspec knows (``s3://``, ``gs://``, ``memory://`` ...).
+"""Copies checkpoints to and from a remote file system of fsspec (``s3://``, ``gs://``, ``memory://`` ...).
 
-Checkpoints are written and committed on this machine first, then uploaded, the manifest last: an object store has no
-rename, but a checkpoint without a manifest is none. What is downloaded is compared with the SHA-256 in its manifest.
+Checkpoints are committed locally first, then uploaded with the manifest last: an object store has no rename, but a
+checkpoint without a manifest is invalid. Downloads are verified with the SHA-256 in the manifest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_url(path: Any) -> bool:
 
 
 def working_folder(url: str) -> str:
-    """The folder on this machine in which a run works whose output goes to `url`; the same at each start."""
+    """The local working folder of a run with the output `url`; the same at each start."""
     return str(Path("trainer_output") / re.sub(r"[^\w.-]+", "-", redact(url)).strip("-"))
 
 
@@ -56,7 +56,7 @@ class Remote:
         if self.fs.exists(place):
             if self.fs.cat_file(place) == manifest:
                 return
-            self.fs.rm_file(place)  # an earlier one of this step is none from here on
+            self.fs.rm_file(place)  # an earlier one of this step is invalid from here on
         for file in (*sorted(read_manifest(checkpoint)["files"]), MANIFEST):
             self._put(checkpoint / file, self._path(name, file))
 
@@ -69,7 +69,7 @@ class Remote:
         self.fs.get_file(self._path(name, MANIFEST), str(directory / MANIFEST))
         for file in read_manifest(directory)["files"]:
             if not is_inside(file):
-                raise CheckpointError(f"{self}/{name}/{MANIFEST} names {file!r}, which lies outside of it.")
+                raise CheckpointError(f"{self}/{name}/{MANIFEST} names {file!r}, which is outside of it.")
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
             self.fs.get_file(self._path(name, file), str(directory / file))
 
@@ -84,7 +84,7 @@ class Remote:
             self.fs.rm(self._path(name), recursive=True)
 
     def push_files(self, folder: Path) -> None:
-        """Upload what lies in `folder` itself: the log and the final model, no checkpoints and nothing hidden."""
+        """Upload the files in `folder` itself: the log and the final model, no checkpoints or hidden files."""
         for path in sorted(folder.iterdir()):
             if not path.is_file() or path.name.startswith("."):
                 continue

@@ -1,4 +1,4 @@
-"""The state of every global random number generator of this process."""
+"""Saves and restores the global random number generators of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
 
 def rng_state() -> dict[str, Any]:
-    """Where python's, numpy's and torch's global generators stand; about 10 KB, which `save_tree` can write.
+    """The states of python's, numpy's and torch's global generators; about 10 KB, for `save_tree`.
 
     The generators of CUDA and XPU are in it once this process uses such devices, one per visible device, and that of
     MPS where there is MPS.

@@ -1,8 +1,7 @@
-"""State of which every process holds a part, on disk: one tree for each process, put together again for any number of
-them.
+"""Saves sharded state, one tree for each process, and loads it with any number of processes.
 
-``<name>-<rank>-of-<processes>`` is a tree of `save_tree`. In the place of a tensor that is in pieces it holds this
-process' piece, with where it lies in the whole; the rest is the same in all trees and is read from the first.
+``<name>-<rank>-of-<processes>`` is a tree of `save_tree`. Instead of a sharded tensor it holds this process's shard and
+its offset; the rest is equal in all trees and read from the first.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _MARK = "piece of a tensor of shape"
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor that lies in several files.
+    """A tensor stored in several files.
 
     Attributes:
-        shape: of the whole. parts: (offset, tensor) of each piece, mapped from its file.
+        shape: of the whole. parts: (offset, tensor) of each shard, mapped from its file.
     """
 
     shape: torch.Size
@@ -38,7 +37,7 @@ class Pieces:
         """The values from `offset` on, of `shape`; no others are read.
 
         Raises:
-            CheckpointError: the pieces do not cover them.
+            CheckpointError: the shards do not cover them.
         """
         result = torch.empty(shape, dtype=self.parts[0][1].dtype if self.parts else None)
         covered = 0
@@ -53,9 +52,7 @@ class Pieces:
                 result[there] = part[here]
                 covered += part[here].numel()
         if covered != result.numel():
-            raise CheckpointError(
-                f"{self.where}: its pieces cover {covered} of the {result.numel()} values that are needed."
-            )
+            raise CheckpointError(f"{self.where}: its shards cover {covered} of the {result.numel()} required values.")
         return result
 
     def whole(self) -> torch.Tensor:
@@ -63,7 +60,7 @@ class Pieces:
 
 
 def part(tree: Any) -> Any:
-    """`tree`, with this process' piece in the place of each tensor that is in pieces: what `save_tree` takes."""
+    """`tree` with this process's shard in place of each sharded tensor, for `save_tree`."""
     if sharding.is_piece(tree):
         offset, _ = sharding.extent(tree)
         own = tree.to_local().detach() if sharding.is_first_copy(tree) else None
@@ -81,10 +78,10 @@ def stem(name: str, rank: int, world_size: int) -> str:
 
 
 def processes(directory: Path, name: str) -> int:
-    """By how many processes the tree `name` was saved in parts; 0: it was not.
+    """The number of processes that saved shards of the tree `name`; 0: it is not sharded.
 
     Raises:
-        CheckpointError: parts of several savings lie there.
+        CheckpointError: there are parts of several saves.
     """
     pattern = re.compile(rf"{re.escape(name)}-\d+-of-(\d+)\.json")
     counts = {int(match[1]) for path in Path(directory).glob(f"{name}-*") if (match := pattern.fullmatch(path.name))}
@@ -101,13 +98,13 @@ def is_there(directory: Path, name: str) -> bool:
 
 
 def load(directory: Path, name: str, mmap: bool = True) -> Any:
-    """The tree `name`, with `Pieces` in it where it was saved in parts.
+    """The tree `name`, with `Pieces` for sharded tensors.
 
     Args:
         mmap: as for `load_tree`; parts are always mapped.
 
     Raises:
-        CheckpointError: it is not there, or a part is missing.
+        CheckpointError: it or a part is missing.
     """
     count = processes(directory, name)
     if not count:
@@ -144,10 +141,7 @@ def _joined(trees: list[Any], where: str) -> Any:
 
 
 def fitted(tensor: Any, like: Any) -> torch.Tensor:
-    """`tensor`, whole or `Pieces`, cut as `like` is, or put together where that is whole.
-
-    Nothing is asked of other processes.
-    """
+    """`tensor`, whole or `Pieces`, sharded or gathered like `like`, without communication."""
     if sharding.is_piece(like) and not sharding.is_piece(tensor):
         whole = isinstance(tensor, torch.Tensor)
         return sharding.piece_like(

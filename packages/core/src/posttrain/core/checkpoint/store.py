@@ -1,8 +1,8 @@
-"""Checkpoints as transactions: ``checkpoint-N`` appears whole, by one rename, or not at all.
+"""Transactional checkpoints: ``checkpoint-N`` appears complete, by one rename, or not at all.
 
-A checkpoint is written into a temporary directory beside its final place. The commit hashes and fsyncs every file,
+A checkpoint is written into a temporary directory next to its final path. The commit hashes and fsyncs every file,
 writes ``manifest.json`` last, and renames. A process may be killed, or the machine lose power, at any moment: every
-directory that carries the name of a checkpoint is whole. Damage that comes later is found by the manifest.
+directory with the name of a checkpoint is complete. The manifest reveals later damage.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ _HIDDEN = re.compile(
     r"\.(?P<role>tmp|old|trash)-(?P<name>checkpoint-\d+)\.(?P<host>[^.]+)\.(?P<pid>\d{1,9})\.(?P<run>\w+)"
 )
 _HOST = re.sub(r"[^\w-]", "_", socket.gethostname()) or "unknown"
-_RUN = secrets.token_hex(4)  # tells this process from an earlier one of the same id, as in a restarted container
+# distinguishes this process from an earlier one of the same id, as in a restarted container
+_RUN = secrets.token_hex(4)
 _DAY = 24 * 3600.0
 
 
 class MissingCheckpointError(CheckpointError, ValueError):
-    """There is no checkpoint where one was asked for."""
+    """The requested checkpoint does not exist."""
 
 
 class Store:
     """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`.
 
     With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
-    calls `commit`: it takes in whatever files are there.
+    calls `commit`, which includes all files there.
 
     Args:
-        remote: where checkpoints are copied to, and fetched from where this machine lacks them.
+        remote: where checkpoints are copied to, and downloaded from if missing locally.
     """
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
@@ -59,19 +60,19 @@ class Store:
     # ---- writing ----
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies once committed."""
+        """The path of the committed checkpoint of `step`."""
         return self.output_dir / f"checkpoint-{step}"
 
     def begin(self, step: int) -> Path:
         """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`.
 
         Raises:
-            DiskFullError: there is no room for a directory.
+            DiskFullError: there is no space for a directory.
         """
         temp = self._hidden("tmp", step)
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            self.settle()  # what is deleted makes room
+            self.settle()  # deleting frees space
             self.clean()
             remove(temp)
             temp.mkdir()
@@ -84,7 +85,7 @@ class Store:
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
     ) -> Path:
-        """Make what lies in `temp` the checkpoint of its step, in place of an earlier one.
+        """Commit `temp` as the checkpoint of its step, replacing an earlier one.
 
         When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
         checkpoint of the same step is untouched.
@@ -92,11 +93,11 @@ class Store:
         Args:
             temp: what `begin` returned.
             extra: kept in the manifest; JSON only.
-            known: the digests of files that are hashed and on the disk already.
+            known: the digests of files that are already hashed and on disk.
 
         Raises:
             DiskFullError: the disk is full.
-            CheckpointError: `temp` holds something else than files and directories.
+            CheckpointError: `temp` holds something other than files and directories.
         """
         temp = Path(temp)
         hidden = _HIDDEN.fullmatch(temp.name)
@@ -171,7 +172,7 @@ class Store:
         return None
 
     def push(self) -> None:
-        """Copy to the remote place what is missing there. A failure is warned of, and mended by the next call."""
+        """Copy missing checkpoints to the remote. A failure is logged and retried at the next call."""
         if self.remote is None:
             return
         for path in self.checkpoints():
@@ -180,8 +181,8 @@ class Store:
                     self.remote.push(path)
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
-                    "%s was not copied to %s (%s: %s). Training goes on, the checkpoint is whole on this "
-                    "machine, and copying is tried again at the next save.", path, self.remote, type(error).__name__,
+                    "%s was not copied to %s (%s: %s). Training continues, the local checkpoint is complete, and the "
+                    "next save retries the copy.", path, self.remote, type(error).__name__,
                     redact(str(error)),
                 )  # fmt: skip
 
@@ -197,7 +198,7 @@ class Store:
                 )  # fmt: skip
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
-        """Download the checkpoint `name`; what is wrong with it."""
+        """Download the checkpoint `name`; returns its problems."""
         temp = self.begin(_step(Path(name)))
         try:
             with self.writing(temp):
@@ -218,9 +219,9 @@ class Store:
         return self.remote is not None and Path(path).name in self.remote.whole()
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
-        """What is wrong with the checkpoint at `path`, a sentence each; an empty list: it is whole.
+        """The problems of the checkpoint at `path`, a sentence each; empty if it is intact.
 
-        Files that are not in the manifest, such as a callback leaves behind, are no damage.
+        Files that are not in the manifest, such as those of callbacks, are no damage.
 
         Args:
             deep: read every file and compare its checksum; else only that it is there and has its size.
@@ -229,12 +230,11 @@ class Store:
         return damages(path, deep, kind)
 
     def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
-        """The whole checkpoint that is meant by True (the newest whole one) or by a path (that one and no other).
+        """The intact checkpoint for True (the newest intact one) or for a path (only that one).
 
         Raises:
-            MissingCheckpointError: there is none.
-            CheckpointError: the one at that path is damaged. One of another trainer is taken for what can be read of
-                it.
+            MissingCheckpointError: it does not exist.
+            CheckpointError: it is damaged. Of another trainer's checkpoint, the readable parts are used.
         """
         if resume_from_checkpoint is True:
             newest = self.newest_whole()
@@ -257,9 +257,8 @@ class Store:
             raise MissingCheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}. {hint}")
         if is_foreign(path):
             logger.warning(
-                "%s was written by another trainer, such as transformers' or trl's, and nothing in it can be "
-                "checked. Its weights, log and update are taken over; its other files are pickles, which are not "
-                "read.", path,
+                "%s was written by another trainer, such as transformers' or trl's, and cannot be verified. Its "
+                "weights, log and step are used; its other files are pickles, which are not read.", path,
             )  # fmt: skip
             return path
         self._check(path)
@@ -282,8 +281,8 @@ class Store:
         passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
         foreign = [path for path in self.checkpoints() if is_foreign(path)]
         theirs = (
-            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Name the path of one to "
-            f"go on from its weights, log and update: resume_from_checkpoint={str(foreign[-1])!r}."
+            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
+            f"resume from its weights, log and step: resume_from_checkpoint={str(foreign[-1])!r}."
             if foreign
             else ""
         )
@@ -297,8 +296,8 @@ class Store:
             if inside := [str(other) for other in Store(path).checkpoints()]:
                 problems.append(f"It is a directory of checkpoints; name one of them: {', '.join(inside)}.")
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {path}: {' '.join(problems)} "
-                "Set resume_from_checkpoint=True to go on from the newest whole one."
+                f"Can't find a valid checkpoint at {path}: {' '.join(problems)} Set resume_from_checkpoint=True to "
+                "resume from the newest intact one."
             )
 
     def _resolve_remote(self, remote: Remote, name: str) -> Path:
@@ -315,8 +314,8 @@ class Store:
         latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
         if _step(latest) < _step(newest):
             logger.warning(
-                "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a run that was "
-                "started afresh in the same directory. To go on from that one, pass its path.",
+                "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a new run in the "
+                "same directory. To resume from that one, pass its path.",
                 newest, latest,
             )  # fmt: skip
 
@@ -355,7 +354,7 @@ class Store:
             trash = self._hidden("trash", _step(path))
             try:
                 remove(trash)
-                path.rename(trash)  # what is half deleted no longer carries the name
+                path.rename(trash)  # a partly deleted checkpoint no longer has the name
             except OSError as error:
                 logger.warning("%s could not be deleted (%s); it stays.", path, error)
                 continue
@@ -364,7 +363,7 @@ class Store:
         return removed
 
     def settle(self) -> None:
-        """Return once the room of all that was deleted is free again."""
+        """Wait until the space of all deleted checkpoints is free."""
         while self._removals:
             self._removals.pop().join()
 
@@ -377,10 +376,10 @@ class Store:
         self._removals.append(thread)
 
     def clean(self) -> None:
-        """Remove what runs that died have left behind: half-written checkpoints and half-deleted ones.
+        """Remove partly written and partly deleted checkpoints of dead runs.
 
-        A run counts as dead if it ran on this machine and its process is gone, or if it has not touched the
-        directory for a day.
+        A run counts as dead if it ran on this machine and its process is gone, or if it has not touched the directory
+        for a day.
         """
         for path in list(self.output_dir.iterdir()) if self.output_dir.is_dir() else ():
             hidden = _HIDDEN.fullmatch(path.name)
@@ -410,7 +409,7 @@ def _step(path: Path) -> int:
 
 
 def _written(path: Path) -> float:
-    """When the checkpoint was committed, in seconds since 1970; 0 where no manifest says so."""
+    """When the checkpoint was committed, in seconds since 1970; 0 without a manifest."""
     try:
         return float(read_manifest(path)["written"])
     except CheckpointError:

@@ -1,6 +1,4 @@
-"""One checkpoint written by all processes of a run, at once or while training goes on: it is there whole, or not at
-all.
-"""
+"""Writes one checkpoint from all processes atomically, directly or in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _LEAVING = 10.0  # seconds that the first process still waits for the others whe
 
 @dataclass
 class Outcome:
-    """What a save came to: `path` is None where it failed, which was warned of."""
+    """The result of a save; `path` is None if it failed, which was logged."""
 
     step: int
     path: Path | None
@@ -37,8 +35,8 @@ class Outcome:
 class Saver:
     """Lets every process write into one temporary directory, then commits it as ``checkpoint-<step>``.
 
-    A write that fails on any process (a full disk, a lost mount) costs that checkpoint alone: what was written is
-    removed, the failure is logged once, and the older checkpoints are untouched.
+    A write that fails on any process (a full disk, a lost mount) costs only that checkpoint: its files are removed, the
+    failure is logged once, and older checkpoints are untouched.
 
     Args:
         rank, world_size: this process, of how many.
@@ -72,12 +70,12 @@ class Saver:
     def save(
         self, step: int, write: Callable[[Path], None], later: bool = False, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of `step`; what it came to, `settle` says.
+        """Write the checkpoint of `step`; `settle` returns the result.
 
         Args:
             write: writes this process' files into the directory it is given.
-            later: only copy the tensors now, into host memory that is kept; a thread writes them and commits. The save
-                before must be settled.
+            later: only copy the tensors now, into a reused host buffer; a thread writes and commits them. The previous
+                save must be settled.
             extra: kept in the manifest.
         """
         if self._pending is not None:
@@ -106,13 +104,13 @@ class Saver:
             self._writer.finished(done)
 
     def settle(self, wait: bool = True) -> Outcome | None:
-        """What the last save came to, once; None where there is nothing to say, or not yet.
+        """The result of the last save, once; None if there is none or it is pending.
 
         Args:
-            wait: until it is written; else ask whether it is. All processes must ask alike.
+            wait: until it is written; else only check. All processes must pass the same value.
 
         Raises:
-            Exception: what went wrong in the background, if it was no failure to write.
+            Exception: a background error other than a failed write.
         """
         if self._pending is None or (not wait and any(self._gather(self._writer.busy))):
             return None
@@ -128,13 +126,13 @@ class Saver:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
         if failures:
             logger.warning(
-                "checkpoint-%d was not saved: %s. Training goes on and saving is tried again at the next save; the "
-                "checkpoints before it are untouched.", step, "; ".join(failures).rstrip("."),
+                "checkpoint-%d was not saved: %s. Training continues, and the next save tries again; earlier "
+                "checkpoints are untouched.", step, "; ".join(failures).rstrip("."),
             )  # fmt: skip
         return Outcome(step, self._gather(path)[self._leader])
 
     def leave(self) -> Path | None:
-        """Let the save that is under way end, where the other processes can no longer be asked; what it led to."""
+        """Finish the pending save without the other processes; returns its result."""
         if self._pending is None:
             return None
         step, self._pending = self._pending, None
@@ -174,7 +172,7 @@ class Saver:
         self.store.push()
         return path, []
 
-    # ---- in the background: a thread of each process, which tell each other by files what they have written ----
+    # ---- in the background: a thread of each process; files signal what is written ----
 
     def _finish(self, temp: Path, part: Part, extra: Any) -> tuple[Path | None, list[str]]:
         unexpected, failure = None, None
@@ -206,7 +204,7 @@ class Saver:
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):
-                path.touch()  # an empty file often finds room on a full disk
+                path.touch()  # an empty file often fits on a full disk
 
     def _report_of(self, temp: Path, rank: int, until: float) -> tuple[str | None, dict[str, list[Digest]]]:
         path = _report_path(temp, rank)

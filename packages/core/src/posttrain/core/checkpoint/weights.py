@@ -1,4 +1,4 @@
-"""A model's weights on disk, as ``from_pretrained`` reads them: safetensors, whole or in shards, adapters alone."""
+"""Saves and loads a model's weights in the format of ``from_pretrained``, including shards and adapters."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
 
 @contextlib.contextmanager
 def _written_here() -> Iterator[None]:
-    """Let the codec write what transformers and safetensors would: it hashes on the way, and can do so later.
+    """Let the codec write the files of transformers and safetensors: it hashes them and can write later.
 
-    There is no other way in: both decide what is saved under which name, and write it, in one function.
+    Patching is necessary because one function of theirs both chooses the names and writes the files.
     """
     from safetensors import torch as st
 
@@ -67,7 +67,7 @@ def _written_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_this_process(model: nn.Module) -> Iterator[None]:
-    """transformers saves on rank 0 alone, whoever calls it; with `save_on_each_node` others are asked to as well."""
+    """transformers saves on rank 0 only; with `save_on_each_node` other ranks save too."""
     decides = hasattr(model, "should_save_on_this_rank")
     if decides:
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
@@ -79,7 +79,7 @@ def _on_this_process(model: nn.Module) -> Iterator[None]:
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
-    """Write what ``from_pretrained`` needs besides the weights."""
+    """Write the files that ``from_pretrained`` needs in addition to the weights."""
     if hasattr(model, "config"):
         model.config.architectures = [sharding.plain_class(model).__name__]
         model.config.save_pretrained(str(directory))
@@ -88,7 +88,7 @@ def save_description(model: nn.Module, directory: str | Path) -> None:
 
 
 def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:
-    """Write `tensors` as the weights of a model that is none of transformers'."""
+    """Write `tensors` as the weights of a model outside transformers."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     codec.write_tensors(tensors, directory / WEIGHTS, {"format": "pt", "class": kind})
@@ -96,7 +96,7 @@ def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bar of transformers, and its table of what did not fit, which is said here in a sentence."""
+    """Disables transformers' progress bar and its table of mismatches, which we report in a sentence."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -124,13 +124,13 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     own, kind = model.state_dict(), sharding.plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
     if kind.load_state_dict is not nn.Module.load_state_dict and not hasattr(model, "save_pretrained"):
-        misfits = []  # a module that loads in its own way may well make room first
+        misfits = []  # a module with its own loading may resize first
     missing = _really_missing(model, [name for name in own if name not in tensors], tensors)
     unexpected = [name for name in tensors if name not in own]
     if (misfits or missing or unexpected) and hasattr(model, "save_pretrained") and not in_parts:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
         same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
-        with _quiet(), contextlib.suppress(RuntimeError, ValueError):  # of another shape: said below
+        with _quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
             twin, told = kind.from_pretrained(str(directory), **same, output_loading_info=True)
             tensors = twin.state_dict()
             misfits, missing, unexpected = (
@@ -141,7 +141,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
 
 
 def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
-    found = {"of another shape": misfits, "missing": missing, "not known to the model": unexpected}
+    found = {"of another shape": misfits, "missing": missing, "not in the model": unexpected}
     faults = [f"{what} {names[:5]} ({len(names)} in all)" for what, names in found.items() if names]
     if faults:
         raise CheckpointError(
@@ -164,10 +164,10 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(index: Path) -> list[str]:
-    """The files that an index of shards names.
+    """The files in an index of shards.
 
     Raises:
-        CheckpointError: it is damaged, or names a file that does not lie beside it.
+        CheckpointError: it is damaged, or names a file in another folder.
     """
     document = codec.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
@@ -182,7 +182,7 @@ def files_of_index(index: Path) -> list[str]:
 
 
 def check_indices(folder: str | Path) -> None:
-    """Refuse a model folder with an index that leads out of it, before anything is loaded from there.
+    """Reject a model folder whose index names files outside of it, before anything is loaded.
 
     Raises:
         CheckpointError: as `files_of_index`.
@@ -195,7 +195,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in model.peft_config:
-        # peft writes the adapter named "default" into the folder itself and every other into one of its own.
+        # peft writes the adapter "default" into the folder itself and every other into a subfolder.
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.")
@@ -213,17 +213,18 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Whether virtual tokens of `model` come out of a network that is trained, as in p-tuning and projected prefixes.
-    The file of the adapter holds the tokens alone, from which training cannot go on."""
+    """Whether a trained network produces the virtual tokens of `model`, as in p-tuning and projected prefixes. The
+    adapter file holds only the tokens, from which training cannot resume.
+    """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return any(name.startswith("prompt_encoder.") and not name.endswith(".embedding.weight") for name in names)
 
 
 def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write what a run needs to go on where `has_encoder`, beside the adapter.
+    """Write the state that a run with `has_encoder` needs to resume, next to the adapter.
 
     Args:
-        state_dict: the weights put together, where `model` holds pieces of them.
+        state_dict: the gathered weights, if `model` is sharded.
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -259,10 +260,10 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
 
 
 def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the adapters in `directory` back and compare them, number by number, with those of `model`.
+    """Read the adapters in `directory` back and compare all values with those of `model`.
 
     Args:
-        state_dict: the weights put together, where `model` holds pieces of them.
+        state_dict: the gathered weights, if `model` is sharded.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or other values.

@@ -1,4 +1,4 @@
-"""A thread that writes a checkpoint while training goes on."""
+"""The background thread that writes checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class AsyncWriter:
-    """Runs one job at a time in a thread. What a job raised is raised by the next call.
+    """Runs one job at a time in a thread. The next call raises a job's error.
 
     The thread is not a daemon: a script that ends while a job runs waits for it.
     """
