@@ -208,7 +208,7 @@ def test_a_batch_that_only_keeps_processes_in_step_is_in_no_number_of_the_log(tm
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
-        (PARTS, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "skip_prepare_dataset takes the rows without preparation"),
+        (PARTS, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "takes the rows without preparation"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_mixed_is_refused(tmp_path, parts, options, message):
