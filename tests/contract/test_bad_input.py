@@ -480,10 +480,10 @@ def test_labels_that_padding_would_put_at_other_tokens_are_refused(tmp_path, cap
     refused(DataError, *parts, run=trainer.train)
     # A collator of the user's may make up the labels that are missing: it is asked, once.
     Trainer(tiny.causal_lm(), args, lambda rows: padded([row | {"labels": [5, 6, 7]} for row in rows]), rows).train()
-    assert caplog.text.count("labels stand at the wrong tokens") == 1
+    assert caplog.text.count("labels are at the wrong tokens") == 1
     # A model with an encoder has targets of any length.
     Trainer(tiny.seq2seq_lm(), args, padded, rows).train()
-    assert caplog.text.count("labels stand at the wrong tokens") == 1
+    assert caplog.text.count("labels are at the wrong tokens") == 1
 
 
 def test_labels_of_minus_100_and_multi_label_rows_are_within_the_limits():

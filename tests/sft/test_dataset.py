@@ -351,7 +351,7 @@ def test_a_token_that_the_model_does_not_know_is_named_with_its_row(tok, column,
     rows[2] = rows[2] | {column: [5, token]}
     for dataset in (rows, Dataset.from_list([rows[0], rows[2]])):
         row = len(dataset) - 1
-        with pytest.raises(DataError, match=rf"train: {column} holds {token} in row {row}, .* knows 0 to 383"):
+        with pytest.raises(DataError, match=rf"train: {column} holds {token} in row {row}, .* range is 0 to 383"):
             prepare_dataset(dataset, tok, limits=limits)
     stream, _ = prepare_dataset(Dataset.from_list([rows[0], rows[2]]).to_iterable_dataset(), tok, limits=limits)
     with pytest.raises(DataError, match=f"{column} holds {token} in row 1"):

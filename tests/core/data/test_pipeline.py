@@ -388,7 +388,7 @@ def test_replaying_a_stream_is_announced_once_with_its_cost(caplog):
 
     for dataset, message in (
         (NoisyStream(20), "reads its first 6 rows again"),
-        (Once(), "exact resuming cannot be promised"),
+        (Once(), "resuming may not reproduce its order"),
     ):
         caplog.clear()
         loader = Loader(dataset, batch_size=3, collate_fn=plain)

@@ -37,7 +37,7 @@ def test_what_has_no_effect_is_refused_with_the_reason():
     assert "every process reads its own rows" in problems(dispatch_batches=True)
     assert "can be resumed" in problems(use_seedable_sampler=False)
     assert "never spans two epochs" in problems(gradient_accumulation_kwargs={"sync_with_dataloader": False})
-    assert "counts updates" in problems(gradient_accumulation_kwargs={"adjust_scheduler": False})
+    assert "counts optimizer steps" in problems(gradient_accumulation_kwargs={"adjust_scheduler": False})
     assert "did you mean 'split_batches'" in problems(split_batch=True)
     assert "did you mean 'num_steps'" in problems(gradient_accumulation_kwargs={"num_step": 2})
 

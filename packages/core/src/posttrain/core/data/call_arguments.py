@@ -1,7 +1,7 @@
-"""The arguments of calls of tools, as a chat template takes them: most read a dict, some write out a JSON text.
+"""Converts the arguments of tool calls to the form that a chat template expects: a dict or a JSON text.
 
-Services that speak OpenAI's protocol give them as JSON text. A template that makes JSON of a dict would make JSON of
-that text once more, and a model would learn calls that nothing can read.
+OpenAI's protocol has them as JSON text. A template that serializes a dict would serialize that text again, and the
+model would learn invalid calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TURNS = tuple(  # some templates show a call only where the turn has no content
 
 
 class CallArguments:
-    """The form in which one chat template takes arguments, found out by a call of its own.
+    """The form in which one chat template takes arguments, detected with a test call.
 
     Args:
         render: the text of a conversation; raises DataError where the template refuses it.
@@ -48,7 +48,7 @@ class CallArguments:
 
     @cached_property
     def are_text(self) -> bool:
-        """Whether the template writes arguments out as they are, so that it needs them as JSON text."""
+        """Whether the template inserts arguments unchanged, so that it needs JSON text."""
         return not self._shows_json(as_text=False) and self._shows_json(as_text=True)
 
     def _shows_json(self, as_text: bool) -> bool:

@@ -1,7 +1,7 @@
-"""Collators: a list of rows becomes one batch of tensors.
+"""Collators that turn a list of rows into a batch of tensors.
 
-Padding is never recognised by its token id: pad and eos are often the same token, and the eos must be trained on.
-Tokenizers are used through `pad` and a few attributes only, so anything that has those will do.
+Padding is never recognised by its token id, because pad and eos are often the same token and the eos must be trained
+on. Only `pad` and a few attributes of a tokenizer are used.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def pad_rows(
 def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
     """Stack rows that already have equal shapes.
 
-    A ``label`` (one number a row) or ``label_ids`` (several) becomes ``labels``: whole numbers as long, others as
-    float. Strings and columns that are None are left out; the first row decides which columns there are.
+    A ``label`` (one number a row) or ``label_ids`` (several) becomes ``labels``: integers as long, others as float.
+    Strings and columns that are None are left out; the first row sets the columns.
     """
     rows = [row if isinstance(row, Mapping) else _attributes(row) for row in features]
     batch = {}
@@ -86,7 +86,7 @@ def _stack(values: list[Any], is_label: bool) -> torch.Tensor:
         stacked = torch.from_numpy(np.stack(values))
     else:
         stacked = torch.tensor(values)  # Python's floats become float32, its ints long
-    if is_label and stacked.dim() == 1:  # one label a row, of whatever width it came in
+    if is_label and stacked.dim() == 1:  # one label a row, of any shape
         return stacked.float() if stacked.is_floating_point() else stacked.long()
     return stacked
 
@@ -254,7 +254,7 @@ class DataCollatorForTokenClassification:
         return _as(return_tensors or self.return_tensors, self.torch_call(features))
 
     def torch_call(self, features: Features) -> Batch:
-        """The batch as tensors of torch: what a subclass overrides."""
+        """The batch as torch tensors; subclasses override it."""
         rest, labels, name = _pops_labels(features)
         batch = _pad(
             self.tokenizer,
@@ -278,15 +278,15 @@ class DataCollatorForLanguageModeling:
 
     Masked: BERT, Devlin et al. 2018, https://arxiv.org/abs/1810.04805, section 3.1. A share `mlm_probability` of the
     tokens is predicted; of these `mask_replace_prob` are shown as the mask token, `random_replace_prob` as a random
-    one, the others as they are. Special tokens are never chosen.
+    one, the others unchanged. Special tokens are never chosen.
 
     Causal: labels are the inputs, -100 where the attention mask is 0. An eos that is also the pad token stays a label.
 
     Args:
         tokenizer: pads; masked modeling needs its ``mask_token``.
-        whole_word_mask: choose words, all of whose tokens are predicted. Words are told by the column
-            ``offset_mapping`` where rows have it (a token that begins where the one before ends belongs to its word),
-            and else by the marks of the vocabulary: ``##`` within words, or a space mark at their start.
+        whole_word_mask: choose words, all of whose tokens are predicted. Words follow from the column
+            ``offset_mapping`` (a token that begins where the previous one ends belongs to its word), or else from the
+            marks of the vocabulary: ``##`` within words, or a space mark at their start.
         pad_to_multiple_of: round the length up to a multiple of this.
         seed: draw from an own generator (plus the worker's id in a worker); None draws from torch's global one.
     """
@@ -317,19 +317,19 @@ class DataCollatorForLanguageModeling:
                 "mlm=True needs a mask token, and this tokenizer has none. Set mlm=False for causal language modeling."
             )
         if self.whole_word_mask and not self.mlm:
-            raise ValueError("whole_word_mask=True chooses what is masked, and mlm=False masks nothing. Set mlm=True.")
+            raise ValueError("whole_word_mask=True needs mlm=True, because mlm=False masks nothing. Set mlm=True.")
         self.generator: torch.Generator | None = None
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Batch:
         return _as(return_tensors or self.return_tensors, self.torch_call(features))
 
     def torch_call(self, features: list[Any]) -> Batch:
-        """The batch as tensors of torch: what a subclass overrides."""
+        """The batch as torch tensors; subclasses override it."""
         rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
         rows = [{key: value for key, value in row.items() if key != "labels"} for row in rows]
         offsets = [row.pop("offset_mapping", None) for row in rows]
         had_mask = "attention_mask" in rows[0]
-        for row in rows:  # padding is told from eos by this mask, so it is made here where a row brings none
+        for row in rows:  # this mask separates padding from eos, so it is added if a row has none
             row.setdefault("attention_mask", [1] * len(row["input_ids"]))
         batch = _pad(self.tokenizer, rows, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
         padding = batch["attention_mask"] == 0
@@ -352,7 +352,7 @@ class DataCollatorForLanguageModeling:
         special_tokens_mask: torch.Tensor | None = None,
         words: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the tokens to predict. Override to choose them in another way.
+        """Draw the tokens to predict. Override it to choose them differently.
 
         Args:
             inputs: (B, T) token ids.
@@ -405,11 +405,11 @@ class DataCollatorForLanguageModeling:
 
 @dataclass
 class DataCollatorWithFlattening:
-    """Lay the rows end to end in one row of T tokens, without padding.
+    """Concatenate the rows to one row of T tokens, without padding.
 
     Gives ``input_ids``, ``labels`` and ``position_ids``, each (1, T). Positions restart at each row, by which attention
-    tells the rows apart; the label of each row's first token is `separator_id`, so that nothing is predicted across
-    a border. Needs attention that reads ``position_ids``.
+    separates the rows; the label of each row's first token is `separator_id`, so that nothing is predicted across a
+    border. Needs attention that reads ``position_ids``.
 
     Args:
         return_position_ids: give ``position_ids``.

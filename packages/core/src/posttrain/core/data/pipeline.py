@@ -1,6 +1,4 @@
-"""Datasets become loaders, columns become batches: what a trainer asks of its data, as functions that know no
-trainer.
-"""
+"""Builds data loaders, selects columns, checks datasets and sets seeds."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ class DataArguments:
         None, "Inputs that are labels; None: those parameters of forward named like labels."
     )
     train_sampling_strategy: str = opt(
-        "random", "The order of rows: shuffled, as they are, or shuffled with rows of similar length together.",
+        "random", "The order of rows: shuffled, sequential, or shuffled with rows of similar length together.",
         choices=STRATEGIES, old_flags=("group_by_length",),
     )  # fmt: skip
     length_column_name: str = opt(
@@ -216,11 +214,11 @@ def _unchanged(batch: Any) -> Any:
 
 
 def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
-    """Refuse what cannot be trained or evaluated on, before anything expensive happens.
+    """Reject unusable datasets before anything expensive happens.
 
     Raises:
         DataError: there is no dataset, it has no rows, or its length is needed and unknown.
-        TypeError: it is a dict of splits, or nothing that rows can be read from.
+        TypeError: it is a dict of splits, or no dataset.
     """
     if dataset is None:
         raise DataError(f"{name} is None: a dataset is needed here. Pass {name}=... to the trainer.")
@@ -236,8 +234,7 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         )
     if not is_stream(dataset) and not is_sized(dataset):
         raise TypeError(
-            f"{name} is of type {type(dataset).__name__}, which gives rows by index (__getitem__) but does not say "
-            "how many: it needs __len__."
+            f"{name} is of type {type(dataset).__name__}, which has __getitem__ but no __len__. Define __len__."
         )
     if is_sized(dataset) and len(dataset) == 0:
         raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
@@ -248,7 +245,7 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
 
 
 def num_examples(loader: Any) -> int:
-    """Rows that `loader` reads in an epoch, over all processes; estimated from its batches where it cannot say."""
+    """Rows that `loader` reads in an epoch, over all processes; estimated from its batches if unknown."""
     dataset = getattr(loader, "dataset", None)
     if is_sized(dataset):
         return len(dataset)
@@ -267,7 +264,7 @@ def default_collator(processing_class: Any = None) -> Callable[[list[Any]], Any]
 
 
 def signature_columns(forward: Callable[..., Any]) -> list[str]:
-    """The columns a model reads: the named parameters of its forward, and whatever a collator makes ``labels`` of."""
+    """The columns a model reads: the parameters of its forward and the label columns of collators."""
     wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind not in wild]
     return list(dict.fromkeys([*named, "label", "label_ids", "labels"]))
@@ -278,8 +275,7 @@ def keep_columns(
 ) -> tuple[Any, Callable[[list[Any]], Any]]:
     """(dataset, collator), one of which drops the columns that are not in `keep`.
 
-    A `datasets.Dataset` no longer reads them; the rows of any other, or of one that transforms rows as they are read,
-    are rid of them just before collating.
+    A `datasets.Dataset` no longer reads them; for others, and with a transform, they are dropped before collating.
     """
     keep = set(keep)
     layout = getattr(dataset, "format", None)
@@ -376,7 +372,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch on all devices; with `deterministic`, also refuse kernels that vary between runs."""
+    """Seed Python, numpy and torch on all devices; with `deterministic`, also forbid nondeterministic kernels."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -385,7 +381,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def enable_full_determinism(seed: int) -> None:
-    """`set_seed`, and everything known that makes a GPU repeat itself; slower, for finding out why two runs differ."""
+    """`set_seed` and all settings for deterministic results on a GPU; slower, for debugging."""
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"

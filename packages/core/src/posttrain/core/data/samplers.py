@@ -1,6 +1,6 @@
-"""Which row comes when: orders that are a function of (seed, epoch), and how they are dealt to processes.
+"""Samplers whose order is a function of (seed, epoch), and the split of rows over processes.
 
-Nothing here reads a row, and nothing moves the global random numbers.
+They read no rows and do not change the global random state.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EpochSampler(Sampler[int]):
 
 
 class SeededRandomSampler(EpochSampler):
-    """What a `torch.utils.data.RandomSampler` draws from a generator seeded with ``seed + epoch``."""
+    """The order of a `torch.utils.data.RandomSampler` with a generator seeded with ``seed + epoch``."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         super().__init__(sampler.num_samples, seed)
@@ -64,9 +64,9 @@ class SeededRandomSampler(EpochSampler):
 
 
 class LengthGroupedSampler(EpochSampler):
-    """A random order in which neighbours are of similar length, so that batches need little padding.
+    """A random order in which adjacent rows have similar lengths, so that batches need little padding.
 
-    The rows are shuffled, cut into stretches of up to 50 batches, and each stretch is sorted, longest row first. The
+    The rows are shuffled, split into chunks of up to 50 batches, and each chunk is sorted, longest row first. The
     longest row of all comes first, so that a run that does not fit into memory fails at once.
 
     Args:
@@ -100,14 +100,14 @@ def make_train_sampler(
     main_input: str = "input_ids",
     lengths: Sequence[int] | None = None,
 ) -> Sampler[int] | None:
-    """The order in which `dataset` is trained on; None for a stream, which comes in its own order.
+    """The sampler for `dataset`; None for a stream, which has its own order.
 
     Args:
         strategy: "random", "sequential", or "group_by_length".
-        batch_size: rows of one optimizer step on one process, which "group_by_length" keeps alike.
+        batch_size: rows of one optimizer step on one process, grouped by "group_by_length".
         length_column_name: a column that holds each row's length.
-        main_input: the column whose lengths are taken where there is no such column. That reads the dataset once.
-        lengths: of each row, where they are known already.
+        main_input: the column whose lengths are used if there is no such column. That reads the dataset once.
+        lengths: of each row, if already known.
     """
     if not is_sized(dataset) or is_stream(dataset):
         return None
@@ -121,7 +121,7 @@ def make_train_sampler(
 
 
 def row_lengths(dataset: Any, length_column_name: str = "length", main_input: str = "input_ids") -> list[int]:
-    """The length of each row: what the column says, or the length of `main_input`, for which every row is read."""
+    """The length of each row, from its column or from `main_input`, for which every row is read."""
     columns = getattr(dataset, "column_names", None) or []
     if length_column_name in columns:
         return [int(length) for length in dataset[length_column_name]]
@@ -185,7 +185,7 @@ def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]
             yield start, group
             start += size
         return
-    stretch = size * 256  # so many indices at a time leave their tensor: one by one, that would take as long as reading
+    stretch = size * 256  # indices are converted in chunks, because one by one would take as long as reading
     for begin in range(start, len(order), stretch):
         indices = order[begin : begin + stretch]
         indices = indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
@@ -196,9 +196,9 @@ def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]
 def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T], bool]:
     """``(this process's part of `group`, whether it only fills up)``.
 
-    A whole group holds `size` for each process. Of a short one each process gets an equal, contiguous part, the first
-    ones one more where it does not come out even. A process that is left with nothing gets one that another has too:
-    all must move in step, and the flag says to give it no weight. The parts, in rank order, are the group.
+    A whole group holds `size` rows for each process. A short one is split into equal, contiguous parts, with one more
+    for the first processes if necessary. A process without rows gets a copy of another's row, flagged to have no
+    weight, because all processes must stay in step. The parts, in rank order, are the group.
     """
     if len(group) == size * world_size:
         return group[rank * size : (rank + 1) * size], False
@@ -227,9 +227,9 @@ def _private_bits() -> np.random.MT19937:
 
 @contextlib.contextmanager
 def private_random_numbers(seed: int) -> Iterator[None]:
-    """Random numbers on the CPU that start at `seed` in here, and go on outside as if nothing had been drawn.
+    """Seed the CPU's random numbers with `seed` in this context and restore them afterwards.
 
-    Only the second normal number of a pair, which ``np.random.randn`` keeps for its next call, is forgotten.
+    Only the cached second normal number of ``np.random.randn`` is lost.
     """
     # numpy's bits are swapped and not copied: its get_state and set_state take 100 us, all of the rest 20 us.
     python, numpy, pytorch = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()

@@ -1,8 +1,7 @@
-"""Several texts in one flattened row: which tokens belong together, and what each of them sees.
+"""Describes the segments of a flattened row and which tokens attend to each other.
 
-Packed documents are segments that continue nothing. A prompt and its completions are one segment and several that
-continue it, so that the prompt is there once. How a model is made to compute this is in
-`posttrain.core.models.varlen_attention`.
+Packed documents are independent segments. A prompt is one segment, and its completions are segments that continue it,
+so the prompt is stored once. `posttrain.core.models.varlen_attention` implements the attention.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from posttrain.core.data.host_copies import host_copy, know, send
 
 @dataclass(frozen=True)
 class Segments:
-    """The pieces of one flattened row, in order.
+    """The segments of one flattened row, in order.
 
-    A token sees its own segment up to itself, and the whole of the segment that this one continues, of the one that
-    that continues, and so on.
+    A token attends to its own segment up to itself and to all segments that this one continues, recursively.
 
     Args:
         lengths: tokens of each segment, at least 1.
-        parents: the number of the segment that each continues, an earlier one; -1 where it begins a document.
+        parents: the index of the earlier segment that each continues; -1 at the start of a document.
     """
 
     lengths: tuple[int, ...]
@@ -48,7 +46,7 @@ class Segments:
 
     @classmethod
     def documents(cls, lengths: Iterable[int]) -> Segments:
-        """Documents that see nothing of each other."""
+        """Documents that do not attend to each other."""
         lengths = tuple(map(int, lengths))
         return cls(lengths, (-1,) * len(lengths))
 
@@ -99,7 +97,7 @@ class Segments:
         return torch.repeat_interleave(torch.tensor(self.lengths))
 
     def sees(self) -> torch.Tensor:
-        """(S, S) bool: whether segment i sees anything of segment j: itself and what it continues."""
+        """(S, S) bool: whether segment i attends to segment j: itself and the segments it continues."""
         sees = torch.eye(len(self.lengths), dtype=torch.bool)
         for i, parent in enumerate(self.parents):
             if parent >= 0:
@@ -118,10 +116,10 @@ class Segments:
         return mask if window is None else mask & (distance < window)
 
     def model_inputs(self, shape: Sequence[int], device: torch.device | str | None = None) -> dict[str, Any]:
-        """What the forward of a model takes beside ``input_ids`` of `shape`, (B, T) with B * T tokens row after row.
+        """The inputs of a forward besides ``input_ids`` of `shape`, (B, T) with B * T tokens row after row.
 
-        ``position_ids`` are of that shape. ``attention_mask`` is one element: models take a mask of four dimensions as
-        finished, and so build none.
+        ``position_ids`` are of that shape. ``attention_mask`` is one element: models use a four-dimensional mask as it
+        is and build none.
         """
         rows, width = shape
         if rows * width != self.num_tokens:
@@ -134,8 +132,9 @@ class Segments:
 
 def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as
-    `Segments.model_inputs` has it. What is left of a row is one more document. A batch without ``seq_lengths`` comes
-    back as it was."""
+    `Segments.model_inputs` has it. The rest of a row is one more document. A batch without ``seq_lengths`` is returned
+    unchanged.
+    """
     batch = dict(batch)
     if "seq_lengths" in batch:
         rows, width = batch["input_ids"].shape

@@ -1,8 +1,8 @@
-"""A data loader with a position: it deals rows to processes, repeats none, and goes on exactly where it was stopped.
+"""A data loader with a resumable position that distributes rows over processes without repeating any.
 
 Every order, and every random number that a worker draws, is a function of the seed, the epoch and the position. So a
-loader that is told its position goes on exactly, whatever was read before. Without workers, rows by index and
-collators draw from the global random numbers, which the trainer saves.
+loader resumes exactly from its position. Without workers, datasets and collators draw from the global random numbers,
+which the trainer saves.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ class _Position:
 
 
 class Loader(DataLoader):
-    """A `torch.utils.data.DataLoader` for one of several processes, with a position that can be saved and sought.
+    """A `torch.utils.data.DataLoader` for one of several processes, with a position that can be saved and restored.
 
     Rows are taken in groups of ``batch_size * world_size``, of which each process gets `batch_size`, in rank order. The
-    last, short group is dealt evenly; no row is repeated. Where it has fewer rows than there are processes, some get a
+    last, short group is split evenly; no row is repeated. If it has fewer rows than there are processes, some get a
     `Filler`, so that all have the same number of batches.
 
     Args:
         dataset: rows by index, or a stream of rows.
-        batch_size: rows of a batch on each process; None: the stream gives whole batches, dealt one to each process.
-        collate_fn: makes a batch of a list of rows.
-        sampler: the order of the rows; None: as they are. A `RandomSampler` is seeded with ``seed + epoch``.
-        batch_sampler: gives lists of indices, dealt one to each process; instead of `batch_size` and `sampler`.
-        seed: of the order, and of what workers draw.
+        batch_size: rows of a batch on each process; None: the stream yields whole batches, one for each process.
+        collate_fn: makes a batch from a list of rows.
+        sampler: the order of the rows; None: sequential. A `RandomSampler` is seeded with ``seed + epoch``.
+        batch_sampler: yields lists of indices, one for each process; instead of `batch_size` and `sampler`.
+        seed: of the order and of the workers' random numbers.
         rank, world_size: this process, of how many.
         drop_last: leave out the last, short group.
-        advance: begin the next epoch when an iteration has come to its end.
-        limits: what the model can read, see `check_limits`; each batch is compared with it before it is given out.
-        any_rank: whether a flag is true on any process. Given it, a `datasets.IterableDataset` whose shards can be
-            split is read by shards, and processes ask each other at each batch whether to go on. Without it, each
-            process reads the whole stream and keeps its part.
+        advance: move to the next epoch after a complete iteration.
+        limits: of the model's ids, see `check_limits`; each batch is checked before it is yielded.
+        any_rank: returns whether a flag is true on any process. With it, a `datasets.IterableDataset` whose shards can
+            be split is read by shards, and processes agree at each batch whether to continue. Without it, each process
+            reads the whole stream and keeps its part.
         engine: further arguments of the `DataLoader`, such as ``num_workers``.
 
     Attributes:
@@ -135,7 +135,7 @@ class Loader(DataLoader):
             shown = {"batch_sampler": batch_sampler}
         else:
             shown = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last and batch_size is not None}
-        # Of itself this DataLoader only shows what users look at; the one that reads has rows and batches of our own.
+        # This DataLoader only has the attributes that users read; an inner one reads rows and batches.
         super().__init__(dataset, collate_fn=collate_fn, **shown)
         collate = _Collate(self.collate_fn, self._stream is not None, limits)
         self._engine = DataLoader(source, collate_fn=collate, **engine)
@@ -163,7 +163,7 @@ class Loader(DataLoader):
 
     @property
     def batches_given(self) -> int:
-        """Batches of the epoch that this loader would have given to be where it stands."""
+        """Batches of the epoch before the current position."""
         return -(-sum(self._next.given) // self._unit)
 
     def set_epoch(self, epoch: int) -> None:
@@ -173,7 +173,7 @@ class Loader(DataLoader):
             self._now = self._next = self._beginning()
 
     def skip(self, num_batches: int) -> None:
-        """Let the next iteration start after so many batches of its epoch.
+        """Start the next iteration after this many batches of its epoch.
 
         No row is read unless the data is a stream.
         """
@@ -181,11 +181,12 @@ class Loader(DataLoader):
         if len(start.given) == 1:
             start.given[0] = num_batches * self._unit
         else:
-            start.to_drop = num_batches  # which worker gives how many, only reading tells: some may run out of rows
+            # only reading shows how many batches each worker yields: some may run out of rows
+            start.to_drop = num_batches
         self._now = self._next = start
 
     def rows_of(self, epoch: int, number: int) -> list[int] | None:
-        """The dataset's indices of the rows in batch `number` of `epoch` on this process; None where nobody can say."""
+        """The dataset's indices of the rows in batch `number` of `epoch` on this process; None if unknown."""
         if self._stream is not None or not self.in_order:
             return None
         generator, began = self._draws.generator, self._now.sampler
@@ -204,9 +205,7 @@ class Loader(DataLoader):
         return None if draw is None else list(draw.indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch and what was given out of it, in rows, so that it holds for any number of
-        processes.
-        """
+        """The position: the epoch and the rows read of it, valid for any number of processes."""
         now = self._now
         state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
         if self._stream is None:
@@ -319,9 +318,8 @@ class Loader(DataLoader):
         what = f"Resuming a stream of type {type(dataset).__name__} reads its first {rows} rows again and drops them"
         if _is_one_shot(dataset):
             logger.warning(
-                "%s. It can be read only once, so the rows that follow are those of the first run only if it was "
-                "made afresh from its beginning; exact resuming cannot be promised. Pass a dataset whose __iter__ "
-                "starts anew.", what,
+                "%s. This iterable can be read only once; resuming may not reproduce its order. Pass a dataset whose "
+                "__iter__ restarts.", what,
             )  # fmt: skip
         elif not hasattr(dataset, "state_dict"):
             logger.warning(
@@ -365,7 +363,7 @@ class _Draws(Sampler):
         self.seed, self.own_rank, self.seeded = seed, own_rank, seeded
         self.group = (batch_size or 1) * world_size
         self.epoch = self.start = 0
-        # Of somebody else's sampler, whose order depends on where this stands.
+        # A custom sampler's order may depend on the random state at this point.
         generator = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
         self.generator = generator if isinstance(generator, torch.Generator) else None
 
@@ -375,7 +373,7 @@ class _Draws(Sampler):
 
     @property
     def _drops_rest(self) -> bool:
-        return self.drop_last and self.batch_size is not None  # a batch sampler has decided by itself
+        return self.drop_last and self.batch_size is not None  # a batch sampler sets it
 
     def __iter__(self) -> Iterator[_Draw]:
         return self.from_place(self.order(self.epoch), self.epoch, self.start)
@@ -432,7 +430,7 @@ class _Collate:
         self.failure = f"could not be made into a batch by {self.name}"
         module = getattr(collate, "__module__", None) or type(collate).__module__
         self.only_pads = module in PADDING_COLLATORS
-        joins = module.startswith("posttrain.") and not self.only_pads  # prompt and target, or as its trainer says
+        joins = module.startswith("posttrain.") and not self.only_pads  # prompt and target, or as the trainer sets
         self.looks_at_labels = bool(limits and limits.get("labels_per_token")) and not joins
 
     def __call__(self, read: Any) -> Any:
@@ -454,9 +452,9 @@ class _Collate:
         return as_filler(batch) if is_filler else batch
 
     def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
-        """Refuse rows with more or fewer labels than tokens, which padding hides: each label would be another token's.
+        """Reject rows whose numbers of labels and tokens differ, which padding would hide.
 
-        A collator of the user's may mean it, and make the missing labels itself: it is told once.
+        A user's collator may add the missing labels itself, so it only gets one warning.
         """
         if not isinstance(batch, Mapping):
             return
@@ -466,7 +464,7 @@ class _Collate:
         for place, row in enumerate(rows):
             try:
                 tokens, labels = len(row["input_ids"]), len(row["labels"])
-            except (KeyError, TypeError):  # rows that are no such columns, whatever the batch is made of
+            except (KeyError, TypeError):  # rows without such columns
                 return
             if tokens != labels:
                 where = "A row of the stream" if indices is None else f"Row {indices[place]} of the dataset"
@@ -475,14 +473,14 @@ class _Collate:
                     f"{shapes[0][1]}."
                 )
                 if self.only_pads:
-                    raise DataError(f"{message} Give each token a label, -100 where nothing is to be learned.")
+                    raise DataError(f"{message} Give each token a label, -100 for no loss.")
                 self.looks_at_labels = False
-                logger.warning("%s If it does not make up the rest itself, labels stand at the wrong tokens.", message)
+                logger.warning("%s Unless it adds the rest itself, labels are at the wrong tokens.", message)
                 return
 
 
 class _naming_rows:
-    """An error in here says of which rows it is: as a `DataError` where its own text alone says little."""
+    """Adds the rows to an error in this context, as a `DataError` if the error's text is too short."""
 
     def __init__(self, indices: list[int] | None, what: str, rows: Any = None) -> None:
         self.indices, self.what, self.rows = indices, what, rows
@@ -514,12 +512,12 @@ def _describe(rows: Any) -> str:
 
 
 def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | None = None) -> None:
-    """Refuse a batch that the model would fail on with an index error, which on a GPU ends the process.
+    """Reject a batch that would cause an index error in the model, which on a GPU ends the process.
 
     Args:
-        batch: a dict of tensors; those on the CPU are looked at.
-        limits: how many numbers a column may hold, from 0 on: ``{"input_ids": tokens known, "labels": classes}``
-            (a label may also be -100); ``"positions"``: tokens that a row may have.
+        batch: a dict of tensors; those on the CPU are checked.
+        limits: how many numbers a column may hold, from 0 on: ``{"input_ids": vocabulary size, "labels": classes}`` (a
+            label may also be -100); ``"positions"``: tokens that a row may have.
         indices: the dataset's index of each row of the batch, for the message.
 
     Raises:
@@ -558,13 +556,13 @@ def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | Non
 
 
 def out_of_range(column: str, value: int, limit: int, where: str = "") -> str:
-    """What to say of a number that the model does not know; `where` begins with a space."""
+    """The message about an id out of range; `where` begins with a space."""
     remedy = (
         "Tokenize with the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer))."
         if column == "input_ids"
-        else "Use -100 for what is not to be learned, and load the model with as many labels or tokens as the data has."
+        else "Use -100 for no loss, and load the model with as many labels or tokens as the data has."
     )
-    return f"{column} holds {value}{where}, and the model knows 0 to {limit - 1}. {remedy}"
+    return f"{column} holds {value}{where}, and the model's range is 0 to {limit - 1}. {remedy}"
 
 
 # ---------------------------------------------------------------------------------------------------- streams
@@ -582,10 +580,10 @@ class _Share(NamedTuple):
 
 
 class _Stream(IterableDataset):
-    """Cuts a stream into groups and gives this process's part of each.
+    """Splits a stream into groups and yields this process's part of each.
 
-    Every group is read under a seed of its own, the same in all processes that read the whole stream: however the
-    stream draws its random numbers, they see the same rows, and reading it again gives them again.
+    Every group is read with its own seed, equal in all processes that read the whole stream, so that all read the same
+    rows, also when reading again.
     """
 
     def __init__(
@@ -622,7 +620,7 @@ class _Stream(IterableDataset):
         if self.forwards:
             self.dataset.set_epoch(epoch)
         state, skip = self._state, given[worker]
-        if state is not None or self._was_loaded:  # what was loaded once would else be where every iteration starts
+        if state is not None or self._was_loaded:  # otherwise every iteration would start at the loaded position
             self.dataset.load_state_dict(self._blank if state is None else state)
             self._was_loaded = state is not None
         return self._shares(epoch, worker, skip, worker < turn, skip if state is not None else 0, info is None)
@@ -656,7 +654,7 @@ class _Stream(IterableDataset):
 
 
 def _is_one_shot(dataset: Any) -> bool:
-    """Whether every ``iter(dataset)`` is the same iterator, so that what was read is gone."""
+    """Whether every ``iter(dataset)`` is the same iterator, so that it can be read only once."""
     source = getattr(dataset, "loader", dataset)
     if isinstance(source, DataLoader):
         return False
@@ -705,7 +703,7 @@ class FillerList(list):
 
 
 def is_filler(batch: Any) -> bool:
-    """Whether `batch` only keeps processes in step, and is to be given no weight."""
+    """Whether `batch` only keeps processes in step and has no weight."""
     return isinstance(batch, (Filler, FillerList))
 
 

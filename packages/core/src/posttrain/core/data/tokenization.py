@@ -1,4 +1,4 @@
-"""Text to tokens: with a mask of what is trained on, and without special tokens that the text already has."""
+"""Tokenizes texts with a mask of trained tokens, without duplicating special tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Span = tuple[int, int]
 class Encoding(NamedTuple):
     """A text as tokens.
 
-    ids: the token ids. mask: True where a token is trained on, None for everywhere.
-    cut: the text was tokenized in pieces, because a token would have crossed the start or stop of a span.
+    ids: the token ids. mask: True where a token is trained on, None for everywhere. cut: the text was tokenized in
+    parts because a token would have crossed the edge of a span.
     """
 
     ids: list[int]
@@ -37,13 +37,13 @@ def encode_texts(
     """Tokenize texts, without special tokens around them, in one call.
 
     Args:
-        tokenizer: a fast one does all texts at once on all its threads; a slow one works too.
+        tokenizer: fast (all texts at once on all threads) or slow.
         texts: N texts.
-        spans: for each text what is to be trained on, sorted; None for all of it.
+        spans: for each text the sorted spans to train on; None for all of it.
 
-    Where a token would cross the edge of a span, the text is tokenized piece by piece between the edges: a prompt's
-    tokens are then those that the model will be given. If that changes the text (tokenizers that put a space before
-    each text), it stays whole and the token that crosses is trained on.
+    Where a token would cross the edge of a span, the parts between the edges are tokenized separately, so that a
+    prompt's tokens are those of generation. If that changes the text (tokenizers that add a space before each text), it
+    stays whole and the crossing token is trained on.
     """
     spans = spans or [None] * len(texts)
     if not getattr(tokenizer, "is_fast", False):
@@ -106,7 +106,7 @@ def _encode_pieces(
         ]
         return Encoding(ids, np.repeat(inside, [len(piece) for piece in encoded]), ids != whole)
     if mask is None:
-        raise DataError("this slow tokenizer cannot tell which tokens to train on; use its fast version")
+        raise DataError("this slow tokenizer has no offsets to find the trained tokens; use its fast version")
     return Encoding(whole, mask, True)
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools in conversations that are learned from: a chat template must show them."""
+"""Checks that a chat template renders the tool calls of training conversations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from posttrain.core.errors import DataError
 
 
 def require_calls(template: Template, messages: Sequence[Message], chosen: Sequence[bool] | None = None) -> None:
-    """Refuse a conversation that its template shows without its calls of tools: it would teach turns that say nothing.
+    """Reject a conversation whose tool calls the template omits: it would train on empty turns.
 
     Args:
-        chosen: which messages are asked about; None: all.
+        chosen: the messages to check; None: all.
 
     Raises:
-        DataError: a call in one of them is left out.
+        DataError: the template omits a call.
     """
     named, count = [], 0
     for i, message in enumerate(messages):
@@ -29,7 +29,7 @@ def require_calls(template: Template, messages: Sequence[Message], chosen: Seque
         return
     try:
         text = template.render(named)
-    except DataError:  # a template may know the names of tools; what it makes of the row itself is seen elsewhere
+    except DataError:  # a template may use tool names; another check covers the row itself
         return
     if any(_name(n) not in text for n in range(count)):
         name = getattr(template.tokenizer, "name_or_path", "") or type(template.tokenizer).__name__

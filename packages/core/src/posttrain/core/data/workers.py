@@ -1,4 +1,4 @@
-"""The processes that read ahead for a loader: what they live through, and how they end."""
+"""Manages data loader workers: signals and shutdown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 _readers: weakref.WeakKeyDictionary[DataLoader, weakref.WeakSet] = weakref.WeakKeyDictionary()
 
-# Whether this process goes on for a while after a SIGTERM and needs rows meanwhile. The workers see it through shared
-# memory: they get the signal too, and at once, where a launcher sends it to all processes.
+# Whether this process continues for a while after a SIGTERM and needs rows. The workers read it from shared memory,
+# because a launcher may send the signal to all processes at once.
 _goes_on = False
 _shown: torch.Tensor | None = None
 
@@ -30,8 +30,8 @@ def keep_through_sigterm(on: bool) -> None:
 
 
 class WorkerStart:
-    """What a worker does first. It leaves SIGINT to the process that it works for, and outlives one SIGTERM if that
-    process does (see `keep_through_sigterm`): the update that is to be finished needs its rows.
+    """Initialize a worker: it ignores SIGINT, and one SIGTERM if its parent continues (see `keep_through_sigterm`),
+    because the current optimizer step still needs rows.
 
     Args:
         then: the user's own ``worker_init_fn``.
@@ -56,7 +56,7 @@ class WorkerStart:
 
 
 def iterate(loader: DataLoader) -> Iterator[Any]:
-    """``iter(loader)``; `end` knows its workers."""
+    """``iter(loader)``, with workers that `end` can stop."""
     reader = iter(loader)
     if hasattr(reader, "_workers"):
         _readers.setdefault(loader, weakref.WeakSet()).add(reader)

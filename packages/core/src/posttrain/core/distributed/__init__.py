@@ -1,4 +1,4 @@
-"""Processes, devices and precision: the only room that knows accelerate, DDP, FSDP and DeepSpeed."""
+"""Processes, devices and precision: the only package that imports accelerate, DDP, FSDP and DeepSpeed."""
 
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import barrier, device, local_rank, precision, rank, world_size

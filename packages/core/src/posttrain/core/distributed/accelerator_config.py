@@ -1,4 +1,4 @@
-"""`accelerator_config`: what transformers hands to accelerate, read for a loop that deals data by itself."""
+"""Reads `accelerator_config`, transformers' options for accelerate."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class AcceleratorArguments:
 
     accelerator_config: dict | str | None = opt(
         None,
-        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md for what "
-        "they do.",
+        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md.",
     )
 
     def _normalize(self) -> None:
@@ -94,10 +93,11 @@ class AcceleratorArguments:
                 yield f"{where}: {name!r} is not one of {', '.join(ACCUMULATION)}{did_you_mean(name, ACCUMULATION)}"
         if not options.get("sync_with_dataloader", True):
             yield (
-                f"{where}: sync_with_dataloader=False has no effect: an update never spans two epochs; leave it True"
+                f"{where}: sync_with_dataloader=False has no effect: an optimizer step never spans two epochs; leave "
+                "it True"
             )
         if not options.get("adjust_scheduler", True):
-            yield f"{where}: adjust_scheduler=False has no effect: the schedule counts updates; leave it True"
+            yield f"{where}: adjust_scheduler=False has no effect: the schedule counts optimizer steps; leave it True"
         num_steps = options.get("num_steps")
         if num_steps is not None and num_steps != self.gradient_accumulation_steps:
             yield (
@@ -107,12 +107,12 @@ class AcceleratorArguments:
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while the host goes on; by default where memory is pinned."""
+        """Whether batches are copied to the device asynchronously; by default if memory is pinned."""
         asked = self.accelerator_config["non_blocking"]
         return self.dataloader_pin_memory if asked is None else asked
 
     def per_process(self, size: int) -> int:
-        """Rows of one process, where `size` is what a batch size argument says."""
+        """Rows of one process for a batch size argument `size`."""
         return size // self.world_size if self.accelerator_config["split_batches"] else size
 
 
@@ -121,4 +121,4 @@ def _read(path: str) -> Any:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError):
-        return path  # said by `_problems`
+        return path  # `_problems` reports it

@@ -1,4 +1,4 @@
-"""The arguments of this room, and what is wrong with them."""
+"""The arguments of distributed training and their checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DistributedArguments:
     average_tokens_across_devices: bool = opt(
         True, "Divide the loss by the items of all processes, so that splitting a batch differently changes nothing."
     )
-    local_rank: int = opt(-1, "Set by launchers; the environment variable LOCAL_RANK is what is read.", min=-1)
+    local_rank: int = opt(-1, "Set by launchers; the trainer reads the environment variable LOCAL_RANK.", min=-1)
     ddp_backend: str | None = opt(
         None, "Backend of torch.distributed; None takes nccl on GPUs and gloo on CPUs.",
         choices=("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"),
@@ -45,11 +45,11 @@ class DistributedArguments:
         "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed.",
         flag=True,
     )
-    ddp_bucket_cap_mb: int | None = opt(None, "Size in MiB of the buckets in which DDP reduces gradients.", min=1)
+    ddp_bucket_cap_mb: int | None = opt(None, "Size in MiB of DDP's gradient buckets.", min=1)
     ddp_broadcast_buffers: bool | None = opt(
         None, "Let DDP copy rank 0's buffers to all ranks before each forward.", flag=True
     )
-    ddp_static_graph: bool | None = opt(None, "Tell DDP that every step uses the same parameters.", flag=True)
+    ddp_static_graph: bool | None = opt(None, "DDP's static_graph: every step uses the same parameters.", flag=True)
     fsdp: list[str] | str | None = opt(
         None,
         "Shard weights, gradients and optimizer state over the processes (FSDP2): full_shard, or shard_grad_op, "
@@ -61,7 +61,7 @@ class DistributedArguments:
         "Options of FSDP, or a JSON file of them, e.g. {'cpu_offload': true, 'state_dict_type': 'SHARDED_STATE_DICT'}.",
     )
     deepspeed: dict[str, Any] | str | None = opt(
-        None, "DeepSpeed's configuration, or a JSON file of it; what it calls 'auto' follows the other arguments."
+        None, "DeepSpeed's configuration, or a JSON file of it; 'auto' values follow from the other arguments."
     )
     parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
@@ -93,7 +93,7 @@ class DistributedArguments:
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):
-                    yield f"{name}=True casts whole weights, and fsdp keeps them in pieces; set bf16=True instead"
+                    yield f"{name}=True casts whole weights, and fsdp shards them; set bf16=True instead"
             yield from sharding.optimizer_problems(getattr(self, "optim", ""))
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"

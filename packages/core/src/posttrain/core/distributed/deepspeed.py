@@ -1,7 +1,7 @@
-"""DeepSpeed's engine behind the verbs of `Distributed`: ZeRO's shards, its clipping and its step.
+"""Runs DeepSpeed's engine with the interface of `Distributed`: ZeRO sharding, clipping and steps.
 
-Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. The optimizer and the schedule are those that the other
-arguments name; DeepSpeed cuts up their state.
+Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. Optimizer and schedule follow from the other arguments;
+DeepSpeed shards their state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from posttrain.core.models.wrapping import base_model
 
 logger = logging.getLogger(__name__)
 
-# What a configuration's optimizer may be, since the arguments make it, and which argument is meant by each of its
-# values.
+# The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")
 MEANT = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "betas": None}
 # What follows from the width of the model, as a number of it.
@@ -47,7 +46,7 @@ def is_asked_for(config: Any) -> bool:
 
 
 def problems(config: Any) -> Iterator[str]:
-    """What is wrong with the argument `deepspeed`, as far as it can be seen now."""
+    """Problems with the argument `deepspeed` that can be checked early."""
     if config is None:
         return
     try:
@@ -57,10 +56,10 @@ def problems(config: Any) -> Iterator[str]:
 
 
 def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The configuration as a dict of its own; from the launcher's environment where `config` is None.
+    """A copy of the configuration; from the launcher's environment if `config` is None.
 
     Raises:
-        ValueError: it is not a JSON file that holds an object.
+        ValueError: it is not a JSON file with an object.
     """
     if config is None:
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -84,10 +83,10 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | None = None) -> dict[str, Any]:
-    """`config` with what it calls ``"auto"`` taken from the arguments of the run.
+    """`config` with ``"auto"`` values filled in from the arguments of the run.
 
     Raises:
-        ConfigError: it contradicts the arguments, or a value that it leaves open does not follow from them.
+        ConfigError: it contradicts the arguments, or they do not determine a missing value.
     """
     wrong: list[str] = []
     _drop_optimizer(config, args, wrong)
@@ -129,7 +128,7 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
 
 
 def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None:
-    """The optimizer and the schedule are made from the arguments: a section about them must say nothing else."""
+    """The arguments set optimizer and schedule, so their sections must not contradict them."""
     section = config.pop("optimizer", None)
     if section is not None:
         kind, values = str(section.get("type", "AdamW")), section.get("params", {})
@@ -140,7 +139,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
             if value != "auto" and name in own and value != own[name]:
                 argument = MEANT[name] or "adam_beta1 and adam_beta2"
                 wrong.append(
-                    f"deepspeed: optimizer.params.{name} is {value!r}, and {argument} says {own[name]!r}; set 'auto'"
+                    f"deepspeed: optimizer.params.{name} is {value!r}, and {argument} is {own[name]!r}; set 'auto'"
                 )
     section = config.pop("scheduler", None)
     if section is not None and any(value != "auto" for value in section.get("params", {}).values()):
@@ -171,12 +170,12 @@ def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_piece(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter that ZeRO-3 keeps in pieces."""
+    """Whether ZeRO-3 shards the parameter `tensor`."""
     return hasattr(tensor, "ds_id")
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of `parameter`, put together; every process must call this."""
+    """A gathered copy of `parameter`; every process must call this."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
@@ -196,7 +195,7 @@ class Engine:
         self.args, self.precision = args, precision
         self.config = read(args.deepspeed)
         self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
-        fill(read(args.deepspeed), args, precision)  # what contradicts the arguments is said before anything is loaded
+        fill(read(args.deepspeed), args, precision)  # contradictions are reported before anything is loaded
         self._engine: Any = None
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -256,7 +255,7 @@ class Engine:
                         whole[name] = tensor.detach().to("cpu", copy=True)
         return whole
 
-    # ---- checkpoints: each process its own part, for as many processes as there are now ----
+    # ---- checkpoints: a part for each process, for the same number of processes ----
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state of this process, and its part of the weights in full precision."""
@@ -274,8 +273,8 @@ class Engine:
         inner, masters = self._inner(), self._masters()
         if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
             raise CheckpointError(
-                "The state of DeepSpeed's optimizer is cut in another way than this run cuts it. Set the stage of "
-                "ZeRO and the number of processes as they were."
+                "The state of DeepSpeed's optimizer is sharded differently. Set the stage of ZeRO and the number of "
+                "processes of the first run."
             )
         for group, options in zip(inner.param_groups, state["groups"], strict=True):
             group.update(options)

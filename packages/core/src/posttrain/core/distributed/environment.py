@@ -1,4 +1,4 @@
-"""What the launcher tells a process: its number among all, its device, its precision."""
+"""Reads rank, device and precision from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def device(use_cpu: bool = False) -> torch.device:
 
 
 def precision(args: Any) -> str:
-    """``"bf16"``, ``"fp16"`` or ``"no"``; a launcher's choice (ACCELERATE_MIXED_PRECISION) holds where args say none.
+    """``"bf16"``, ``"fp16"`` or ``"no"``; the launcher's choice (ACCELERATE_MIXED_PRECISION) applies if args set none.
 
     Raises:
-        ConfigError: the launcher asks for another.
+        ConfigError: the launcher sets another.
     """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
@@ -76,21 +76,20 @@ def precision(args: Any) -> str:
     if chosen not in ("no", "bf16", "fp16"):
         raise ConfigError(
             "mixed_precision",
-            [f"the launcher asks for {chosen!r} (ACCELERATE_MIXED_PRECISION); this version has bf16, fp16 and no"],
+            [f"the launcher sets {chosen!r} (ACCELERATE_MIXED_PRECISION); supported are bf16, fp16 and no"],
         )
     return chosen
 
 
 def has_bfloat16_instructions() -> bool:
-    """Whether this processor multiplies in bfloat16 itself. True where oneDNN, which knows, is missing."""
+    """Whether this processor has bfloat16 instructions; True if oneDNN, which knows, is missing."""
     return not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] | None = None) -> str | None:
-    """A sentence if the launcher was asked for several processes and quietly started this one alone.
+    """A warning if the launcher silently started one process instead of several.
 
-    ``accelerate launch --cpu --num_processes 2`` does (accelerate 1.15), and leaves no trace of the number but in its
-    own command line.
+    ``accelerate launch --cpu --num_processes 2`` does that (accelerate 1.15); only its command line shows the number.
 
     Args:
         environ: the environment of this process.
@@ -110,8 +109,8 @@ def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] |
     if asked <= 1:
         return None
     return (
-        f"accelerate launch was asked for {asked} processes and started one, as it does on the CPU. Start with "
-        f"`torchrun --nproc_per_node {asked}` or `posttrain launch --num_processes {asked}` instead."
+        f"accelerate launch started one process instead of {asked}, as it does on the CPU. Start with `torchrun "
+        f"--nproc_per_node {asked}` or `posttrain launch --num_processes {asked}` instead."
     )
 
 

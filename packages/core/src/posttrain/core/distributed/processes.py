@@ -1,6 +1,6 @@
-"""How the processes of a run work together, as verbs (`prepare_model`, `backward`, `sum`, ...).
+"""Implements the distributed operations of a run (`prepare_model`, `backward`, `sum`, ...).
 
-The loop above reads the same for one process and for many, for whole models and for sharded ones.
+The loop is the same for one process and many, for whole and sharded models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from posttrain.core.losses.normalization import scalar
 
 logger = logging.getLogger(__name__)
 
-# A wait for another process ends by the watchdog, which knows who waits for whom; torch's own limit comes after it.
+# The watchdog ends a wait for another process, because it knows who waits for whom; torch's limit is longer.
 GRACE = 20
 
 # Entered several times in every step; one can be entered again and again.
@@ -45,9 +45,7 @@ _waits: Waits | None = None
 
 
 def _leave_group() -> None:
-    """Take down the process group when the program ends: gloo's threads, left running, may abort it after all is
-    done.
-    """
+    """Destroy the process group at exit, because gloo's threads may abort the program afterwards."""
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
@@ -57,7 +55,7 @@ def _leave_group() -> None:
 
 
 def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
-    """The watchdog of this process, started where there is none."""
+    """The watchdog of this process, started if necessary."""
     global _watchdog, _waits
     if _watchdog is None or not _watchdog.is_alive():
         from torch.distributed.distributed_c10d import _get_default_store
@@ -72,7 +70,7 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
 
 @contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Where accelerate starts the processes, but leaves sharding to us: its own refuses the CPU."""
+    """accelerate starts the processes but does not shard, because it rejects sharding on the CPU."""
     names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -82,9 +80,9 @@ def _without_plugins() -> Iterator[None]:
 
 
 def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
-    """Round those weights of `model` that its forward rounds each time: those of products under autocast, or
-    `everything` under FSDP, which gathers weights in that type. Weights that an embedding shares are read as they are,
-    and stay."""
+    """Round the weights of `model` that its forward would round each time: those of matrix products under autocast, or
+    `everything` under FSDP, which gathers weights in that type. Weights tied to an embedding stay.
+    """
     shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for module in model.modules():
         if everything or isinstance(module, nn.Linear):
@@ -94,7 +92,7 @@ def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
 
 
 class Distributed:
-    """What a loop asks of the machine it runs on. One per trainer.
+    """The interface of the training loop to processes and devices. One per trainer.
 
     Args:
         args: the `DistributedArguments` of the run.
@@ -107,14 +105,14 @@ class Distributed:
         self.args = args
         self.precision = precision(args)
         if self.precision == "fp16" and (args.use_cpu or not accelerator_present()):
-            raise ConfigError("TrainingArguments", ["fp16 was asked for by the launcher, but this run is on the CPU"])
+            raise ConfigError("TrainingArguments", ["the launcher sets fp16, but this run is on the CPU"])
         if (lost := lost_processes()) is not None:
             logger.warning(lost)
         self.sharding = self._read_sharding()
         group = InitProcessGroupKwargs(backend=self._backend(), timeout=timedelta(seconds=args.ddp_timeout + GRACE))
-        # Autocast is entered by `autocast` below: accelerate's own would patch the forward of the user's model. Its
-        # precision is left open, because a process has one for all accelerators, and the user may have made one.
-        # Nor is it told of accumulation: its backward, which old training_steps call, would divide by it once more.
+        # `autocast` below handles autocast, because accelerate would patch the forward of the user's model. Its
+        # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
+        # backward, which old training_steps call, would divide the loss again.
         with _without_plugins():
             self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
         self.device: torch.device = self.accelerator.device
@@ -131,7 +129,7 @@ class Distributed:
             if self.device.type == "cpu":
                 atexit.register(_leave_group)
         elif self.sharding is not None:
-            logger.warning("fsdp has no effect in a run of one process: there is nobody to share the weights with.")
+            logger.warning("fsdp is ignored: the world size is 1.")
             self.sharding = None
         self._mesh: Any = None
         self._gathered: set[int] = set()
@@ -174,17 +172,16 @@ class Distributed:
 
     @property
     def shards(self) -> bool:
-        """Whether weights are kept in pieces, one on each process."""
+        """Whether weights are sharded over the processes."""
         return self.sharding is not None
 
     # ---- model ----
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
-        """Move `model` to this process' device, unless whoever loaded it placed its parts already, or the arguments
-        forbid it.
+        """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it.
 
         Args:
-            trained: it is the one that is trained; where that is to be cut up, it is moved piece by piece.
+            trained: the model is trained; if it will be sharded, it is moved layer by layer.
         """
         placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
@@ -223,7 +220,7 @@ class Distributed:
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, **options)
 
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        """Cut up `model` in place, if it is not yet, so that each process keeps a part of its weights."""
+        """Shard `model` in place, unless it is sharded already."""
         if sharding.is_sharded(model):
             sharding.scatter(model, self.sharding)  # after a forward without a backward
             return model
@@ -236,18 +233,19 @@ class Distributed:
         return model
 
     def _processes(self) -> Any:
-        """The processes as the mesh over which models are cut up."""
+        """The device mesh over which models are sharded."""
         if self._mesh is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             self._mesh = sharding.make_mesh(self.sharding, self.device.type, self.world_size, local)
         return self._mesh
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
-        """`model`, which is asked and never trained, where the trained one is: on this process' device, and in pieces
-        if that is. Every process must call it.
+        """Place `model`, which is never trained, like the trained one: on this process's device, and sharded if that
+        is. Every process must call it.
 
         Args:
-            rounds: keep weights that the forward rounds to bfloat16 or float16 anyway so rounded: it computes the same.
+            rounds: store weights rounded to bfloat16 or float16 if the forward rounds them anyway; the results are
+                equal.
         """
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
         if self.shards:
@@ -304,8 +302,9 @@ class Distributed:
     def whole_state_dict(
         self, model: nn.Module, only: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor] | None:
-        """The weights of a sharded `model` put together in rank 0's host memory (elsewhere an empty dict); None for one
-        that is whole. Every process must call it."""
+        """The gathered weights of a sharded `model` in rank 0's host memory (elsewhere an empty dict); None if it is
+        not sharded. Every process must call it.
+        """
         if not self.shards and self.engine is None:
             return None
         with self._waiting("gathering the weights"):
@@ -318,14 +317,15 @@ class Distributed:
     # ---- one step ----
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Where the forward pass and the loss run in the precision that was asked for."""
+        """The autocast context of the forward pass and the loss."""
         if self.precision == "no":
             return _NOTHING
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def in_step(self) -> contextlib.AbstractContextManager:
-        """Around forward and backward of a micro-batch, in which processes may wait for each other: for sharded
-        weights, and for the buffers that DDP copies."""
+        """Around forward and backward of a micro-batch, in which processes may wait for each other, for sharded weights
+        and DDP's buffers.
+        """
         return self._waiting("the forward pass")
 
     def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
@@ -424,8 +424,8 @@ class Distributed:
         """As `gather_object`, but the processes may come hours apart: `ddp_timeout` does not count here.
 
         Args:
-            value: not large, it goes through the store.
-            what: what is waited for, for the log.
+            value: small, because it goes through the store.
+            what: a description of the wait, for the log.
         """
         return [value] if self._waits is None else self._waits.gather(value, what)
 
@@ -435,9 +435,10 @@ class Distributed:
 
     @contextlib.contextmanager
     def main_first(self, local: bool = False, what: str = "work that is done once for all") -> Iterator[None]:
-        """Rank 0 runs the block before all others, or the first of each machine if `local`: what it writes, they read.
+        """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it
+        writes.
 
-        They go on when all have run it, and an error of one is raised on all.
+        All continue when all have run it; an error of one is raised on all.
         """
         if self._waits is None:
             yield

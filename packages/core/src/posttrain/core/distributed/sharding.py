@@ -38,9 +38,9 @@ class Sharding:
         cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
         wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
         layer_classes: names of the classes that are layers; empty: those the model names itself.
-        state_dict_type: "full" checkpoints are written whole by the main process, "sharded" ones in parts by all.
+        state_dict_type: the main process writes "full" checkpoints, all processes write "sharded" ones.
         replicas: groups of processes that each hold the whole model; 0: one for each machine.
-        shards: processes of such a group; 0: whatever number there is.
+        shards: processes of such a group; 0: all.
         param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
     """
 
@@ -83,7 +83,7 @@ NAMES = (
 def read(
     fsdp: str | list[str] | None, fsdp_config: dict[str, Any] | str | None, parallelism: Any = None
 ) -> tuple[Sharding | None, list[str]]:
-    """The settings that these arguments describe, None where they ask for no sharding, and what is wrong with them."""
+    """(settings of these arguments, or None without sharding; their problems)."""
     problems: list[str] = []
     options = [word for part in _listed(fsdp) for word in part.replace(",", " ").split()]
     sizes = _parallel_sizes(parallelism, problems)
@@ -241,10 +241,10 @@ def optimizer_problems(name: Any) -> Iterator[str]:
     """Why the optimizer `name` cannot train sharded weights."""
     name = str(getattr(name, "value", name))
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
-        return  # refused for several processes anyway
+        return  # rejected for several processes anyway
     whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
     if whole or "8bit" in name or "4bit" in name or "fp8" in name:
-        why = "looks at whole matrices" if whole else "has kernels of its own"
+        why = "uses whole matrices" if whole else "has custom kernels"
         yield f"optim={name!r} {why}, and fsdp shards them; set optim=adamw_torch_fused, or fsdp=None"
 
 

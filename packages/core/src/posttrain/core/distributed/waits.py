@@ -1,7 +1,7 @@
-"""Waits that may take as long as the work of another process does: through the store that all share, in no collective.
+"""Waits of unlimited length for another process, through the shared store instead of a collective.
 
-A collective has a limit, and a process that prepares data for hours is not late. What ends such a wait is the work, an
-error in it, or the end of the process that does it: each shows four times a minute or more that it lives.
+A collective has a time limit, but data preparation may take hours. Such a wait ends when the work is done, fails, or
+its process dies: processes send a heartbeat at least four times a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _ALIVE, _WAIT = "posttrain/alive", "posttrain/wait"
 SILENCE = 60.0  # least seconds without a sign of life after which a process of another machine counts as gone
-_FIRST_WORD = 60.0  # seconds after which a wait is said to be one
+_FIRST_WORD = 60.0  # seconds after which a wait is logged
 
 
 class LostProcessError(RuntimeError):
@@ -62,13 +62,13 @@ def _runs(number: int) -> bool:
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
-        return not Path("/proc/self").exists()  # where there is no /proc, nobody can say
+        return not Path("/proc/self").exists()  # without /proc it is unknown
     except (OSError, IndexError):
         return True
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """`error`, or one that says the same where `error` cannot be sent to another process."""
+    """`error`, or one with the same message if `error` cannot be pickled."""
     if error is not None and not isinstance(error, Exception):  # Ctrl-C, or the end of the program
         return LostProcessError(f"Another process was ended by {type(error).__name__} while this one waited for it.")
     try:
@@ -79,12 +79,12 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 
 class Waits:
-    """What the processes of a run tell each other through `store`, each in the same order.
+    """Messages between the processes of a run through `store`, in the same order on each.
 
     Args:
         store: a `torch.distributed.Store` that all processes share.
         rank, world_size: this process, of how many.
-        seconds: how long a process that cannot be seen from here may be silent.
+        seconds: how long a process on another machine may be silent.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
@@ -98,18 +98,18 @@ class Waits:
         return f"{_WAIT}/{self._count}"
 
     def tell(self, name: str, value: Any) -> None:
-        """Let the others go on that `hear` this process under `name`."""
+        """Release the processes that wait in `hear` for this process under `name`."""
         self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
         self._said.append(f"{name}/{self.rank}")
 
     def hear(self, name: str, rank: int, what: str) -> Any:
-        """What the process `rank` tells under `name`, as soon as it does.
+        """Wait for the message of process `rank` under `name`.
 
         Args:
-            what: what is waited for, for the log.
+            what: a description of the wait, for the log.
 
         Raises:
-            LostProcessError: it has ended without.
+            LostProcessError: it ended without a message.
         """
         key, pause, began = f"{name}/{rank}", 0.001, time.monotonic()
         pulse, looked, word = _Pulse(self.store, rank, self.seconds), began, _FIRST_WORD
@@ -143,6 +143,6 @@ class Waits:
         else:
             values = [value, *(self.hear(name, rank, what) for rank in range(1, self.world_size))]
             self.tell(f"{name}/all", values)
-        for key in said:  # everybody has come here, and so has read what was said before
+        for key in said:  # all processes are here and have read the earlier messages
             self.store.delete_key(key)
         return values

@@ -1,8 +1,7 @@
-"""What ends a run of several processes in time: a process that fails says so, and one that hangs is found.
+"""Ends a run of several processes when one fails or hangs.
 
-A process that waits for another longer than ``ddp_timeout`` sounds the alarm in the store that all share. Every process
-has a thread that listens for it, also the one that all wait for: each writes the stacks of its threads, and the job
-ends.
+A process that waits for another longer than ``ddp_timeout`` sets an alarm in the shared store. A thread of every
+process, also of the hanging one, then writes the stacks of all threads and ends the job.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class Watchdog(threading.Thread):
         self._waits = None
 
     def stop(self) -> None:
-        """End the thread and wait for it: one that still asks the store aborts an interpreter that is taken down
-        meanwhile.
-        """
+        """End the thread and wait for it: a thread that still uses the store would abort the interpreter at exit."""
         self._stopped.set()
         if self.is_alive():
             self.join(timeout=5)
