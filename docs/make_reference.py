@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import types
 
 import mkdocs_gen_files
 
@@ -31,3 +32,30 @@ for package, title in TITLES.items():
         lines.append(f"::: {home}.{name}\n{options}")
     with mkdocs_gen_files.open(f"reference/{package}.md", "w") as page:
         page.write("\n".join(lines))
+
+LOSSES = {
+    "core.losses.language_modeling": "Language modeling",
+    "rl.dpo": "DPO and its variants",
+    "rl.cpo": "CPO, SimPO and AlphaPO",
+    "rl.kto": "KTO",
+    "rl.orpo": "ORPO",
+    "rl.reward_model": "Reward models",
+    "rl.policy_losses": "Online RL: losses of the policy",
+    "rl.advantages": "Online RL: advantages",
+}
+
+
+def public_functions(module: types.ModuleType) -> list[str]:
+    """The documented functions that `module` itself defines."""
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return [n for n, value in own.items() if inspect.isfunction(value) and not n.startswith("_") and value.__doc__]
+
+
+page = ["# Losses", "What each loss computes; each function can be called by itself."]
+for name, title in LOSSES.items():
+    members = public_functions(importlib.import_module(f"posttrain.{name}"))
+    options = {"show_root_heading": "false", "heading_level": 3, "members": members or "false"}
+    listed = "".join(f"      {option}: {value}\n" for option, value in options.items())
+    page += [f"## {title}", f"::: posttrain.{name}\n    options:\n{listed}"]
+with mkdocs_gen_files.open("reference/losses.md", "w") as file:
+    file.write("\n\n".join(page))
