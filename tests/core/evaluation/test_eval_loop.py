@@ -271,7 +271,7 @@ def test_an_evaluation_in_half_precision_casts_the_weights_and_changes_little(op
 def test_metrics_that_cannot_be_computed_are_refused_at_construction(tmp_path):
     with pytest.raises(TypeError, match="compute_metrics is of type dict.*update"):
         classifier(tmp_path, {"accuracy": 1.0})
-    with pytest.raises(ValueError, match=r"include_for_metrics=\['inputs'\] has no use.*Accuracy"):
+    with pytest.raises(ValueError, match=r"include_for_metrics=\['inputs'\] has no effect.*Accuracy"):
         classifier(tmp_path, Accuracy(), include_for_metrics=["inputs"])
 
 

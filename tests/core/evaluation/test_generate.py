@@ -65,7 +65,7 @@ def test_rows_without_a_prompt_are_refused():
 
 def test_labels_of_another_length_are_refused():
     inputs = batch(([1, 2], [-100, 2])) | {"labels": torch.tensor([[2]])}
-    with pytest.raises(DataError, match=r"\(1, 1\) do not lie beside"):
+    with pytest.raises(DataError, match=r"\(1, 1\) do not match"):
         split_prompts(inputs, PAD)
 
 

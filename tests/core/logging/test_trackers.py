@@ -141,7 +141,7 @@ def test_a_tracker_that_fails_in_a_log_is_warned_of_once_and_training_goes_on(tm
 
 def test_a_tracker_that_does_not_start_stops_the_run_before_its_first_step(tmp_path):
     trainer = make(tmp_path, callbacks=[apart("mine", Tracker(fails_in=["on_train_begin"]))])
-    with pytest.raises(RuntimeError, match="report_to='mine'.*the server is down.*take it out"):
+    with pytest.raises(RuntimeError, match="report_to='mine'.*the server is down.*remove it"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -1,4 +1,4 @@
-"""What the package says when something is wrong: what happened, where, why, and what to set."""
+"""The exceptions of the package."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, why: str = "") -> ModuleType:
-    """Import an optional package, or say which command installs it.
+    """Import an optional package, or raise an error with the command that installs it.
 
     Args:
         module: the module to import, e.g. ``"peft"``.

@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
             said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
             lines.append(f"  rank {rank} {said}")
         message = (
-            f"The processes of this run hang: {alarm} (ddp_timeout). Look at the one that did not wait.\n"
+            f"The processes of this run hang: {alarm} (ddp_timeout). Check the one that did not wait.\n"
             + "\n".join(lines) + f"\nThe stacks of all threads are in {self.folder}."
         )  # fmt: skip
         print(message, file=sys.stderr, flush=True)
@@ -153,7 +153,7 @@ def report_failures() -> None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error` says no more than that another process is gone."""
+    """Whether `error` only reports that another process is gone."""
     words = (
         "connection closed by peer",
         "connection reset by peer",

@@ -1,1 +1,1 @@
-"""Evaluation and prediction, by loss, by logits and by generated text."""
+"""Evaluation and prediction with losses, logits and generated texts."""

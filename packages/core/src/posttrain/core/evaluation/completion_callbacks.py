@@ -1,4 +1,4 @@
-"""Callbacks that let the model answer prompts of the evaluation set, and show the answers in trackers."""
+"""Callbacks that log completions of evaluation prompts to trackers."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def _prompt_of(row: Any, tokenizer: Any) -> tuple[str, list[int]]:
 
 
 class LogCompletionsCallback(_Answers):
-    """Shows answers to prompts of the evaluation set as the table ``completions``: step, prompt, completion.
+    """Logs completions of evaluation prompts as the table ``completions``: step, prompt, completion.
 
-    The table goes to wandb, trackio and comet_ml, where `report_to` names them and a run is under way.
+    The table goes to wandb, trackio and comet_ml, if `report_to` names them and a run is active.
 
     Args:
-        trainer: whose model, tokenizer and eval_dataset it takes; the rows have a `prompt`.
+        trainer: provides model, tokenizer and eval_dataset, whose rows have a `prompt`.
         generation_config: of ``model.generate``.
-        num_prompts: how many, from the first; None: all.
-        freq: updates from one table to the next; None: `eval_steps`.
+        num_prompts: the number of prompts from the start; None: all.
+        freq: optimizer steps between tables; None: `eval_steps`.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class LogCompletionsCallback(_Answers):
 
 
 class WeaveCallback(_Answers):
-    """Sends answers to prompts of the evaluation set to Weights & Biases Weave, after each evaluation.
+    """Sends completions of evaluation prompts to Weights & Biases Weave after each evaluation.
 
     Without `scorers` each answer is a trace; with them the answers are an evaluation, with the mean of each score.
 
     Args:
         trainer, generation_config, num_prompts: as for `LogCompletionsCallback`.
-        project_name: of weave; None: that of the wandb run under way.
+        project_name: of weave; None: that of the active wandb run.
         scorers: ``{name: f(prompt, completion) -> number or bool}``.
-        dataset_name, model_name: how they are called there; None: the model's own name.
+        dataset_name, model_name: their names in weave; None: the model's own name.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class WeaveCallback(_Answers):
         run = getattr(sys.modules.get("wandb"), "run", None)
         project = self.project_name or (None if run is None else f"{run.entity}/{run.project}")
         if project is None:
-            raise ValueError("WeaveCallback: no wandb run is under way to take the project from; give project_name.")
+            raise ValueError("WeaveCallback: there is no active wandb run with a project; set project_name.")
         self.weave.init(project)
         self._started = True
 

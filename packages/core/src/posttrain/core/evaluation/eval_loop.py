@@ -1,4 +1,4 @@
-"""Evaluation and prediction: one pass over a loader, exact means, and predictions kept only when someone asks."""
+"""The evaluation and prediction loop: exact means, and stored predictions only if needed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluationArguments:
-    """When the model is evaluated, and what is kept of its outputs."""
+    """When the model is evaluated, and which outputs are stored."""
 
     eval_strategy: str = opt(
-        "no", "Evaluate never, every `eval_steps` updates, or after each epoch.", choices=("no", "steps", "epoch"),
+        "no",
+            "Evaluate never, every `eval_steps` optimizer steps, or after each epoch.",
+            choices=("no", "steps", "epoch"),
         aliases=("evaluation_strategy",),
     )  # fmt: skip
     eval_steps: float | None = opt(
-        None, "Updates between evaluations; below 1 a share of all updates; None follows `logging_steps`.", above=0
+        None,
+        "Optimizer steps between evaluations; below 1 a share of all steps; None follows `logging_steps`.",
+        above=0,
     )
-    eval_delay: float = opt(0, "Updates (or epochs, by strategy) before the first evaluation.", min=0)
+    eval_delay: float = opt(0, "Optimizer steps (or epochs, by strategy) before the first evaluation.", min=0)
     eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
     per_device_eval_batch_size: int = opt(8,
     "Rows of one evaluation batch on each device; metrics do not depend on it.",
@@ -54,7 +58,9 @@ class EvaluationArguments:
     eval_do_concat_batches: bool = opt(
         True, "Join the batches' predictions into one array; off keeps a list of batches."
     )
-    eval_use_gather_object: bool = opt(False, "Kept for old scripts: predictions of any kind are gathered as they are.")
+    eval_use_gather_object: bool = opt(
+        False, "Kept for old scripts without effect: all kinds of predictions are gathered."
+    )
     batch_eval_metrics: bool = opt(
         False, "Call `compute_metrics(batch, compute_result)` after each batch, so that no prediction is stored."
     )
@@ -76,14 +82,14 @@ def predict_batch(
     ignore_keys: Iterable[str] | None = None,
     can_return_loss: bool = False,
 ) -> tuple[torch.Tensor | None, Any, Any]:
-    """(loss, logits, labels) of one batch, without gradients; what is not there, or not asked for, is None.
+    """(loss, logits, labels) of one batch, without gradients; missing or unrequested values are None.
 
     Args:
-        compute_loss: called with ``(model, inputs)``, and ``return_outputs=True`` when the logits are wanted.
-        label_names: inputs that are labels; a loss is computed only where all of them are present.
-        loss_only: give the loss alone.
+        compute_loss: called with ``(model, inputs)``, and ``return_outputs=True`` if logits are needed.
+        label_names: inputs that are labels; a loss is computed only if all of them are present.
+        loss_only: return only the loss.
         ignore_keys: outputs that are no predictions; by default the model's ``keys_to_ignore_at_inference``.
-        can_return_loss: the model computes a loss without labels, unless the batch says otherwise by ``return_loss``.
+        can_return_loss: the model computes a loss without labels, unless the batch sets ``return_loss``.
     """
     if ignore_keys is None:
         ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
@@ -115,7 +121,7 @@ def predict_batch(
 
 
 def labels_are_there(model: nn.Module, inputs: Mapping[str, Any], label_names: list[str]) -> bool:
-    """Whether a batch has all its labels. A name that neither the batch nor the model knows is reported once."""
+    """Whether a batch has all its labels. A name that neither the batch nor the model has is reported once."""
     absent = [name for name in label_names if inputs.get(name) is None]
     if absent:
         known = inspect.signature(base_model(model).forward).parameters
@@ -139,10 +145,9 @@ class StreamingMetric(Protocol):
     """Metrics that are computed batch by batch: pass an object with these methods as ``compute_metrics``, and no
     prediction is stored.
 
-    An evaluation starts with ``reset()`` where there is such a method, and otherwise with a copy of the object as it
-    was given. With several processes each of them sees every batch, in the order of the dataset; an object that also
-    has ``merge(others)``, which takes in what the others of a list have seen, sees the batches of its own process
-    alone, and is merged before ``compute``. Both ways every row counts once.
+    An evaluation calls ``reset()`` if it exists, or else starts with a copy of the original object. With several
+    processes, each object gets every batch in the order of the dataset. An object with ``merge(others)`` gets only the
+    batches of its own process and is merged before ``compute``. Either way every row counts once.
     """
 
     def update(self, predictions: Any, labels: Any) -> None:
@@ -203,17 +208,15 @@ def is_streaming(compute_metrics: Any) -> bool:
 
 
 def check_metrics(compute_metrics: Any, batch_eval_metrics: bool, include_for_metrics: list[str]) -> None:
-    """Raise TypeError where `compute_metrics` cannot be one, ValueError where the arguments ask of it what it cannot
-    do.
-    """
+    """Raise TypeError for an invalid `compute_metrics`, ValueError for arguments that it does not support."""
     if compute_metrics is None:
         return
     name = type(compute_metrics).__name__
     if is_streaming(compute_metrics):
         if include_for_metrics:
             raise ValueError(
-                f"include_for_metrics={include_for_metrics!r} has no use: update(predictions, labels) of the {name} "
-                "passed as compute_metrics gets neither. Leave it out, or pass a function."
+                f"include_for_metrics={include_for_metrics!r} has no effect: update(predictions, labels) of the "
+                f"{name} passed as compute_metrics gets neither. Leave it out, or pass a function."
             )
     elif not callable(compute_metrics):
         raise TypeError(
@@ -228,7 +231,7 @@ def check_metrics(compute_metrics: Any, batch_eval_metrics: bool, include_for_me
 
 
 def by_batch(compute_metrics: Any, batch_eval_metrics: bool = False) -> _Streamed | _Called | None:
-    """`compute_metrics` as `run` feeds it batch by batch; None where it is to be called once, with everything."""
+    """`compute_metrics` for `run` batch by batch; None if it is called once with all predictions."""
     if compute_metrics is None:
         return None
     if batch_eval_metrics and callable(compute_metrics) and accepts(compute_metrics, "compute_result"):
@@ -257,31 +260,30 @@ def run(
     order: np.ndarray | None = None,
     fill: int = -100,
 ) -> tuple[EvalPrediction, dict[str, float], int]:
-    """One pass over `batches`: (everything kept, named means, rows seen on all processes).
+    """One pass over `batches`: (stored outputs, named means, rows on all processes).
 
     The mean of the loss weighs each batch by its items, so it is the same for every batch size, padding and number of
-    processes. Kept predictions move to host memory as they come and are joined once at the end: time is linear, and the
-    peak is their size and one batch, or `predictions.BLOCK` bytes where batches are smaller.
+    processes. Stored predictions move to host memory batch by batch and are joined once at the end: time is linear, and
+    the peak is their size plus one batch, or `predictions.BLOCK` bytes for smaller batches.
 
     Args:
         predict: ``inputs -> (loss, logits, labels)``.
-        metrics: takes the loss; whatever else was added to it during the pass is reported too.
+        metrics: collects the loss and all other metrics added during the pass.
         keep: store predictions and labels.
-        is_filler: batches that only keep processes in step, and count for nothing.
-        preprocess_logits: ``(logits, labels) -> what is kept instead of the logits``.
-        batch_metrics: is fed each batch that has predictions and labels, see `by_batch`; nothing is stored then, unless
+        is_filler: batches that only keep processes in step and have no weight.
+        preprocess_logits: ``(logits, labels) -> what to store instead of the logits``.
+        batch_metrics: gets each batch with predictions and labels, see `by_batch`; nothing is stored unless
             `keep_with_batch_metrics`.
-        include: "inputs" and "loss": keep these too, for `compute_metrics`.
+        include: "inputs" and "loss": store these too, for `compute_metrics`.
         gather: lists what every process passed, in rank order. All processes see equally many batches.
-        num_batches: of this process, where it is known.
+        num_batches: of this process, if known.
         accumulate: batches that stay on the device before they move to host memory; None: one.
-        order: the dataset's row of each row of `batches`, over all processes, where they come in another order: what is
-            kept is put back into the dataset's.
+        order: the dataset's row of each row of `batches` over all processes, if reordered: outputs are restored to the
+            dataset's order.
         fill: fills predictions of ragged width; labels are filled with -100.
 
     Raises:
-        MemoryError: what would be kept is larger than the free memory; the message says how large, and what to set.
-            Found at the first batch.
+        MemoryError: the outputs would exceed the free memory, estimated from the first batch.
     """
     keep = keep and (batch_metrics is None or keep_with_batch_metrics)
     kept, waiting, rows = Kept(concatenate, fill), [], 0
@@ -376,7 +378,7 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
-    """The model (and an optimizer that averages weights) in evaluation mode, and back to what it was at the end."""
+    """Set the model (and an optimizer that averages weights) to evaluation mode and restore it at the end."""
     was_training = model.training
     model.eval()
     if hasattr(optimizer, "eval"):
@@ -390,5 +392,5 @@ def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 
 
 def reading_order(loader: Any) -> np.ndarray | None:
-    """The dataset's row of each row that `loader` reads, where its sampler says that results are to be put back."""
+    """The dataset's row of each row of `loader`, if its sampler requires the original order of results."""
     return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)

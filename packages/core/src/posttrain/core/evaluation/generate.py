@@ -1,8 +1,8 @@
-"""Evaluation that generates: what `predict_with_generate` means for every trainer that has it.
+"""Implements evaluations with `predict_with_generate`.
 
-The loss and the generated tokens of a batch come from one pass, with the encoder run once for both. Models without an
-encoder get their prompts alone, padded on the left, and the prompts are cut off what they generate. Evaluation rows are
-read longest first, so that rows of a batch end together; their predictions come back in the order of the dataset.
+The loss and the generated tokens of a batch share one encoder pass. Models without an encoder get only the left-padded
+prompts, which are removed from the output. Evaluation rows are sorted by length so that rows of a batch end together;
+predictions are returned in the order of the dataset.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class GenerationArguments:
         False, "Let evaluations that compute metrics, and predict, generate: `compute_metrics` then gets token ids."
     )
     generation_max_length: int | None = opt(
-        None, "Longest output in tokens (of a model without an encoder: after its prompt); None: as the model says.",
+        None, "Maximum tokens of an output (without the prompt); None: as in the model's config.",
         min=1,
     )  # fmt: skip
     generation_num_beams: int | None = opt(
-        None, "Beams of the search: more look further ahead, and take as much longer; None: as the model says.", min=1
+        None,
+        "Number of beams: more search more widely and take proportionally longer; None: as in the model's config.",
+        min=1,
     )
     generation_config: str | None | Any = opt(  # in this order, HfArgumentParser reads it as text
         None,
@@ -138,11 +140,10 @@ class LongestFirst(EpochSampler):
 
 
 def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int | None = None) -> LongestFirst | None:
-    """The order in which `dataset` is generated from; None where its lengths cannot be had without reading every row
-    twice.
+    """The order of generation for `dataset`; None if its lengths would need a second read of every row.
 
     Args:
-        pad_token_id: not counted among the labels, besides -100; None where padding cannot be told by its id.
+        pad_token_id: not counted in labels, like -100; None if the id does not identify padding.
     """
     columns = getattr(dataset, "column_names", None)
     layout = getattr(dataset, "format", None)
@@ -178,16 +179,15 @@ def _count(labels: Any, pad_token_id: int | None) -> int:
 def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, longest: int | None) -> dict[str, Any]:
     """The arguments of ``generate`` in an evaluation.
 
-    What the call says goes before `args`, and those before the model's own generation config. For a model without an
-    encoder, a length is that of the output alone: counted with its prompt, it would change with the batch.
+    The call overrides `args`, which override the model's generation config. For a model without an encoder, a length
+    excludes the prompt, because it would otherwise depend on the batch.
 
     Args:
-        given: what was passed to `evaluate` or `predict`; values that are None say nothing.
-        longest: the most tokens that a row's labels have; None where that is not known.
+        given: arguments of `evaluate` or `predict`; None means unset.
+        longest: the maximum tokens of a row's labels; None if unknown.
 
     Raises:
-        ValueError: `args` asks for outputs shorter than the longest label. A length that nobody asked for is raised
-            instead.
+        ValueError: `args` sets outputs shorter than the longest label. An unset length is raised instead.
     """
     found = {name: value for name, value in given.items() if value is not None}
     if "generation_config" in found:
@@ -208,7 +208,7 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
     if args.generation_max_length is not None:
         limit, who = args.generation_max_length, f"generation_max_length={args.generation_max_length}"
         found = {"max_length": limit}
-        if own.max_new_tokens is not None:  # which would go before
+        if own.max_new_tokens is not None:  # which would take precedence
             found = {"max_new_tokens": limit - encodes}
     elif own.max_new_tokens is not None:
         limit, who, found = own.max_new_tokens, f"max_new_tokens={own.max_new_tokens} of the generation config", {}
@@ -224,18 +224,18 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
             f"never be generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To "
             "cut outputs short on purpose, pass max_length=... to evaluate or predict."
         )
-    message = "The longest label of the evaluation set has %d tokens, so up to as many are generated, not %s. Set "
+    message = "The longest label of the evaluation set has %d tokens, so up to that many are generated, not %s. Set  "
     logger.info(message + "generation_max_length to choose another length.", longest, who)
     return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether `model` reads its input with an encoder, so that nothing of it is in what it generates."""
+    """Whether `model` has an encoder, so that its output excludes the input."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def padding_id(processing_class: Any, model: nn.Module) -> int:
-    """What fills generated rows up to one length: the pad token, or the eos token where there is none.
+    """The padding of generated rows: the pad token, or else the eos token.
 
     Raises:
         ValueError: there is neither.
@@ -321,14 +321,14 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
     """Rows of prompt and target become (prompts padded on the left, targets padded on the right with -100).
 
     The target is the last run of labelled tokens: the completion, or the last answer of a conversation. The prompt is
-    all that comes before it; the whole row, where it has no labels. On which side the batch is padded does not matter.
+    everything before it, or the whole row without labels. The padding side of the batch does not matter.
 
     Args:
-        inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any; what
-            is there besides and does not belong to single tokens is kept.
+        inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any;
+            other inputs that are not per token are kept.
 
     Raises:
-        DataError: a row is labelled from its first token on, so there is no prompt to generate from.
+        DataError: a row is labelled from its first token on, so it has no prompt.
     """
     ids = inputs["input_ids"]
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
@@ -337,9 +337,8 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
     if labels is not None:
         if labels.shape != ids.shape:
             raise DataError(
-                f"labels of shape {tuple(labels.shape)} do not lie beside input_ids of shape {tuple(ids.shape)}. A "
-                "model without an encoder reads prompt and target as one row, and its labels are -100 over the "
-                "prompt."
+                f"labels of shape {tuple(labels.shape)} do not match input_ids of shape {tuple(ids.shape)}. A model "
+                "without an encoder needs prompt and target in one row, with labels of -100 over the prompt."
             )
         labelled = labels != IGNORE_INDEX
         begins = labelled.clone()

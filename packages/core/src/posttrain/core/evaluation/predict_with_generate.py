@@ -1,7 +1,6 @@
-"""The half of a trainer whose evaluations generate: what `Seq2SeqTrainer` and `SFTTrainer` have in common.
+"""The mixin for trainers whose evaluations generate: `Seq2SeqTrainer` and `SFTTrainer`.
 
-Mixed in before `Trainer`, in a class whose arguments hold `GenerationArguments`. What is done is in the room
-`generation`.
+Place it before `Trainer` in a class whose arguments include `GenerationArguments`. `evaluation.generate` does the work.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class GeneratesText:
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        """As the core's; what was generated is shown in the log."""
+        """Evaluates, then logs generated texts."""
         if self.args.predict_with_generate:
             longest = getattr(getattr(dataloader, "sampler", None), "longest_target", None)
             self._gen_kwargs = generate.options(self.args, self._given, self.model, longest)
@@ -110,7 +109,7 @@ class GeneratesText:
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
         args = self.args
-        # What is seen or kept batch by batch is seen in the order of the dataset.
+        # Outputs that are used batch by batch need the order of the dataset.
         by_batch = eval_loop.by_batch(self.compute_metrics, args.batch_eval_metrics) is not None
         if by_batch or args.dataloader_drop_last or not args.eval_do_concat_batches or not args.predict_with_generate:
             return super()._get_eval_sampler(eval_dataset)
@@ -154,7 +153,7 @@ class GeneratesText:
 
     @contextlib.contextmanager
     def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
-        """What the caller asks for holds for all datasets of a dict, each of which `evaluate` is called for."""
+        """The caller's options apply to all datasets of a dict, for each of which `evaluate` is called."""
         outermost, self._is_evaluating = not self._is_evaluating, True
         if outermost or gen_kwargs:
             self._given = gen_kwargs

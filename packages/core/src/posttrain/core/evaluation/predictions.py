@@ -1,6 +1,4 @@
-"""What an evaluation keeps of its batches: on the way to host memory, joined to one array, at the peak once its
-size.
-"""
+"""Stores an evaluation's predictions in host memory with a peak of one copy."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ from posttrain.core.training.memory import free_memory
 logger = logging.getLogger(__name__)
 
 BLOCK = 33 * 2**20
-"""Bytes of small batches that are put into one array as they come. The memory of arrays above 32 MiB goes back to the
-system the moment they are let go (glibc), that of smaller ones may not."""
+"""Bytes of small batches that are joined immediately. glibc returns freed arrays above 32 MiB to the system at once,
+but not smaller ones.
+"""
 
 
 class Kept:
-    """Batches on their way to one array: small ones are put together as they come, and what was written is let go."""
+    """Batches that become one array: small ones are joined immediately, and copied ones are freed."""
 
     def __init__(self, concatenate: bool, fill: int = -100) -> None:
         self.concatenate, self.fills = concatenate, (fill, -100, -100, -100)
@@ -91,8 +90,9 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array by torch's allocator: numpy asks for huge pages, which a virtual machine may have to find first, for a
-    second each GB and more."""
+    """An array from torch's allocator: numpy requests huge pages, which may cost more than a second per GB on a virtual
+    machine.
+    """
     try:
         return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
     except TypeError:  # texts, objects
@@ -100,9 +100,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def restore(value: Any, order: np.ndarray) -> Any:
-    """Arrays whose row i belongs to row ``order[i]`` of the dataset, in the order of the dataset.
+    """Reorder arrays, whose row i belongs to row ``order[i]`` of the dataset, to the order of the dataset.
 
-    Where there are several rows for each one of the dataset (sequences generated from it), they stay together.
+    Several rows of one dataset row (generated sequences) stay together.
     """
     if isinstance(value, (tuple, list)):
         return type(value)(restore(item, order) for item in value)
@@ -160,9 +160,9 @@ def check_size(need: int, num_batches: int) -> None:
     if free is None or need <= free / 2:
         return
     said = (
-        f"Keeping the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "
-        f"{free / 2**30:.1f} GiB of memory are free. Pass preprocess_logits_for_metrics (an argmax, say) so that "
-        "less is kept, or metrics that are computed batch by batch (an object with update and compute, or "
+        f"Storing the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "
+        f"{free / 2**30:.1f} GiB of memory are free. Pass preprocess_logits_for_metrics (for example an argmax) to "
+        "store less, or metrics that are computed batch by batch (an object with update and compute, or "
         "batch_eval_metrics=True), or set prediction_loss_only=True."
     )
     if need > free:

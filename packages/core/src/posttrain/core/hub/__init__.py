@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: uploads that never stop a run, and the model card."""
+"""The Hugging Face Hub: background uploads and the model card."""
 
 from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, names, results, write_model_card
 from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs, missing_token

@@ -1,4 +1,4 @@
-"""The card of a trained model: what it was made of, how, and how good it is."""
+"""Writes the model card of a trained model."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def model_card(
         model_name: title of the card.
         log_history: the records of ``TrainerState.log_history``; its evaluations become the metrics and the table.
         hyperparameters, versions: tables to show, see the functions `hyperparameters` and `framework_versions`.
-        base_model, datasets: names on the Hub; anything else is named in the text but not in the metadata.
-        dataset_args: which part of the datasets, such as ``"mrpc"`` of ``"glue"``.
+        base_model, datasets: names on the Hub; other names appear only in the text, not in the metadata.
+        dataset_args: the configuration of the datasets, such as ``"mrpc"`` of ``"glue"``.
         method: how it was trained, such as "SFT".
         tasks: the Hub's names of tasks, such as ``"text-generation"``.
-        best_step: update whose weights the model has; None: those of the last evaluation.
+        best_step: the optimizer step of the model's weights; None: that of the last evaluation.
     """
     datasets, tasks, part = names(datasets), names(tasks), ", ".join(names(dataset_args))
     rows = results(log_history)
@@ -136,7 +136,7 @@ def model_card(
 
 
 def results(log_history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each evaluated update: epoch, step, the training loss logged last, and the metrics by name.
+    """A row for each evaluation: epoch, step, the last logged training loss, and the metrics by name.
 
     Without any evaluation, a row for each record of the training loss.
     """
@@ -173,11 +173,11 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
     if path.is_file():
         there = path.read_text(encoding="utf-8", errors="replace")
         if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
-            logger.info("%s was not written by posttrain; it stays as it is.", path)
+            logger.info("%s was not written by posttrain; it is not changed.", path)
             return None
     fields = _with_datasets(fields)
     base = fields.get("base_model")
-    if base and os.path.isdir(base):  # a folder of this machine is no name on the Hub, whatever it looks like
+    if base and os.path.isdir(base):  # a local folder is no name on the Hub, even if it looks like one
         fields["base_model"] = os.path.join(".", Path(base).name)
     fields.setdefault("versions", framework_versions())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face Hub, in the background: a run neither waits for them nor dies of them."""
+"""Uploads to the Hugging Face Hub in the background, without blocking or stopping a run."""
 
 from __future__ import annotations
 
@@ -58,16 +58,14 @@ class HubArguments:
     )
     hub_strategy: str = opt(
         "every_save",
-        "What to upload: the model at the end; the model at every save too; that and the newest checkpoint, to resume "
-        "from, as last-checkpoint; that and every checkpoint in a folder of its own.",
+        "What to upload: the model at the end; the model at every save too; that and the newest checkpoint, to "
+        "resume from, as last-checkpoint; that and every checkpoint in a separate folder.",
         choices=STRATEGIES,
     )
     hub_private_repo: bool | None = opt(
-        None, "Whether a repository that is created is private; None: as its owner's settings say.", flag=True
+        None, "Whether a new repository is private; None: as in its owner's settings.", flag=True
     )
-    hub_always_push: bool = opt(
-        False, "Upload every save; else one that still waits for its turn gives way to a newer one."
-    )
+    hub_always_push: bool = opt(False, "Upload every save; otherwise a newer save replaces one that is still waiting.")
     hub_revision: str | None = opt(None, "Branch to upload to, made where it does not exist; None: main.")
 
     def _problems(self) -> Iterator[str]:
@@ -77,7 +75,7 @@ class HubArguments:
 
 
 def missing_token(args: HubArguments) -> str | None:
-    """A sentence where a run is to be uploaded and this machine has no token to do so; None otherwise."""
+    """A warning if push_to_hub is set and there is no token; else None."""
     if not args.push_to_hub or args.hub_token is not None:
         return None
     from huggingface_hub import get_token
@@ -85,27 +83,27 @@ def missing_token(args: HubArguments) -> str | None:
     if get_token():
         return None
     return (
-        "push_to_hub=True and there is no token to upload with, so nothing will be uploaded: set HF_TOKEN, run `hf "
-        "auth login`, or pass hub_token. Training goes on, and its results are in output_dir."
+        "push_to_hub=True needs a token, and there is none, so nothing will be uploaded. Set HF_TOKEN, run `hf auth "
+        "login`, or pass hub_token. Training continues, and its results are in output_dir."
     )
 
 
 def jobs(
     strategy: str, checkpoint: str | Path | None, output_dir: str | Path, at_end: bool = False
 ) -> list[tuple[Path, str, tuple[str, ...]]]:
-    """What `strategy` uploads, as (folder, path in the repository, patterns of files left out).
+    """The uploads of `strategy` as (folder, path in the repository, patterns of excluded files).
 
     Args:
         checkpoint: the checkpoint that was just committed, or None.
         output_dir: the folder that holds the final model.
-        at_end: training is over and the model lies in `output_dir`.
+        at_end: training is over and the model is in `output_dir`.
     """
     found: list[tuple[Path, str, tuple[str, ...]]] = []
     if at_end:
-        # What run.json says of this machine is nobody else's business.
+        # run.json describes this machine, which is private.
         found.append((Path(output_dir), "", (*RESUME_FILES, "run.json", "checkpoint-*", ".*", "_*")))
     elif checkpoint is not None and strategy != "end":
-        # A checkpoint has no card of its own, at most a template that PEFT wrote.
+        # A checkpoint has no model card, at most a template by PEFT.
         found.append((Path(checkpoint), "", (*RESUME_FILES, "README.md")))
     if checkpoint is not None and strategy in ("checkpoint", "all_checkpoints"):
         name = "last-checkpoint" if strategy == "checkpoint" else Path(checkpoint).name
@@ -115,7 +113,7 @@ def jobs(
 
 @dataclass(eq=False)
 class Upload:
-    """One folder on its way to one place in the repository. At most one of `url`, `error` and `replaced` is set."""
+    """One upload of a folder to a path in the repository. At most one of `url`, `error` and `replaced` is set."""
 
     folder: Path
     path_in_repo: str
@@ -146,14 +144,14 @@ class Upload:
 
 
 class Uploader:
-    """Uploads folders one after another in a background thread, and tries again where the Hub does not answer.
+    """Uploads folders one after another in a background thread, with retries if the Hub does not answer.
 
-    Making one touches no network. The repository is created with the first upload. Nothing here raises for what the
-    Hub, the network or the token do: a failure is logged once, and kept in `failed`.
+    The constructor uses no network. The repository is created with the first upload. Errors of the Hub, the network or
+    the token are never raised: a failure is logged once and stored in `failed`.
 
     Args:
         args: has the fields of `HubArguments`; read at each push.
-        output_dir: its name is the repository's where ``args.hub_model_id`` is None.
+        output_dir: its name is the repository's if ``args.hub_model_id`` is None.
         retry_waits: seconds before the second, third, ... attempt.
     """
 
@@ -169,13 +167,13 @@ class Uploader:
 
     @property
     def repo_name(self) -> str:
-        """The repository as the user knows it: its full id once created, until then the name asked for."""
+        """The repository's full id once it is created, until then the requested name."""
         folder = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", self.output_dir.absolute().name)[:96].strip("-.")
         return self.repo_id or self.args.hub_model_id or folder or "model"
 
     @property
     def failed(self) -> list[Upload]:
-        """What is not on the Hub: for each place there, the newest upload if it was given up."""
+        """Failed uploads: the newest one of each path in the repository."""
         with self._changed:
             return list(self._failed.values())
 
@@ -207,13 +205,13 @@ class Uploader:
         token: str | None = None,
         private: bool | None = None,
     ) -> Upload:
-        """Upload the files of `folder`, which must stay as they are until then (see `in_use`).
+        """Upload the files of `folder`, which must not change until then (see `in_use`).
 
         Args:
-            path_in_repo: where to; a folder below the root is made an exact copy, the root keeps its other files.
+            path_in_repo: the target; a folder below the root becomes an exact copy, the root keeps its other files.
             message: of the commit.
             ignore: patterns of files to leave out, as `fnmatch` reads them.
-            blocking: wait for the end of it, at most `FINISH_TIMEOUT` seconds.
+            blocking: wait for it, at most `FINISH_TIMEOUT` seconds.
             revision, token, private: instead of those in the arguments.
 
         Returns:
@@ -230,7 +228,7 @@ class Uploader:
                 self._end(older, replaced=True)
             self._queue.append(upload)
             if self._thread is None:
-                # A daemon: a program that ends, whichever way, is not held up by a server that does not answer.
+                # A daemon, so that a server that does not answer cannot block the end of the program.
                 self._thread = threading.Thread(target=self._work, name="posttrain-upload", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -241,7 +239,7 @@ class Uploader:
     def finish(self, timeout: float | None = FINISH_TIMEOUT) -> bool:
         """Wait until all uploads have ended, at most `timeout` seconds; True if everything is on the Hub.
 
-        What has not ended by then counts as failed; it goes on in the background while the program lasts.
+        Pending uploads then count as failed; they continue in the background while the program runs.
         """
         with self._changed:
             if self._thread is not None:
@@ -320,14 +318,14 @@ class Uploader:
                 commit_message=upload.message,
                 revision=branch,
                 ignore_patterns=list(upload.ignore),
-                # What an earlier checkpoint held there besides, such as the states of more processes, must not stay.
+                # Extra files of an earlier checkpoint, such as the states of more processes, must be deleted.
                 delete_patterns="*" if upload.path_in_repo else None,
             )
         return str(commit.commit_url)
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether trying again can help: the network or the Hub is in trouble, rather than this upload refused."""
+    """Whether a retry can help: the network or the Hub failed, instead of rejecting this upload."""
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -1,4 +1,4 @@
-"""Metrics as (sum, count): exact over micro-batches and processes, and never a wait for the device inside a step."""
+"""Accumulates metrics as (sum, count), exact over micro-batches and processes, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Metrics:
             self._pairs[name] = (total, count)
 
     def add_extreme(self, name: str, value: float | torch.Tensor, which: str) -> None:
-        """Take in a value of which the least or the greatest counts; NaN does not.
+        """Add a value to a minimum or maximum; NaN is ignored.
 
         Args:
             value: shape (); a tensor stays on its device.
@@ -66,7 +66,7 @@ class Metrics:
         return _number(self._pairs.get(name, (0, 0))[0])
 
     def copy(self) -> Metrics:
-        """The metrics as they are now, to go back to. Adding to one leaves the other alone."""
+        """A snapshot of the metrics, independent of the original."""
         other = Metrics()
         other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
         return other
@@ -74,11 +74,11 @@ class Metrics:
     def drain(
         self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
     ) -> dict[str, tuple[float, float]]:
-        """The (sum, count) of each metric since the last drain, over all processes; then start afresh. That of an
-        extreme is itself, and 1; one that was never anything but NaN is left out.
+        """The (sum, count) of each metric since the last drain, over all processes, then reset. An extreme is (itself,
+        1), and is left out if it was always NaN.
 
         Args:
-            gather: gives the list of what every process passed (`Distributed.gather_object`); called once.
+            gather: lists what every process passed (`Distributed.gather_object`); called once.
             only: names to drain; the rest stay.
         """
         taken = {name: pair for name, pair in self._pairs.items() if only is None or name in only}
@@ -97,7 +97,7 @@ class Metrics:
         return merged
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
-        # Plain numbers of the same kind: a resumed sum goes on from the same bits.
+        # Plain numbers of the same type, so that a resumed sum continues bit for bit.
         return _plain(self._pairs) | _plain(self._extremes)
 
     def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
@@ -138,9 +138,9 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second that `device` could do at best with matrices of `dtype`; None where that is not known here.
+    """Peak operations per second of `device` with matrices of `dtype`; None if unknown.
 
-    Only 16-bit types are known, and devices of `PEAK_FLOPS`.
+    Known are 16-bit types and the devices in `PEAK_FLOPS`.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -211,13 +211,13 @@ class Clock:
         return time.perf_counter() - self._started
 
     def performance(self, steps: int, steps_left: int) -> dict[str, float]:
-        """The ``perf/`` values of a log record, since the last one; then start afresh.
+        """The ``perf/`` values of a log record since the last one, then reset.
 
         Times of phases are in seconds, peaks of memory in MiB and since the process began, ``perf/mfu`` is the share of
-        what the devices could do at best (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
         Args:
-            steps: updates since the last record. steps_left: updates to the end of the run.
+            steps: optimizer steps since the last record. steps_left: optimizer steps to the end of the run.
         """
         if self._laps:
             self._laps[-1][2].synchronize()
@@ -254,8 +254,9 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
 
 
 def peak_memory(device: torch.device | None = None) -> dict[str, float]:
-    """The most memory in MiB that this process has had so far: ``perf/peak_host_mib``, and of a CUDA `device`
-    ``perf/peak_device_mib``; empty on systems that do not say."""
+    """The peak memory of this process in MiB: ``perf/peak_host_mib``, and of a CUDA `device` ``perf/peak_device_mib``;
+    empty if the system does not report it.
+    """
     values = {}
     if resource is not None:
         unit = 2**20 if sys.platform == "darwin" else 2**10
@@ -311,7 +312,7 @@ def save_metrics(directory: Path, split: str, metrics: dict[str, Any], combined:
 
 
 def is_performance(name: str) -> bool:
-    """Whether a logged value says how fast the machine was: callbacks see it, the history of the run leaves it out."""
+    """Whether a logged value measures speed: callbacks get it, the history of the run excludes it."""
     return name.startswith("perf/") or name == "step_time"
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run: one HTML file with inline SVG, which opens anywhere and fetches nothing."""
+"""Plots a run into one self-contained HTML file with inline SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, LEFT, RIGHT = 760, 64, 16
-MOST_POINTS = 1500  # of one line; a screen shows no more, and the file stays small
+MOST_POINTS = 1500  # maximum points of a line; a screen shows no more
 EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")
 
 
@@ -62,7 +62,7 @@ def loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path, title: s
     if not losses:
         raise ValueError(
             f"None of the {len(log_history)} records holds 'step' together with 'loss' or 'eval_loss', so there is "
-            "nothing to draw. Pass trainer.state.log_history, and set logging_steps to no more than the steps of "
+            "nothing to plot. Pass trainer.state.log_history, and set logging_steps to no more than the steps of "
             "the run."
         )
     rates = read_series(log_history, "learning_rate", "learning rate", "var(--rate)")

@@ -1,4 +1,4 @@
-"""Tokens, keys and passwords, which are never written down: not in a log, a file, a warning or an error."""
+"""Removes tokens, keys and passwords from logs, files, warnings and errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _TEXT_TOKENS = re.compile(
     re.IGNORECASE,
 )
 _HIDDEN = "***"
-# What gives itself away wherever it stands: tokens by the beginnings that their makers gave them, and the user in an
-# address.
+# Patterns of secrets: tokens by their vendors' prefixes, and credentials in an address.
 _TELLING = re.compile(
     r"\b(hf_\w{6,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[0-9A-Z]{12,}"
     r"|glpat-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
@@ -39,9 +38,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str, *known: str | None) -> str:
-    """`text` without what looks like a token or is named like one, a password in an address, and the secrets
-    `known`.
-    """
+    """`text` without tokens, named secrets, passwords in addresses and the secrets `known`."""
     for secret in known:
         if secret:
             text = text.replace(secret, _HIDDEN)
@@ -51,10 +48,9 @@ def redact(text: str, *known: str | None) -> str:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """`value` with every secret in it replaced: all texts of what is named like a secret, at any depth, and what looks
-    like one.
+    """`value` with every secret replaced, at any depth: values with a secret's name and texts that look like one.
 
-    What holds no secret is returned as it is.
+    A value without secrets is returned unchanged.
     """
     if isinstance(value, Mapping):
         found = {key: masked(inner, name if is_secret(name) else str(key)) for key, inner in value.items()}
@@ -88,7 +84,7 @@ def shown(name: str, value: Any) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value` without the entries of its mappings that are named like secrets; for what is to be read again."""
+    """`value` without the entries of its mappings that are named like secrets; for files that are read again."""
     if isinstance(value, Mapping):
         return {key: without_secrets(inner) for key, inner in value.items() if not is_secret(str(key))}
     if type(value) is list:

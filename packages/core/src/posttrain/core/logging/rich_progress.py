@@ -1,4 +1,4 @@
-"""A progress bar and the last log record, drawn by the package rich."""
+"""A progress bar and the last log record with the package rich."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ COLUMNS = 2
 
 
 class RichProgressCallback(TrainerCallback):
-    """Draws bars of the updates and of an evaluation under way, with the last log record beneath; needs the package
-    rich.
+    """Draws progress bars of training and evaluation above the last log record; needs the package rich.
 
     Pass it in `callbacks`, with ``disable_tqdm=True``, or there are two bars.
     """

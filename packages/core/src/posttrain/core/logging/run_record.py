@@ -1,6 +1,4 @@
-"""What a run was: ``run.json`` beside its log, from which ``posttrain rerun`` starts it again and says what differs by
-then.
-"""
+"""Writes ``run.json``, from which ``posttrain rerun`` repeats a run and lists differences."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ PACKAGES = (
     "posttrain-core", "posttrain-sft", "posttrain-seq2seq", "posttrain-rl", "torch", "transformers", "accelerate",
     "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "vllm", "numpy",
 )  # fmt: skip
-#: A dataset of more rows, or of more bytes, is told by so many of them, spread evenly.
+#: Larger datasets are hashed from this many evenly spaced rows or bytes.
 HASHED_ROWS, HASHED_BYTES = 10_000, 16 * 2**20
 _GIT_PATIENCE = 5.0  # seconds; a work tree may be large, or on a slow disk
 
@@ -44,7 +42,7 @@ _asked: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("
 
 
 class RunRecordCallback(TrainerCallback):
-    """Writes ``run.json`` into the output directory when training begins; a run that goes on adds where it did so.
+    """Writes ``run.json`` into the output directory when training begins; a resumed run adds an entry.
 
     ``{"format", "version", "starts": [...]}``; each start holds what `start` lists.
     """
@@ -66,7 +64,7 @@ class RunRecordCallback(TrainerCallback):
 
 @contextlib.contextmanager
 def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
-    """In here a run is one that the command line asked for: `method`, and the text of each setting by its name."""
+    """In this context a run comes from the command line: `method`, and the text of each setting by its name."""
     kept = without_secrets(settings)
     token = _asked.set({"method": method, "settings": kept})
     try:
@@ -76,12 +74,12 @@ def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
 
 
 def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) -> dict[str, Any]:
-    """Everything that is known of a run as it starts, as JSON.
+    """All facts of a run at its start, as JSON.
 
     Args:
         args: `TrainingArguments`; secrets are masked.
-        rows: what is trained on, as prepared.
-        step: updates that were made before.
+        rows: the prepared training data.
+        step: earlier optimizer steps.
     """
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,7 +101,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """The record at `path`: the file, or the folder that it is in.
 
     Raises:
-        CheckpointError: there is none, or it is none of ours.
+        CheckpointError: it does not exist, or another program wrote it.
     """
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
@@ -170,7 +168,7 @@ def _hash_of(rows: Any) -> str:
         write = staticmethod(lambda block: state.update(memoryview(block)) or len(block))
 
     while read < len(chosen) and size < HASHED_BYTES:
-        # Twice as many each time, as far as rows of the mean size so far have room.
+        # Twice as many each time, limited by the mean size of rows so far.
         room = (HASHED_BYTES - size) * read // size if size else read
         part = chosen[read : read + max(min(read, room), 1)]
         found = table.select(part)[:].combine_chunks().replace_schema_metadata()
@@ -224,7 +222,7 @@ def hardware() -> dict[str, str]:
 
 @functools.cache
 def code(folder: str) -> dict[str, Any]:
-    """The git commit of `folder`, and whether files that git knows differ from it; empty where that cannot be told."""
+    """The git commit of `folder`, and whether tracked files differ from it; empty if unknown."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=_GIT_PATIENCE)

@@ -1,4 +1,4 @@
-"""Text on a terminal where progress bars stand: the bars are taken away for it and drawn again below."""
+"""Prints text on a terminal above progress bars."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Handler(logging.StreamHandler):
 
 
 def line(record: dict[str, Any], max_length: int = 100) -> str:
-    """What a reader wants of a log record in one line; ``log.jsonl`` and ``log_history`` hold all of it.
+    """The main values of a log record in one line; ``log.jsonl`` and ``log_history`` have all.
 
-    How fast the machine was is left out. Of more than `SHOWN` numbers, or more than fit on a line of the terminal,
-    those stay that are nearest to the result: losses and the epoch first, then names without a group, then rewards.
+    Speed metrics are left out. If there are more than `SHOWN` numbers, or more than fit on a line, losses and the epoch
+    have priority, then names without a group, then rewards.
     """
     names = [name for name in record if not name.startswith(_MACHINE) and not name.endswith(_MACHINE_ENDS)]
     names = names or list(record)
@@ -62,7 +62,7 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
 
 
 def _width() -> int:
-    """Columns of the terminal; a file has room for everything."""
+    """Columns of the terminal; unlimited for a file."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 

@@ -1,4 +1,4 @@
-"""Where log records go: a file of JSON lines always, experiment trackers when named."""
+"""Writes log records to ``log.jsonl`` and to experiment trackers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critica
 
 @dataclass
 class LoggingArguments:
-    """What is logged, how often and where to."""
+    """The arguments of logging."""
 
-    logging_strategy: str = opt("steps", "Log never, every `logging_steps` updates, or after each epoch.",
+    logging_strategy: str = opt("steps", "Log never, every `logging_steps` optimizer steps, or after each epoch.",
                                 choices=("no", "steps", "epoch"))  # fmt: skip
-    logging_steps: float = opt(500, "Updates between log records; below 1 a share of all updates.", above=0)
-    logging_first_step: bool = opt(False, "Also log after the very first update.")
+    logging_steps: float = opt(500, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
+    logging_first_step: bool = opt(False, "Also log after the first optimizer step.")
     log_level: str = opt("passive", "Level of messages on the main process; passive keeps the program's own (INFO).",
                          choices=LOG_LEVELS)  # fmt: skip
     log_level_replica: str = opt("warning", "Level of messages on all other processes.", choices=LOG_LEVELS)
@@ -87,7 +87,7 @@ class LoggingArguments:
             if name != "all" and not _is_installed(name):
                 try:
                     tracker_callbacks([name])
-                except (ValueError, ImportError) as error:  # which says what the tracker lacks
+                except (ValueError, ImportError) as error:  # which names what the tracker lacks
                     yield error
 
 
@@ -104,9 +104,8 @@ def set_verbosity(level: int) -> None:
 class JSONLinesCallback(TrainerCallback):
     """Writes every log record to ``log.jsonl`` in the output directory, as strict JSON.
 
-    With its first record, not before, a run takes the file over. One that starts afresh moves the log of an earlier run
-    aside, to ``log-1.jsonl`` and so on. A resumed run drops the records that lie after its checkpoint, so that no step
-    stands there twice.
+    A run touches the file with its first record, not before. A new run renames the log of an earlier run to
+    ``log-1.jsonl`` and so on. A resumed run drops the records after its checkpoint, so that no step appears twice.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -131,7 +130,7 @@ class JSONLinesCallback(TrainerCallback):
         self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # closed when training ends
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # Only into the folder in which training began: a search gives the trainer its own back after the trials.
+        # Only in the folder in which training began: a search restores the trainer's own folder after the trials.
         if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
             if self.history is not None:
                 self._take_over()
@@ -205,9 +204,7 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether transformers' integration called `name` finds its package; asked without making a tracker, which may
-    start one.
-    """
+    """Whether the package of transformers' integration `name` is installed, without creating a tracker."""
     from transformers.integrations import integration_utils
 
     short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
@@ -235,12 +232,12 @@ def apart(name: str, callback: Any) -> Any:
                 what = f"{type(error).__name__}: {redact(str(error))}"
                 if event == "on_train_begin":
                     raise RuntimeError(
-                        f"report_to={name!r}: the tracker did not start ({what}). Mend that, or take it out of "
+                        f"report_to={name!r}: the tracker did not start ({what}). Fix that, or remove it from "
                         "report_to."
                     ) from error
                 if not failed:
                     logger.warning(
-                        "%s failed in %s (%s). Training goes on, and this is said once; the records are in %s.",
+                        "%s failed in %s (%s). Training continues, and this is logged once; the records are in %s.",
                         name, event, what, Path(args.output_dir) / "log.jsonl",
                     )  # fmt: skip
                 failed = True
@@ -262,13 +259,11 @@ def afresh(callback: Any) -> Any:
     return callback if name is None else apart(name, type(callback)())
 
 
-# ---- going on with the run that a checkpoint belongs to ----
+# ---- resuming the tracker's run ----
 
 
 def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-    """``on_train_begin`` of a tracker: in the run that ``state.tracker_runs`` names, which is brought up to date
-    after.
-    """
+    """Call ``on_train_begin`` of a tracker with the run in ``state.tracker_runs``, which is updated afterwards."""
     saved = None if state.is_hyper_param_search else state.tracker_runs.get(name)
     arguments = {}
     if name == "tensorboard" and callback.logging_dir is None:
@@ -290,9 +285,9 @@ def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[
     elif name == "mlflow" and callback._ml_flow.active_run() is None:
         os.environ.setdefault("MLFLOW_RUN_ID", saved)  # MLflow takes it out when it starts the run
     elif name == "trackio":
-        return {"run_name": saved}  # it knows runs by their names
+        return {"run_name": saved}  # it identifies runs by name
     elif name == "tensorboard" and callback.tb_writer is None:
-        # Its files are a journal: what an earlier writer said of later steps is struck out.
+        # Its files are a journal, so later steps of an earlier writer are purged.
         make = callback._SummaryWriter
         callback._SummaryWriter = lambda log_dir: make(log_dir=log_dir, purge_step=state.global_step + 1)
         callback.logging_dir = callback.logging_dir or str(Path(args.output_dir) / saved)
@@ -300,7 +295,7 @@ def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[
 
 
 def _run_of(name: str, callback: Any, args: Any) -> str | None:
-    """What names the run that a tracker writes to; None for trackers that cannot go on with one."""
+    """The id of a tracker's run; None for trackers that cannot resume one."""
     if name == "wandb":
         run = getattr(callback._wandb, "run", None)
         return getattr(run, "id", None)
@@ -321,7 +316,7 @@ class _TrackerArguments:
         vars(self)["_args"], vars(self)["_changed"] = args, changed or {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what `copy` asks for before there is anything to look up in
+        if name.startswith("__"):  # `copy` looks this up before the object has attributes
             raise AttributeError(name)
         changed = vars(self)["_changed"]
         return changed[name] if name in changed else getattr(vars(self)["_args"], name)
@@ -330,7 +325,7 @@ class _TrackerArguments:
 
 
 def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:
-    """Show `rows`, of texts and numbers, as the table `name` of trackers that have tables, and a run under way."""
+    """Send `rows` of texts and numbers as the table `name` to trackers with tables and an active run."""
     columns = list(rows[0]) if rows else []
     cells = [list(row.values()) for row in rows]
     asked = {*report_to}

@@ -1,13 +1,13 @@
-"""Losses of language models. Large vocabularies are scored tile by tile, so that the logits are never stored whole.
+"""Language modeling losses in tiles, so that whole logits are never stored.
 
-What the textbook loss does in three allocations of (tokens, vocabulary), `linear_cross_entropy` and `token_logps` do in
-one buffer of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
+A plain loss needs three allocations of (tokens, vocabulary); `linear_cross_entropy` and `token_logps` need one buffer
+of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
 
-    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)      (tile, V)
+    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) (tile, V)
 
-is made, scored, turned into its own gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
-the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is not yet known then, makes
-each tile once more in the backward (4 products).
+is computed, scored, replaced by its gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
+the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is unknown in the forward,
+recomputes each tile in the backward (4 products).
 
 Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs).
 """
@@ -30,7 +30,7 @@ VOCAB_ROWS = 8192  # rows of a 16 bit weight gradient that are added to the floa
 
 
 class LossStats(NamedTuple):
-    """What one pass over the logits tells besides the loss. Detached, 0-d, float32."""
+    """Statistics from the loss's pass over the logits. Detached, 0-d, float32."""
 
     num_correct: torch.Tensor
     """How many targets are the most probable token."""
@@ -165,9 +165,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor | tuple[torch.Tensor, LossStats] | tuple[torch.Tensor, LossStats, tuple[torch.Tensor, torch.Tensor]]:
     """Cross-entropy of ``hidden @ weight.T + bias`` without the (N, V) logits, labels smoothed as in `cross_entropy`.
 
-    Gradients for hidden, weight and bias are made in the forward, each only if it is required: a frozen head costs no
-    weight gradient. They are kept for one backward. Dropping the unlabelled positions reads their number from the
-    device, once a call.
+    The forward computes the required gradients of hidden, weight and bias, which are kept for one backward; a frozen
+    head needs none. Dropping unlabelled positions synchronizes with the device once per call.
 
     Args:
         hidden: (B, T, H) or (N, H), aligned with the labels: see `shift_labels`.
@@ -176,14 +175,14 @@ def linear_cross_entropy(
         chunk_size: rows of a tile, of which 16 bit types take twice as many; the memory used is about
             ``chunk_size * V * 4`` bytes plus the gradients.
         softcap: logits are bounded to (-softcap, softcap) by a tanh (Gemma 2). scale: multiplies them before that.
-        reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" makes the tiles again
-            in the backward, as `token_logps` does.
-        return_stats: also return `LossStats`, at the price of two more passes over the logits.
+        reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" recomputes the tiles in the
+            backward, as `token_logps` does.
+        return_stats: also return `LossStats`, at the cost of two more passes over the logits.
         dft: weight each loss as `dynamic_weights` has it.
         groups: in the shape of labels, the group of each, from 0 to `num_groups` - 1; needs `return_stats`.
 
     Returns:
-        The loss in float32; 0 where there is no target. With `return_stats`, ``(loss, stats)``; with `groups` besides,
+        The loss in float32; 0 without targets. With `return_stats`, ``(loss, stats)``; with `groups` besides,
         ``(loss, stats, (losses, targets))``, the summed loss and the number of targets of each group, as `group_sums`
         has them.
     """
@@ -245,7 +244,7 @@ def token_logps(
     return_entropy: bool = False,
     stats: tuple[str, ...] = (),
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 where there is no label.
+    """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 without a label.
 
     The arguments are those of `linear_cross_entropy`; `temperature` divides the logits last. Differentiable for any
     upstream gradient.
@@ -320,11 +319,11 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 class _Tiles:
-    """Products ``hidden @ weight.T + bias`` of many rows at a time, and what becomes of them, of few.
+    """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
 
-    A tile is as many rows as matrix products like to have: `chunk_size` in float32, twice as many in 16 bits. It is
-    read, scored and overwritten in blocks that stay in the cache, in the type of the statistics. All tiles and blocks
-    of one call share their buffers.
+    A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits. It is
+    scored and overwritten in blocks that fit in the cache, in the type of the statistics. All tiles and blocks of a
+    call share their buffers.
     """
 
     def __init__(
@@ -430,9 +429,9 @@ def _score(
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest of each row of (n, V), and the first place where it stands.
+    """The maximum of each row of (n, V), and its first index.
 
-    On the CPU torch 2.13 looks for a place seven times as long as for a value: so it is only looked for in a stretch.
+    On the CPU, argmax of torch 2.13 takes seven times as long as max, so it only searches one chunk.
     """
     whole = logits.shape[1] // ARGMAX_WIDTH * ARGMAX_WIDTH
     if logits.device.type != "cpu" or not whole:
@@ -465,9 +464,7 @@ class _Gradients:
         slope: torch.Tensor | None,
         factor: torch.Tensor | None,
     ) -> None:
-        """Overwrite a block of a tile with its gradient, times the upstream gradient that `factor`, (n,), stands
-        for.
-        """
+        """Overwrite a block of a tile with its gradient times the upstream gradient `factor`, (n,)."""
         gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
         gradient[torch.arange(len(labels), device=labels.device), labels] -= 1 - smoothing
         if smoothing:
@@ -491,7 +488,7 @@ class _Gradients:
     ) -> None:
         """Add a tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
 
-        The factor is multiplied into what is H wide, not into the tile, which is V wide.
+        The factor is multiplied into the H wide operand, not into the V wide tile.
         """
         factor = None if factor is None or tiles.dtype == torch.float16 else factor.unsqueeze(1)
         if self.hidden is not None:
@@ -510,7 +507,7 @@ class _Gradients:
                     self.weight[a : a + VOCAB_ROWS] += tile[:, a : a + VOCAB_ROWS].t() @ weighted
 
     def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
-        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of what they belong to."""
+        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of their tensors."""
         gradients = [self.hidden, self.weight, self.bias]
         self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
         if factor is not None:
@@ -520,7 +517,9 @@ class _Gradients:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses, with the gradients made on the way. Returns (sum, losses (M,), and each of `stats` (M,))."""
+    """Sum of the losses, with gradients computed in the forward. Returns (sum, losses (M,), and each of `stats`
+    (M,)).
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
@@ -565,7 +564,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Each loss by itself; the backward makes the tiles again. Returns (losses, and each of `stats`), each (M,)."""
+    """Each loss separately; the backward recomputes the tiles. Returns (losses, and each of `stats`), each (M,)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):

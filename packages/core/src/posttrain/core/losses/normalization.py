@@ -1,12 +1,12 @@
-"""The loss of one micro-batch, and how it is averaged: the contract between the loop and every `compute_loss`.
+"""Scales the loss of a micro-batch: the contract between the loop and `compute_loss`.
 
 A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where
 nothing is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``,
 or a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the
-gradient of the mean over the whole window, however it was cut.
+gradient of the mean over the whole window, however it is split.
 
-Which of the two it is, is known where it does not take that argument (a mean), where ``loss_is_scaled_for_ga`` says so,
-and of the trainers' own losses. Else `posttrain.core.losses.scale_check` finds out.
+A loss without that argument returns a mean, ``loss_is_scaled_for_ga`` declares it, and the trainers' own losses are
+known. Otherwise `posttrain.core.losses.scale_check` measures it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 class Objective:
-    """Calls a `compute_loss` of any generation, and knows whether it returns a mean.
+    """Calls a `compute_loss` with any signature and stores whether it returns a mean.
 
     Args:
-        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is looked
-            at.
-        returns_mean: True or False where it is known; None where it is to be found out
+        compute_loss: ``(model, inputs, return_outputs=False[, num_items_in_batch=None])``; only its signature is
+            inspected.
+        returns_mean: True or False where it is known; None if it must be measured
             (`posttrain.core.losses.scale_check`).
     """
 
     def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
-        #: Of the last loss that was a dict: its other values, shape () each, in the scale in which they were returned.
+        #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
@@ -50,17 +50,17 @@ class Objective:
 
     @property
     def may_be_mean(self) -> bool:
-        """Whether the next loss could be a mean, as far as is known. While nothing is known, it is taken for one."""
+        """Whether the next loss may be a mean; True while unknown."""
         return self.returns_mean is not False
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be found out what the loss is."""
+        """Whether the kind of loss is still unknown."""
         return self.returns_mean is None and not self._is_frozen
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Within this context nothing is found out: processes that do not keep in step cannot agree."""
+        """Within this context nothing is measured, because processes out of step cannot agree."""
         before, self._is_frozen = self._is_frozen, True
         try:
             yield
@@ -88,8 +88,8 @@ def weighted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the share of a mean `loss` over `items` in the mean over `num_items`, its weight), shape () each.
 
-    A micro-batch without items has no mean: what it returned, NaN most often, is left out, with its gradient. Where the
-    whole window has none, the share is NaN.
+    A micro-batch without items has no mean: its loss, usually NaN, is left out, with its gradient. If the whole window
+    has none, the share is NaN.
     """
     weight = items / num_items
     return torch.where(scalar(items, loss.device) == 0, weight.to(loss), loss * weight), weight
@@ -113,7 +113,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     The terms are detached, shape () each.
 
     Raises:
-        TypeError: it is neither; the message says what it is.
+        TypeError: it is neither.
     """
     if isinstance(loss, torch.Tensor):
         return (loss if loss.ndim == 0 else loss.mean()), {}
@@ -131,7 +131,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(
                 f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of "
-                "shape (). Return (loss, outputs) where the outputs are asked for."
+                "shape (). To return outputs, return (loss, outputs)."
             )
         terms[str(name)] = value.reshape(())
     del terms["loss"]
@@ -143,7 +143,7 @@ def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
 
     Args:
         inputs: the micro-batch.
-        shifted: the model predicts token t+1 at position t, so the first label of each row is predicted by nobody.
+        shifted: the model predicts token t+1 at position t, so the first label of each row is not predicted.
     """
     if "shift_labels" in inputs:
         return inputs["shift_labels"].ne(-100).sum()
@@ -156,9 +156,9 @@ def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
 def count_tokens(
     inputs: Mapping[str, Any], main_input: str, pad_token_id: int | None = None
 ) -> tuple[torch.Tensor | int, int]:
-    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) where its main input is no tensor.
+    """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) if its main input is no tensor.
 
-    Padding is what the attention mask hides; without one, `pad_token_id` where it is given; else there is none.
+    Padding follows from the attention mask, or else from `pad_token_id`, or else there is none.
     """
     slots = count_slots(inputs, main_input)
     if not slots:
@@ -177,7 +177,7 @@ def count_slots(inputs: Mapping[str, Any], main_input: str) -> int:
 
 
 def flops_parameters(model: nn.Module) -> int:
-    """Parameters that a token is multiplied with: those outside the embeddings; 0 for models that cannot say."""
+    """Parameters that a token is multiplied with: those outside the embeddings; 0 if unknown."""
     count = getattr(model, "num_parameters", None)
     return count(exclude_embeddings=True) if callable(count) else 0
 
@@ -223,14 +223,14 @@ def label_names(model: nn.Module) -> list[str]:
 
 
 def can_return_loss(model: nn.Module) -> bool:
-    """Whether the model computes a loss without labels, by default (CLIP and its kin)."""
+    """Whether the model computes a loss without labels, by default (such as CLIP)."""
     parameter = inspect.signature(model.forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True
 
 
 @dataclass(frozen=True)
 class LabelSmoother:
-    """The label-smoothed loss of a model's outputs, for scripts that call it in a `compute_loss` of their own."""
+    """The label-smoothed loss of a model's outputs, for scripts that call it in their own `compute_loss`."""
 
     epsilon: float = 0.1
 
@@ -259,7 +259,7 @@ def with_items(
     num_items: torch.Tensor | int,
     log: Callable[[str, torch.Tensor, Any], None] = lambda name, value, weight: None,
 ) -> Callable[..., Any]:
-    """`compute_loss` told of the items of its only batch, if it takes them, and giving a tensor where it gives a dict.
+    """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict.
 
     Args:
         log: called with (name, mean over the batch, items) for each term of a dict.

@@ -1,8 +1,7 @@
-"""Whether a loss is divided by the count of items, where nobody says so: it is computed under two counts, and nothing
-stays of it.
+"""Measures whether a loss is divided by the count of items, by computing it with two counts.
 
-The count of a micro-batch that has items is doubled. A loss that halves is a sum divided by it; one that stays is a
-mean; any other is an error that names what to set.
+The count of a micro-batch with items is doubled. A loss that halves is a sum divided by the count; one that stays is a
+mean; any other is an error that names what to set. The measurement has no side effects.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ COARSE = 2e-2
 def loss_ratio(
     compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor, owner: Any
 ) -> tuple[float, float] | None:
-    """(the loss under twice the count as a share of the loss, how exact that is); None where the loss shows nothing: 0,
-    or NaN.
+    """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
 
     Without gradients, uncompiled, and with the same random numbers both times. Afterwards those, the buffers of `model`
     and the attributes of `owner` are as they were.
