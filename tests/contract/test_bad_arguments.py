@@ -76,7 +76,7 @@ def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
         (RLOOConfig, {"num_generations": 1}, ["num_generations=1 must be >= 2"]),
         (GRPOConfig, {"max_completion_length": None}, ["max_completion_length=None bounds nothing", "512"]),
         (RLOOConfig, {"include_for_metrics": ["inputs"]}, ["include_for_metrics=['inputs'] has no effect"]),
-        (GRPOConfig, {"batch_eval_metrics": True}, ["batch_eval_metrics=True has no use"]),
+        (GRPOConfig, {"batch_eval_metrics": True}, ["batch_eval_metrics=True has no effect"]),
         (GRPOConfig, {"pad_to_multiple_of": 0}, ["pad_to_multiple_of=0 must be >= 1"]),
         (ReinforcePlusPlusConfig, {"loss_type": "bnp"}, ["loss_type='bnp'", "did you mean 'bnpo'"]),
         (GRPOConfig, {"reward_weights": ["a"]}, ["reward_weights=['a'] must hold values of type float"]),

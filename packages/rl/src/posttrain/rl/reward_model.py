@@ -61,9 +61,9 @@ class RewardConfig(PreferenceConfig):
     def _problems(self):
         for name in ("shared_prefix", "padding_free"):
             if getattr(self, name):
-                yield f"{name}=True has no use: a reward is read off the last token of a padded row; leave it out"
+                yield f"{name}=True has no effect: a reward is read off the last token of a padded row; leave it out"
         if self.num_eval_samples:
-            yield f"num_eval_samples={self.num_eval_samples} has no use: a reward model writes nothing; set it to 0"
+            yield f"num_eval_samples={self.num_eval_samples} has no effect: a reward model writes nothing; set it to 0"
 
 
 @dataclass

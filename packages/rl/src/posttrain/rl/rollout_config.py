@@ -227,7 +227,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         for name in ("include_for_metrics", "batch_eval_metrics"):
             if value := getattr(self, name):
                 yield (
-                    f"{name}={value!r} has no use: evaluations sample and score completions, and no compute_metrics "
+                    f"{name}={value!r} has no effect: evaluations sample and score completions, and no compute_metrics "
                     "is called; leave it out"
                 )
         b, s, world = self.per_device_train_batch_size, self.steps_per_generation, self.world_size

@@ -98,7 +98,7 @@ class ModelSideArguments:
                 "as JSON"
             )
         elif self.liger_kernel_config and not self.use_liger_kernel:
-            yield "liger_kernel_config has no use without use_liger_kernel=True; set that, or leave it out"
+            yield "liger_kernel_config has no effect without use_liger_kernel=True; set that, or leave it out"
         if self.torch_compile_mode is not None and self.torch_compile_mode not in COMPILE_MODES:
             near = did_you_mean(self.torch_compile_mode, COMPILE_MODES)
             yield f"torch_compile_mode={self.torch_compile_mode!r} is not one of {', '.join(COMPILE_MODES)}{near}"

@@ -256,7 +256,7 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     chosen = parts.optimizer_cls_and_kwargs
     if optimizer is not None and chosen is not None:
         yield ValueError(
-            "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no use; pass one of them."
+            "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no effect; pass one of them."
         )
     if parts.model_init is not None and (optimizer is not None or scheduler is not None):
         yield ValueError(
