@@ -419,7 +419,7 @@ def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
     model = Line(2, 1)
     before = model.weight.clone()
     trainer = base(tmp_path, [{"x": [1.0, float("nan")], "labels": 1.0}] * 4, None, model, max_grad_norm=0)
-    refused(NonFiniteError, "Update 1", "nan", "not applied", "rows of this batch", run=trainer.train)
+    refused(NonFiniteError, "Step 1", "nan", "not applied", "rows of this batch", run=trainer.train)
     assert torch.equal(model.weight, before)
 
 

@@ -144,7 +144,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_never_reaches_the_weights(b
     trainer = Poisoned(
         Regression(), TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True), train_dataset=line()
     )
-    with pytest.raises(NonFiniteError, match="Update 3: .*weights are those of update 2"):
+    with pytest.raises(NonFiniteError, match="Step 3: .*weights are those of step 2"):
         trainer.train()
     assert all(torch.isfinite(value) for value in weights(trainer).values())
 

@@ -40,11 +40,9 @@ def pair(tmp_path_factory):
 
 def test_what_is_not_finite_on_one_process_stops_all_with_one_message(pair):
     first, second = pair["stop"]
-    assert (
-        first == second and "Update 2: the loss is nan" in first and "on rank 1" in first and "on rank 0" not in first
-    )
+    assert first == second and "Step 2: the loss is nan" in first and "on rank 1" in first and "on rank 0" not in first
     assert "the loss itself is NaN" in first
-    assert "weights are those of update 1" in first and pair["finite"] == [True, True]
+    assert "weights are those of step 1" in first and pair["finite"] == [True, True]
 
 
 def test_a_loss_that_is_infinite_with_a_finite_gradient_is_skipped_by_all(pair):

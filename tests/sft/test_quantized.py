@@ -188,7 +188,7 @@ def test_quantized_weights_alone_are_refused_with_the_remedy(base, tmp_path):
 
 def test_two_descriptions_that_differ_are_refused(base):
     for config in (BitsAndBytesConfig(load_in_8bit=True), {"load_in_8bit": True}):
-        with pytest.raises(ValueError, match="load_in_4bit=True beside a quantization_config that says otherwise"):
+        with pytest.raises(ValueError, match="load_in_4bit=True, which contradicts quantization_config"):
             loading.load_causal_lm(base, {"load_in_4bit": True}, config)
     plain = loading.load_causal_lm(base, {"load_in_4bit": False, "load_in_8bit": False})
     assert not quantization.is_quantized(plain)

@@ -44,7 +44,7 @@ def test_a_new_learning_rate_holds_from_the_next_update(tmp_path, caplog):
     assert [rates[s] for s in (1, 2)] == pytest.approx([0.1, 0.1 * 5 / 6])  # of the run before
     assert [rates[s] for s in (3, 4, 5, 6)] == pytest.approx([0.01 * left / 6 for left in (4, 3, 2, 1)])
     [line] = changed_lines(caplog)
-    assert "learning_rate: 0.1 -> 0.01 (the new one holds" in line and "checkpoint-2" in line
+    assert "learning_rate: 0.1 -> 0.01 (the new one applies" in line and "checkpoint-2" in line
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "reduce_lr_on_plateau"])

@@ -99,7 +99,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_from_which_it_goes_on_to_the_s
         f"checkpoint-{at}"
     ]
     assert not any("eval_loss" in record for record in stopped.state.log_history)
-    assert "finishing this update" in capfd.readouterr().err
+    assert "finishing this optimizer step" in capfd.readouterr().err
     resumed = MAKE(tmp_path / "run", **changes)
     resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, straight)

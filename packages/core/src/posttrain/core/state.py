@@ -1,4 +1,4 @@
-"""What a run knows of itself: its state, its control flags, and what its methods return."""
+"""The state, control flags and results of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACKER_RUNS = "tracker_runs.json"
 
 
 class ExportableState:
-    """A callback (or the control) that wants to be saved in each checkpoint and restored from it.
+    """A callback (or the control) whose state is saved in each checkpoint and restored from it.
 
     Override `state` to return ``{"args": constructor arguments, "attributes": what changed since}``; either may be left
     out.
@@ -43,19 +43,19 @@ def has_state(callback: Any) -> bool:
 
 @dataclass
 class TrainerState:
-    """Where a run stands; saved as ``trainer_state.json`` in each checkpoint and handed to every callback.
+    """The state of a run; saved as ``trainer_state.json`` in each checkpoint and passed to every callback.
 
     Attributes:
         epoch: passes over the data done, as a fraction.
-        global_step: optimizer updates done.
-        max_steps: updates this run will do.
-        logging_steps, eval_steps, save_steps: intervals in updates, after ratios were resolved.
-        num_input_tokens_seen: tokens in all batches so far, over all processes, where counting is on.
+        global_step: completed optimizer steps.
+        max_steps: total optimizer steps of this run.
+        logging_steps, eval_steps, save_steps: intervals in optimizer steps, after ratios were resolved.
+        num_input_tokens_seen: tokens in all batches so far, over all processes, if counting is on.
         log_history: every log record of the run so far, across resumes.
-        best_model_checkpoint: the checkpoint of the best evaluation, where it is now. In the file it stands relative to
-            the folder of the run, which may be moved.
-        tracker_runs: what names the run in each tracker that can go on with one, by the tracker's name in `report_to`.
-            Saved beside the file, in ``tracker_runs.json``: transformers' `TrainerState` reads the file too.
+        best_model_checkpoint: the current path of the best checkpoint. The file holds it relative to the run's folder,
+            which may be moved.
+        tracker_runs: the id of the run in each tracker that can resume one, by the tracker's name in `report_to`. Saved
+            in ``tracker_runs.json``, because transformers' `TrainerState` reads the file too.
         stateful_callbacks: callbacks that are `ExportableState`, by class name, as they were saved.
     """
 
@@ -100,7 +100,7 @@ class TrainerState:
                     self.stateful_callbacks[name] = (present if isinstance(present, list) else [present]) + [entry]
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Turn the intervals of `args` into updates; ratios are shares of `max_steps`."""
+        """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
             if interval is not None:
@@ -146,7 +146,7 @@ def _runs_of(file: Path) -> list[Path]:
 
 
 def _relative(checkpoint: str, file: Path) -> str:
-    """The path of `checkpoint` as `file` names it: relative where it lies in the folder of the same run."""
+    """The path of `checkpoint` for `file`: relative if it is in the folder of the same run."""
     folder = Path(checkpoint).absolute().parent
     return (
         Path(checkpoint).name
@@ -156,9 +156,7 @@ def _relative(checkpoint: str, file: Path) -> str:
 
 
 def _where_it_is(checkpoint: str, file: Path) -> str:
-    """Where the `checkpoint` that `file` names lies now: beside it, also where the path is of before the folder was
-    moved.
-    """
+    """The current path of the `checkpoint` named in `file`: next to it, even if the folder was moved."""
     name = Path(checkpoint).name
     beside = [run / name for run in _runs_of(file)]
     there = next((path for path in beside if path.is_dir()), None)
@@ -168,9 +166,7 @@ def _where_it_is(checkpoint: str, file: Path) -> str:
 
 
 def strict(value: Any) -> Any:
-    """`value` with what JSON cannot say made sayable: NaN and infinities null, numpy and torch scalars plain
-    numbers.
-    """
+    """`value` as JSON: NaN and infinities become null, numpy and torch scalars plain numbers."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -197,7 +193,7 @@ def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class TrainerControl(ExportableState):
-    """What a callback may ask of the loop. The loop clears each flag when it has done what the flag asks."""
+    """The requests of callbacks to the loop, which clears each flag when it is done."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -235,8 +231,8 @@ class EvalLoopOutput(NamedTuple):
 
 
 class EvalPrediction:
-    """What `compute_metrics` receives: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if asked
-    for).
+    """The argument of `compute_metrics`: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if
+    included).
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:

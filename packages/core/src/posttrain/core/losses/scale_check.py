@@ -32,11 +32,11 @@ def loss_ratio(
 ) -> tuple[float, float] | None:
     """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
 
-    Without gradients, uncompiled, and with the same random numbers both times. Afterwards those, the buffers of `model`
-    and the attributes of `owner` are as they were.
+    Without gradients, uncompiled, and with the same random numbers both times. Afterwards these, the buffers of `model`
+    and the attributes of `owner` are restored.
 
     Args:
-        owner: the object that has `compute_loss`; what it sets, counts, collects or logs meanwhile is forgotten.
+        owner: the object with `compute_loss`; its changes during the measurement are undone.
     """
     found = []
     random = rng.rng_state()
@@ -48,7 +48,7 @@ def loss_ratio(
                     given = dict(inputs) if isinstance(inputs, dict) else inputs
                     loss, _ = split_terms(compute_loss(model, given, num_items_in_batch=count))
                 except RuntimeError as error:
-                    if "grad" in str(error):  # it takes a gradient of its own
+                    if "grad" in str(error):  # it computes a gradient itself
                         error.add_note(
                             "compute_loss is called twice without gradients here, to see whether it divides by "
                             "num_items_in_batch. Set loss_is_scaled_for_ga on the trainer (True: it divides by it; "
@@ -63,10 +63,10 @@ def loss_ratio(
 
 
 def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool, name: str) -> bool | None:
-    """Whether a loss with such `loss_ratio` on each process is a mean; None where none of them shows anything.
+    """Whether a loss with this `loss_ratio` on each process is a mean; None if all are None.
 
     Args:
-        moves_alone: a loss that moves with the count at all is a sum, for what else is in it is known to be small.
+        moves_alone: any change with the count means a sum, because the other terms are known to be small.
         name: of the trainer, for the error.
 
     Raises:
@@ -81,12 +81,11 @@ def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool, na
         return False
     worst = max(shown, key=lambda one: min(abs(one[0] - 1), abs(one[0] - 0.5)))[0]
     raise ValueError(
-        f"{name}.compute_loss takes num_items_in_batch, and it cannot be told whether it divides by it: with twice "
-        f"the count, its loss is {worst:.4g} times what it was, where 0.5 would mean sum / num_items_in_batch, and 1 "
-        "a mean over the micro-batch. A part of the loss may be divided and another not, or it draws random numbers "
-        f"of its own. Set {name}.loss_is_scaled_for_ga = True if the loss is a share of the whole update's, which is "
-        "added up as it is, or False if it is a mean, which is to be weighted by its micro-batch's share of the "
-        "items."
+        f"{name}.compute_loss takes num_items_in_batch, and it is unclear whether it divides by it: with twice the "
+        f"count, its loss is {worst:.4g} times the original, where 0.5 would mean sum / num_items_in_batch, and 1 a "
+        "mean over the micro-batch. A part of the loss may be divided and another not, or it draws its own random "
+        f"numbers. Set {name}.loss_is_scaled_for_ga = True if the loss is a share of the whole window's, which is "
+        "only summed, or False if it is a mean, which is weighted by its micro-batch's share of the items."
     )
 
 
@@ -123,7 +122,7 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
 
 
 def _contents(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """(container, its present content) of `value` and of what is in it."""
+    """(container, its current content) of `value` and of nested containers."""
     if not isinstance(value, (list, dict, set, deque)) or len(value) > SMALL:
         return
     yield value, dict(value) if isinstance(value, dict) else list(value)

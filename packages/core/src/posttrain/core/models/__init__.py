@@ -1,1 +1,1 @@
-"""What is done to a model: loading, adapters, the output head, attention over packed rows, averages of weights."""
+"""Loading models, adapters, the output head, attention over packed rows, and weight averaging."""

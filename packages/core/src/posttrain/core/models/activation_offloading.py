@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory instead of on the device."""
+"""Offloads activations to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: Tensors of fewer bytes stay where they are: the call would cost more than they take.
 MIN_BYTES = 4096
-#: Copies to the host that may be under way at once. More overlap with the computation, and more memory.
+#: Concurrent copies to the host. More overlap more with the computation and need more memory.
 IN_FLIGHT = 4
 
 
@@ -35,9 +35,7 @@ def offloading_problem(device: torch.device) -> str | None:
 
 
 def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | None:
-    """What moves the activations of `model` away, but for those of its output head; None, said in the log, where
-    nothing can.
-    """
+    """The offloader of `model`'s activations, except those of the output head; None with a log line if impossible."""
     if problem := offloading_problem(device):
         logger.info("activation_offloading=True has no effect: %s", problem)
         return None
@@ -47,31 +45,29 @@ def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | N
 
 @contextlib.contextmanager
 def with_offloading(context: contextlib.AbstractContextManager, offload: OffloadActivations | None) -> Iterator[None]:
-    """Within `context`, and within `offload` where there is one."""
+    """Within `context`, and within `offload` if it is not None."""
     with context, offload or contextlib.nullcontext():
         yield
 
 
 class OffloadActivations:
-    """Within this context what the forward pass saves for the backward pass is moved to the host, and fetched when it
-    is asked for; the gradients are the same to the bit. The same object can be entered again for the next micro-batch::
+    """Within this context, tensors saved for the backward pass are moved to the host and fetched when needed, with
+    identical gradients. The object can be reused for the next micro-batch::
 
-        offload = OffloadActivations(model, device)
-        with offload:
+        offload = OffloadActivations(model, device) with offload:
             loss = model(**inputs).loss
         loss.backward()
 
-    Parameters stay where they are, and so does what is small, what several places are laid over one another, and what
-    `stays` saves. What is saved several times is moved once. On a GPU the copies are made through pinned memory on a
-    stream of their own, in the forward pass behind the computation and in the backward pass one tensor ahead of it. Not
-    yet verified on a GPU.
+    Parameters, small or overlapping tensors and those saved in `stays` are not moved. A tensor that is saved several
+    times is moved once. On a GPU the copies use pinned memory and a separate stream, after the computation in the
+    forward pass and one tensor ahead in the backward pass. Not yet verified on a GPU.
 
     Args:
         model: whose parameters stay.
         device: tensors of its type are moved.
-        stays: modules whose activations stay, such as the output head, which the backward pass asks for first.
+        stays: modules whose activations stay, such as the output head, which the backward pass needs first.
         min_bytes: tensors of fewer bytes stay.
-        in_flight: copies to the host that may be under way at once.
+        in_flight: maximum concurrent copies to the host.
     """
 
     def __init__(
@@ -145,9 +141,7 @@ class OffloadActivations:
         return host
 
     def _settle(self, left: int) -> None:
-        """Let go of what was copied, in the order of the computation: it can use the memory again as soon as it
-        waited.
-        """
+        """Free copied tensors in the order of the computation, which can then reuse the memory."""
         while len(self._under_way) > left:
             tensor, copied = self._under_way.popleft()
             torch.accelerator.current_stream(tensor.device).wait_event(copied)

@@ -1,4 +1,4 @@
-"""Adapters of peft: put on a model, and checked before they are trained."""
+"""Adds and checks adapters of peft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.core.models.wrapping import base_model, is_peft_model
 
 
 def check_peft_config(peft_config: Any) -> Any:
-    """The module peft, after a look at a `peft_config`.
+    """The module peft, after a check of `peft_config`.
 
     Raises:
         ImportError: it is not installed. TypeError: `peft_config` is none of its configs.
@@ -35,7 +35,7 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
         raise ValueError(
-            "The model has an adapter already and peft_config asks for another. Train the one it has (leave out "
+            "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
             "peft_config), or pass model.merge_and_unload() to build on it."
         )
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -50,8 +50,9 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError where there is nothing to train: quantized weights without an adapter, which rounding keeps from
-    taking small updates (unless transformers' ``is_qat_trainable`` says otherwise), and an adapter that is frozen."""
+    """Raise ValueError if nothing can be trained: quantized weights without an adapter, which round small changes away
+    (unless transformers' ``is_qat_trainable`` is True), or a frozen adapter.
+    """
     base = base_model(model)
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
     for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)

@@ -1,4 +1,4 @@
-"""Arguments about the model: what a run does to it, and which one a command line trains."""
+"""The arguments about the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 @dataclass
 class ModelSideArguments:
-    """What a run does to its model."""
+    """How a run changes its model."""
 
     activation_checkpointing: bool | None = opt(
         None,
@@ -30,8 +30,7 @@ class ModelSideArguments:
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
-        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), besides every_n_layers and "
-        "offload.",
+        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), and every_n_layers and offload.",
     )
     gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
@@ -129,7 +128,7 @@ class ModelConfig(metaclass=ConfigMeta):
     attn_implementation: str | None = opt(None, "Attention implementation, e.g. sdpa, eager or flash_attention_2.")
     use_peft: bool = opt(False, "Train a LoRA adapter instead of all weights.")
     lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
-    lora_alpha: int = opt(32, "The LoRA update is multiplied by lora_alpha / lora_r.", above=0)
+    lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0)
     lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
     lora_target_modules: list[str] | None = opt(
         None, "Names of the modules that get an adapter; all-linear takes every linear layer but the head."
@@ -139,7 +138,7 @@ class ModelConfig(metaclass=ConfigMeta):
     )
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
     lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
-    use_rslora: bool = opt(False, "Multiply the LoRA update by lora_alpha / sqrt(lora_r), stable at high ranks.")
+    use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
     use_dora: bool = opt(False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.")
     load_in_8bit: bool = opt(False, "Load the frozen base in 8 bits (bitsandbytes); needs use_peft.")
     load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
@@ -184,7 +183,7 @@ class ModelConfig(metaclass=ConfigMeta):
         peft = require("peft", "posttrain-core[peft]", why="use_peft=True")
         targets = self.lora_target_modules
         if targets and len(targets) == 1 and not targets[0].isidentifier():
-            targets = targets[0]  # a pattern, or all-linear, which peft knows as a string alone
+            targets = targets[0]  # a pattern, or all-linear, which peft accepts only as a string
         return peft.LoraConfig(
             task_type=self.lora_task_type,
             r=self.lora_r,

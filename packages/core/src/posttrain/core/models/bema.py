@@ -1,7 +1,6 @@
-r"""An average of the weights that is moved ahead by how far training has come: Block and Zhang 2025, BEMA,
-https://arxiv.org/abs/2508.00180, algorithm 1.
+r"""A bias-corrected moving average of the weights: BEMA, Block and Zhang 2025, https://arxiv.org/abs/2508.00180.
 
-With the weights :math:`\theta_t` after t updates, :math:`\theta_0` those at the beginning and
+Algorithm 1: with the weights :math:`\theta_t` after t optimizer steps, the initial ones :math:`\theta_0`, and
 :math:`s_t = \rho + \gamma t`:
 
 .. math:: m_t = (1 - \beta_t) m_{t-1} + \beta_t \theta_t, \quad \hat\theta_t = m_t + \alpha_t (\theta_t - \theta_0),
@@ -28,17 +27,16 @@ FOLDER = "bema"
 
 
 class BEMACallback(TrainerCallback):
-    r"""Keeps a bias-corrected average of the trained weights and writes the model that they make into
-    ``<output_dir>/bema``.
+    r"""Keeps a bias-corrected average of the trained weights and writes the averaged model into ``<output_dir>/bema``.
 
     Args:
-        update_freq: updates from one step of the average to the next.
+        update_freq: optimizer steps between steps of the average.
         ema_power: :math:`\kappa`; 0 keeps no average, only the correction.
-        bias_power: :math:`\eta`; 0 corrects by the whole distance from the beginning, always.
+        bias_power: :math:`\eta`; 0 always corrects by the whole distance from the initial weights.
         lag: :math:`\rho`. multiplier: :math:`\gamma`.
-        update_after: updates before it begins; the weights after them are :math:`\theta_0`.
-        min_ema_multiplier: the least :math:`\beta_t`.
-        device: where the averages are kept, two copies of the trained weights.
+        update_after: optimizer steps before it begins; the weights then are :math:`\theta_0`.
+        min_ema_multiplier: the minimum of :math:`\beta_t`.
+        device: of the averages, two copies of the trained weights.
     """
 
     def __init__(
@@ -69,12 +67,12 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Take the weights as they are; those of a resumed run go on from the averages beside its checkpoint."""
+        """Start from the current weights; a resumed run loads the averages next to its checkpoint."""
         self._weights = {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
         if any(map(is_in_pieces, self._weights.values())):
             raise ValueError(
-                "BEMACallback averages whole weights, and this run keeps them in pieces (fsdp, or ZeRO-3). Leave one "
-                "of the two out; ema_decay=... averages pieces."
+                "BEMACallback averages whole weights, and this run shards them (fsdp or ZeRO-3). Leave one of the "
+                "two out; ema_decay=... supports sharded weights."
             )
         self._begin()
         kept = self._file(args, state.global_step)
@@ -84,8 +82,7 @@ class BEMACallback(TrainerCallback):
                 own.update({key: value.to(self.device) for key, value in tree[name].items()})
         elif state.global_step > self.update_after:
             logger.warning(
-                "BEMACallback: no averages of update %d are in %s, so they begin afresh with the weights of that "
-                "update.",
+                "BEMACallback: there are no averages of step %d in %s, so they restart from the weights of that step.",
                 state.global_step, kept.parent,
             )  # fmt: skip
 
@@ -98,7 +95,7 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def _update_bema_weights(self, step: int) -> None:
-        """One step of the averages, after update number `step`."""
+        """One step of the averages, after optimizer step `step`."""
         scale = self.lag + self.multiplier * step
         beta = max(scale**-self.ema_power, self.min_ema_multiplier)
         alpha = scale**-self.bias_power
@@ -113,7 +110,7 @@ class BEMACallback(TrainerCallback):
         self._mean = {name: weight.clone() for name, weight in now.items()}
 
     def on_save(self, args, state, control, **kwargs):
-        """Keep the averages of this update, for a resume, and let go of those whose checkpoint is gone."""
+        """Save the averages of this step for a resume, and delete those whose checkpoint is gone."""
         if not state.is_world_process_zero or not self._weights:
             return
         here = self._file(args, state.global_step)
@@ -126,7 +123,7 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Write the model with the averages in the place of its weights."""
+        """Write the model with the averages instead of its weights."""
         if not state.is_world_process_zero or not self._weights:
             return
         folder = Path(args.output_dir) / FOLDER

@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys flex attention has to look at, from the borders of `Segments`."""
+"""Builds flex attention's block mask from `Segments`."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
 
 
 def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
-    """(n, n) how many of a block's BLOCK x BLOCK pairs of a query and a key are seen, for n = N / BLOCK rounded up.
+    """(n, n) the number of visible pairs in a block of BLOCK x BLOCK queries and keys, for n = N / BLOCK rounded up.
 
-    What a token sees is a stretch of its own segment and one of each segment that this one continues.
+    A token attends to a range of its own segment and of each segment that this one continues.
     """
     lengths, starts = torch.tensor(segments.lengths), torch.tensor(segments.starts)
     offsets, parents = torch.tensor(segments.offsets), torch.tensor(segments.parents)
     ids, positions = segments.segment_ids(), segments.position_ids()[0]
     blocks = -(-len(ids) // BLOCK)
     rows = torch.arange(len(ids)) // BLOCK
-    # Of each stretch [low, high): whole blocks from that of `low` up to that of `high`, as steps; then what is wrong at
-    # both ends.
+    # For each range [low, high): whole blocks from that of `low` up to that of `high`, then corrections at both ends.
     steps, ends = torch.zeros(2, blocks, blocks + 1, dtype=torch.long)
     above = ids
     while above.max() >= 0:

@@ -1,10 +1,8 @@
-"""What `torch_compile` compiles: the layers of a model of transformers, one graph for all of them, and any other model
-whole.
+"""Implements `torch_compile`: compiles a model's layers with one shared graph, or else the whole model.
 
-Layers hold most of the work and compile once, however many they are. Embeddings, masks and the output head stay
-outside: the head then still takes its loss tile by tile (`posttrain.core.models.lm_head`). Modules are compiled in
-place, so no wrapper renames a weight or hides a model from what looks at it; they are as they were when the context is
-left.
+Layers do most of the work and compile once, whatever their number. Embeddings, masks and the output head stay
+uncompiled, so the head still computes its loss in tiles (`posttrain.core.models.lm_head`). Modules are compiled in
+place, without a wrapper that renames weights or hides the model; leaving the context restores them.
 """
 
 from __future__ import annotations
@@ -32,21 +30,19 @@ PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.dev
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, backend: str | None = None, mode: str | None = None) -> Iterator[list[nn.Module]]:
-    """Within this context the parts of `model` are compiled; gives a list of them.
+    """Compile the parts of `model` within this context; yields a list of them.
 
-    Shapes are symbols from the start: which kernel a batch meets then depends on nothing that ran before, and a resumed
-    run computes what the whole one did. Random numbers are those of the uncompiled model.
+    Shapes are dynamic from the start, so kernels do not depend on earlier batches, and a resumed run computes the same
+    numbers. Random numbers equal those of the uncompiled model.
     """
     if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
-        logger.info("The model was compiled before it came to the trainer, and stays as it is.")
+        logger.info("The model was already compiled and is not changed.")
         yield []
         return
     import torch._dynamo
     import torch._inductor.config
 
-    parts = [
-        part for part in compiled_parts(model) if "forward" not in vars(part)
-    ]  # hooks that move weights stand there
+    parts = [part for part in compiled_parts(model) if "forward" not in vars(part)]  # hooks there move weights
     options = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
     forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in {type(part) for part in parts}}
     for part in parts:
@@ -62,7 +58,7 @@ def compiled(model: nn.Module, backend: str | None = None, mode: str | None = No
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that are compiled, each by itself: its layers, or else the model."""
+    """The modules of `model` that are compiled separately: its layers, or else the model."""
     base = base_model(model)
     names = {*(getattr(base, "_no_split_modules", None) or ())}
 
@@ -78,7 +74,7 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def _body(base: nn.Module) -> nn.Module:
-    """Of a language model without layers that are known, all below its head."""
+    """A language model with unknown layers: everything below its head."""
     body = getattr(base, "base_model", base) if hasattr(base, "get_output_embeddings") else base
     return body if isinstance(body, nn.Module) else base
 
@@ -99,14 +95,15 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """`_forward` with a code object of its own: torch keeps what it has compiled, or given up, by code object."""
+    """`_forward` with its own code object, because torch caches compilations by code object."""
     code = _forward.__code__.replace(co_name=f"forward_of_{kind.__name__}")
     return types.FunctionType(code, _forward.__globals__, code.co_name)
 
 
 def _call_of(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs in the place of ``module(...)``: `forward`, between the module's hooks; the module itself where an
-    input changes from call to call, as caches of generation and segments do: each would be a graph of its own."""
+    """The replacement of ``module(...)``: `forward` between the module's hooks; the module itself if an input changes
+    with each call, as caches of generation and segments do, because each would need its own graph.
+    """
     run = functools.partial(forward, module)
 
     def call(*args: Any, **kwargs: Any) -> Any:

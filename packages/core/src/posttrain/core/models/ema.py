@@ -1,6 +1,4 @@
-"""An exponential moving average of the weights: kept in float32 beside them, used for evaluation and for the final
-model.
-"""
+"""An exponential moving average of the weights in float32, for evaluation and the final model."""
 
 from __future__ import annotations
 
@@ -23,16 +21,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EMAArguments:
-    """Whether an average of the weights is kept, and what it is used for."""
+    """The arguments of weight averaging."""
 
     ema_decay: float | None = opt(
-        None, "Keep an average of the weights that forgets this slowly; nearer 1 it spans more updates. None: none.",
+        None, "Decay of the average of the weights; nearer 1 it spans more optimizer steps. None: no average.",
         above=0, below=1,
     )  # fmt: skip
-    ema_update_steps: int = opt(1, "Updates from one step of the average to the next; more cost less time.", min=1)
-    ema_start_step: int = opt(0, "Updates before averaging begins; until then the average is the weights.", min=0)
+    ema_update_steps: int = opt(1, "Optimizer steps between steps of the average; more cost less time.", min=1)
+    ema_start_step: int = opt(
+        0, "Optimizer steps before averaging begins; until then the average equals the weights.", min=0
+    )
     ema_use: str = opt(
-        "both", "What the average is for: evaluations while training, the model that training leaves behind, or both.",
+        "both", "Where the average is used: evaluations during training, the final model, or both.",
         choices=("both", "eval", "final"),
     )  # fmt: skip
 
@@ -40,13 +40,13 @@ class EMAArguments:
         optimizer = str(getattr(self, "optim", ""))
         if self.ema_decay is not None and optimizer.startswith("schedule_free"):
             yield (
-                f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, for that optimizer "
-                "evaluates an average by itself; keep one of them"
+                f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, because that optimizer "
+                "already evaluates an average; keep one of them"
             )
 
 
 def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
-    """The average that `args` asks for, of the weights as they are now; None where they ask for none.
+    """The average configured in `args`, initialized with the current weights; None without one.
 
     Raises:
         ValueError: `optimizer` averages the weights itself.
@@ -55,8 +55,8 @@ def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
         return None
     if hasattr(optimizer, "eval"):
         raise ValueError(
-            f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, for it evaluates an "
-            "average of the weights by itself. Set ema_decay=None, or use another optimizer."
+            f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, because that optimizer "
+            "already evaluates an average. Set ema_decay=None, or use another optimizer."
         )
     return EMA(model, args.ema_decay, args.ema_update_steps, args.ema_start_step)
 
@@ -68,13 +68,13 @@ def save(ema: EMA | None, directory: Path) -> None:
 
 
 def load(ema: EMA | None, checkpoint: Path) -> None:
-    """Go on from the averages of `checkpoint`; with a warning where it has none."""
+    """Load the averages of `checkpoint`, with a warning if it has none."""
     if ema is None:
         return
     if (checkpoint / "ema.json").is_file():
         ema.load_state_dict(codec.load_tree(checkpoint / "ema"))
     else:
-        logger.warning("%s holds no averaged weights: averaging starts afresh from its weights.", checkpoint)
+        logger.warning("%s holds no averaged weights: averaging restarts from its weights.", checkpoint)
 
 
 class EMA:
@@ -84,10 +84,10 @@ class EMA:
     Buffers are not averaged.
 
     Args:
-        model: whose parameters are averaged. What is frozen is not copied.
+        model: its trainable parameters are averaged.
         decay: d, between 0 and 1.
-        every: updates from one step of the average to the next.
-        start: updates before averaging begins.
+        every: optimizer steps between steps of the average.
+        start: optimizer steps before averaging begins.
     """
 
     def __init__(self, model: nn.Module, decay: float, every: int = 1, start: int = 0) -> None:
@@ -97,14 +97,14 @@ class EMA:
         self._list()
 
     def _list(self) -> None:
-        # In float32 the average is moved by one kernel; parameters of other types are brought to it one by one.
+        # In float32 one kernel updates the average; parameters of other types are converted one by one.
         plain = [name for name, p in self._parameters.items() if p.dtype == torch.float32]
         self._plain = [self._averages[name] for name in plain], [self._parameters[name] for name in plain]
         self._others = [(self._averages[n], p) for n, p in self._parameters.items() if p.dtype != torch.float32]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after update number `step`, counted from 1."""
+        """Add the weights after optimizer step `step`, counted from 1."""
         if step % self.every:
             return
         weight = 1 - self.decay if step > self.start else 1.0

@@ -1,4 +1,4 @@
-"""Which ids the embeddings of a model can read."""
+"""The ranges of ids that a model's embeddings accept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
 
 
 def id_limits(model: nn.Module) -> dict[str, int]:
-    """What `model` can read, as `posttrain.core.data.stateful_dataloader.check_limits` takes it; empty where it does
-    not say.
+    """The limits of `model` for `posttrain.core.data.stateful_dataloader.check_limits`; empty if unknown.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 where each token of a row has a label
-    of its own. Models that see or hear are left out: they mark what they see by token ids of their own.
+    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 if each token of a row has its own
+    label. Multimodal models are left out, because they use special token ids for images and audio.
     """
     base = base_model(model)
     config = getattr(base, "config", None)

@@ -1,4 +1,4 @@
-"""Flash attention as transformers calls it: what it must be told, and what it cannot do."""
+"""The inputs and limits of flash attention in transformers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from posttrain.core.models.wrapping import base_model
 
 
 def reads_boundaries(model: nn.Module) -> bool:
-    """Whether the attention of `model` is told where documents end by ``cu_seq_lens_q`` and its kin, as flash attention
-    is.
-    """
+    """Whether the attention of `model` gets document borders as ``cu_seq_lens_q`` etc., as flash attention does."""
     forward = inspect.signature(base_model(model).forward).parameters.values()
     return _is_flash(model) and any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward)
 

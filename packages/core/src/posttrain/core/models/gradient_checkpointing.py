@@ -20,8 +20,8 @@ def checkpointing_problem(model: nn.Module) -> str | None:
     kind = unwrap(model).active_peft_config.peft_type if is_peft_model(model) else None
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):  # the names of peft's enumeration, which are strings
         return (
-            f"{kind.value} hands its prefix to the model as a key/value cache, which gradient checkpointing switches "
-            "off. Set gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or "
+            f"{kind.value} passes its prefix as a key/value cache, which gradient checkpointing disables. Set "
+            "gradient_checkpointing=False, or train another adapter, such as peft.PromptTuningConfig or "
             "peft.LoraConfig."
         )
     return None
@@ -31,11 +31,11 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     """Recompute the activations of each layer in the backward; also switches the key/value cache off.
 
     Args:
-        kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; besides them
-            `every_n_layers` and `offload`, where the installed transformers has them.
+        kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; also
+            `every_n_layers` and `offload`, if the installed transformers has them.
 
     Raises:
-        ValueError: where `checkpointing_problem` says why not, and for a model without a method for it.
+        ValueError: for a problem from `checkpointing_problem`, and for a model without support.
     """
     if problem := checkpointing_problem(model):
         raise ValueError(problem)

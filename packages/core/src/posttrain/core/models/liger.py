@@ -1,4 +1,4 @@
-"""Layers replaced by Liger's Triton kernels."""
+"""Replaces layers by Liger's Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
     """Replace layers by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
 
     Returns:
-        None, or a sentence that says why the model was left as it is.
+        None, or the reason why the model was not changed.
     """
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance

@@ -1,4 +1,4 @@
-"""The output head of a language model: found by trial, and made to take the loss itself."""
+"""Finds a language model's output head by a test forward and computes the loss in it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class CausalHead:
 
 
 def causal_head(model: nn.Module) -> CausalHead | None:
-    """The output embedding of `model` if its logits follow from it exactly and its weight is whole here, else None.
+    """The output embedding of `model` if it determines the logits exactly and its weight is not sharded, else None.
 
-    Found by trial: the model is run with known numbers in the place of its head's output, and its logits must be those
-    numbers, up to a softcap and a scale named in its config. The answer is remembered for as long as the head lives.
+    Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
+    softcap and a scale in its config. The result is cached while the head exists.
     """
     head, _ = _find_head(model)
     return None if head is None or _is_sharded(model) or head.weight.device.type == "meta" else head
@@ -90,13 +90,13 @@ def loss_in_head(
     groups: torch.Tensor | None = None,
     num_groups: int = 0,
 ) -> Iterator[None]:
-    """Within this context the model's head takes the loss itself: no logits are made, whatever wraps the model.
+    """Within this context the model's head computes the loss without whole logits, under any wrapper.
 
     DDP sees an ordinary forward, and FSDP has gathered the head's weight when it is used. Call the model without
-    labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, without, how many
-    targets are the most probable token and the summed entropy in nats (`LossStats`); of 1 number, the loss, without
-    `return_stats`. ``model(**inputs).loss`` does not exist: add what it would have held besides, such as the auxiliary
-    loss of a mixture of experts. With `groups` 2 G more numbers follow: the summed loss of each group, and its targets.
+    labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, detached, the number of
+    correctly predicted targets and the summed entropy in nats (`LossStats`); without `return_stats` only the loss.
+    ``model(**inputs).loss`` does not exist: add its other terms, such as the auxiliary loss of a mixture of experts.
+    With `groups` 2 G more numbers follow: the summed loss and the targets of each group.
 
     Args:
         labels: (B, T), for the inputs of the forward.
@@ -105,7 +105,7 @@ def loss_in_head(
         groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
 
     Raises:
-        ValueError: where `supports_loss_in_head` says why not.
+        ValueError: for a problem from `supports_loss_in_head`.
     """
     targets = labels if shifted else shift_labels(labels, ignore_index)
     if groups is not None and not shifted:
@@ -177,17 +177,15 @@ def logps_in_head(
 
 
 PACKED_FROM = 2**22
-"""Numbers in a weight from which `packed_head` copies it: smaller ones stay in the cache, and gain nothing."""
+"""Minimum size of a weight for `packed_head`: smaller ones stay in the cache and gain nothing."""
 
 
 @contextlib.contextmanager
 def packed_head(model: nn.Module) -> Iterator[None]:
-    """Within this context the head multiplies few rows at 1.5 times the speed: by a copy of its weight in oneDNN's own
-    order.
+    """Within this context the head multiplies few rows 1.5 times as fast, with a copy of its weight in oneDNN's layout.
 
     For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight
-    must not change meanwhile. Only on the CPU, for a plain `nn.Linear` that is whole here and whose products are in
-    float32.
+    must not change meanwhile. Only on the CPU, for an unsharded `nn.Linear` with products in float32.
     """
     linear = output_embedding(base_model(model))
     if linear is None or not _can_be_packed(linear) or _is_sharded(model):
@@ -238,7 +236,7 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
     name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
     try:
-        # The model will multiply what it takes for logits by the scale.
+        # The model will multiply this output by the scale.
         with _forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
             yield
     finally:
@@ -249,7 +247,7 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
 def output_embedding(base: nn.Module) -> nn.Module | None:
     """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
     embedding = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's copy that is trained, beside the original
+    if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's trained copy next to the original
         if embedding.disable_adapters:
             return embedding.original_module
         return embedding.modules_to_save[embedding.active_adapter]
@@ -300,7 +298,7 @@ def _try_head(base: nn.Module, linear: nn.Linear) -> tuple[float | None, float, 
         if softcap is not None and not _turns_off(base, linear, switch, scale, tolerance):
             switch = None
         return softcap, scale, switch, None
-    return None, 1.0, None, f"{name} computes its logits from its head's output in a way that is not known here."
+    return None, 1.0, None, f"{name} computes its logits from its head's output in an unknown way."
 
 
 def _turns_off(base: nn.Module, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:
@@ -318,7 +316,7 @@ def _turns_off(base: nn.Module, linear: nn.Linear, switch: str, scale: float, to
 
 
 class _BodyOutput(tuple):
-    """What a body without a cache, router or anything else returns: the last hidden state, and None by other names."""
+    """The output of a body without cache or router: the last hidden state, and None for other names."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -329,8 +327,8 @@ class _BodyOutput(tuple):
 def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Run two tokens with known numbers in [-100, 100] as the head's output: (those numbers, logits, tolerance).
 
-    The body is left out where it is a module of its own: no cost, no collective, and none of the layouts that quantized
-    layers choose at their first forward.
+    The body is skipped if it is a separate module: this costs no time and no collective, and quantized layers choose no
+    layout at a test forward.
     """
     given: list[torch.Tensor] = []
 
@@ -373,7 +371,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str 
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP or DeepSpeed keep the parameters of `model` in pieces, if only between two forwards."""
+    """Whether FSDP or DeepSpeed shard the parameters of `model`, even if only between forwards."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
         hasattr(p, "ds_id") for p in model.parameters()

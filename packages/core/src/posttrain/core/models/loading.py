@@ -1,4 +1,4 @@
-"""Load models and tokenizers from a folder or the Hub, and say before any weight is read why one cannot be."""
+"""Loads models and tokenizers from a folder or the Hub, with checks before any weight is read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def load_causal_lm(
 ) -> nn.Module:
     """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
 
-    float32 because an update of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, is lost when it
-    is added to bfloat16 weights.
+    float32, because a change of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, would be rounded
+    away in bfloat16.
 
     Args:
         model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
         quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
-            a dict of what one holds. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig`
-            one by one.
+            a dict of its fields. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one
+            by one.
         auto_class: the class of transformers to load with.
 
     Raises:
@@ -60,10 +60,10 @@ def load_tokenizer(
     auto_class: str = "AutoTokenizer",
     **kwargs: Any,
 ) -> Any:
-    """The tokenizer at a folder or Hub name, or the one that lies beside the weights a model was loaded from.
+    """The tokenizer at a folder or Hub name, or the one next to the weights of a loaded model.
 
     Args:
-        auto_class: the class of transformers to load with; AutoProcessor for what reads pictures too.
+        auto_class: the class of transformers to load with; AutoProcessor for models with images.
 
     Raises:
         ValueError: a model that was not loaded from anywhere.
@@ -87,7 +87,7 @@ def load_tokenizer(
 def loading_problems(
     name_or_path: str | os.PathLike[str], kwargs: dict[str, Any] | None = None, quantization_config: Any = None
 ) -> Iterator[str | Exception]:
-    """Why `load_causal_lm` cannot do what it is asked, as far as it shows before any weight is read."""
+    """Problems with the arguments of `load_causal_lm`, checked before any weight is read."""
     kwargs = kwargs if isinstance(kwargs, dict) else {}
     elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
     if (error := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
@@ -106,9 +106,7 @@ def loading_problems(
 
 
 def attention_problem(implementation: Any) -> str | None:
-    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or nobody knows
-    yet.
-    """
+    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or if unknown."""
     if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
         return None
     from transformers import utils
@@ -147,11 +145,10 @@ def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = Tr
 
 @contextlib.contextmanager
 def explain_missing(path: str, what: str) -> Iterator[None]:
-    """Say of a model or tokenizer that cannot be loaded from `path` whether a folder or an answer of the Hub is
-    missing.
+    """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails.
 
     Raises:
-        FileNotFoundError: in the place of what transformers raises in this context.
+        FileNotFoundError: instead of transformers' error in this context.
     """
     if _looks_local(path) and not os.path.exists(path):
         raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")

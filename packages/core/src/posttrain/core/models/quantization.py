@@ -1,4 +1,4 @@
-"""Weights stored in 4 or 8 bits: how they are asked for, and whether a model has them."""
+"""Configures and detects weights in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, 
     elif asked and not any(
         config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in asked
     ):
-        raise ValueError(
-            f"model_init_kwargs has {asked[0]}=True beside a quantization_config that says otherwise. Keep one."
-        )
+        raise ValueError(f"model_init_kwargs has {asked[0]}=True, which contradicts quantization_config. Keep one.")
     if isinstance(config, dict) and any(config.get(name) for name in BITS):
         require("bitsandbytes", "posttrain-core[quantization]", why="load_in_4bit and load_in_8bit")
         from transformers import BitsAndBytesConfig

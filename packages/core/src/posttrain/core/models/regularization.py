@@ -1,4 +1,4 @@
-"""Noise on the input embeddings (NEFTune), and dropout switched off."""
+"""Adds noise to input embeddings (NEFTune) and disables dropout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
 
     base = base_model(model)
     reads = getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "get_encoder")
-    # Of a model with an encoder, what that reads: its embedding may be a module of its own, with weights that are
-    # shared.
+    # A model with an encoder: the encoder's embedding, which may be a separate module with shared weights.
     handle = (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The pad, eos and bos tokens of a tokenizer, and the ids of a model that must agree with them."""
+"""Sets pad, eos and bos tokens of tokenizers and the matching ids of models."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PAD_CANDIDATES = (
 
 
 def ensure_pad_token(processing_class: Any) -> str | None:
-    """Give a tokenizer that has no pad token one it already knows, if possible other than its eos token.
+    """Give a tokenizer without a pad token one from its vocabulary, if possible other than its eos token.
 
     The vocabulary does not grow. Labels are masked by length, never by id, so that eos as pad costs no training signal.
 
     Returns:
-        A sentence about what was done, or None.
+        A sentence about the change, or None.
     """
     tokenizer = _tokenizer_of(processing_class)
     if tokenizer.pad_token is not None:
@@ -47,7 +47,7 @@ def ensure_pad_token(processing_class: Any) -> str | None:
 def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, int]:
     """Copy the pad, eos and bos ids that the tokenizer has to the model's config and generation config.
 
-    A generation config that stops at several tokens goes on stopping at them.
+    A generation config that stops at several tokens still stops at them.
 
     Returns:
         ``{name of the id: new id}`` for what changed in either config.

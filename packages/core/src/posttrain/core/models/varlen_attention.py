@@ -1,16 +1,15 @@
-"""Attention over `Segments`: several texts in one flattened row, each seeing itself and what it continues.
+"""Implements attention over `Segments` of one flattened row.
 
 A model reads them after `enable_segments`:
 
-    enable_segments(model)
-    segments = Segments.groups([(256, [64, 48])])
-    logits = model(input_ids=row, **segments.model_inputs(row.shape)).logits        # row: (1, 368)
+    enable_segments(model) segments = Segments.groups([(256, [64, 48])]) logits = model(input_ids=row,
+    **segments.model_inputs(row.shape)).logits # row: (1, 368)
 
-Segments travel as a keyword of the forward down to the attention function, so they are there again when a layer is
-recomputed in the backward pass, whatever wraps the model. No mask of (N, N) is ever made: the work is cut into blocks,
-each the queries of some segments against the keys of one stretch that they see wholly or causally. The blocks of a
-query are joined by the logarithm of their normalisers, the way Milakov and Gimelshein (2018,
-https://arxiv.org/abs/1805.02867) sum a softmax piece by piece.
+Segments are passed as a keyword of the forward to the attention function, so they are available when a layer is
+recomputed in the backward pass, under any wrapper. No (N, N) mask is built: the work is split into blocks of the
+queries of some segments and the keys of one range that they attend to fully or causally. The blocks of a query are
+merged with the logarithm of their normalisers, the way Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867)
+sum a softmax in parts.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def enable_segments(model: nn.Module) -> None:
-    """Let the forward of `model` take ``segments``. Without them it computes what it did before.
+    """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
-    Registers an attention function with transformers and sets it, as ``segments_<what was set>``.
+    Registers an attention function with transformers and sets it as ``segments_<previous one>``.
 
     Raises:
-        ValueError: where `segments_problem` says why not.
+        ValueError: for a problem from `segments_problem`.
     """
     if problem := segments_problem(model):
         raise ValueError(problem)
@@ -73,7 +72,7 @@ def segments_problem(model: nn.Module) -> str | None:
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
             f"{name} uses attn_implementation={_underlying(model)!r}; load it with one of "
-            f"{', '.join(IMPLEMENTATIONS)}, which segments can stand in for."
+            f"{', '.join(IMPLEMENTATIONS)}, which segments support."
         )
     device = next(base.parameters()).device
     if device.type == "meta":
@@ -137,7 +136,7 @@ def _try(model: nn.Module, base: nn.Module) -> str | None:
             whole = [sum(lengths[i] for i in text) for text in texts]
             packed = torch.cat([line[:length] for line, length in zip(alone, whole, strict=True)])
             documents = _logits_of(model, packed, Segments.documents(whole)).float().split(whole)
-    except Exception as error:  # any model may be unable to read this, and is then trained in another way
+    except Exception as error:  # any model may fail here, and is then trained without segments
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
         for module in training:
@@ -209,16 +208,16 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _eager_function(module: nn.Module) -> Callable[..., Any]:
-    """The `eager_attention_forward` that is written beside the class of `module`."""
+    """The `eager_attention_forward` in the file of `module`'s class."""
     for kind in type(module).__mro__:
         function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if function is not None:
             return function
-    raise ValueError(f"{type(module).__name__} has no eager_attention_forward beside it; load the model with sdpa.")
+    raise ValueError(f"{type(module).__name__} has no eager_attention_forward in its file; load the model with sdpa.")
 
 
 def layer_window(module: nn.Module, told: int | None) -> int | None:
-    """The sliding window of a layer. Some models tell it to their masks alone, and then it would go unnoticed here."""
+    """The sliding window of a layer. Some models apply it only in their masks, which are not used here."""
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
@@ -243,13 +242,13 @@ def segment_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention of one flattened row under ``segments.dense_mask(window)``, which is not made.
+    """Softmax attention of one flattened row under ``segments.dense_mask(window)``, without building it.
 
     Args:
         query: (1, H, N, D). key: (1, G, N, D) and value: (1, G, N, E), where G divides H.
         scale: multiplies the scores.
         softcap: bounds them to (-softcap, softcap) by a tanh (Gemma 2).
-        sinks: (H,) a score that each head gives to nothing (GPT-OSS).
+        sinks: (H,) the score of each head's attention sink (GPT-OSS).
 
     Returns:
         (1, H, N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
@@ -327,9 +326,7 @@ class _Block(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _blocks(segments: Segments) -> tuple[_Block, ...]:
-    """The blocks of a row: each segment against itself, then neighbours that continue the same against what they
-    continue.
-    """
+    """The blocks of a row: each segment with itself, then adjacent segments with the one they continue."""
     ends = [start + length for start, length in zip(segments.starts, segments.lengths, strict=True)]
     blocks = [_Block(start, end, start, end, True, True) for start, end in zip(segments.starts, ends, strict=True)]
     seen: list[tuple[int, int, int, int]] = []
@@ -413,19 +410,18 @@ def _block_inputs(
     return tuple(tensor.float() for tensor in inputs) if short else inputs
 
 
-#: Documents of so many tokens at most, in pieces of no more than the second number on average, are computed in one call
-# with
-#: a mask: up to nine times as fast on the CPU, since a call for each block takes longer than what it computes.
+#: Documents of at most this many tokens, and at most the second number on average, are computed in one call with a
+# mask: up to nine times as fast on the CPU, where a call for each block takes longer than its work.
 TILE, TILE_PIECE = 64, 16
 
 
 @functools.lru_cache(maxsize=8)
 def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Each document as a row of its own, for short ones; None where blocks are faster.
+    """Each document as a separate row, for short ones; None if blocks are faster.
 
     Returns:
-        (T, W) where in the flattened row the tokens of the T documents are, padded with 0; (T, 1, W, W) bool, what they
-        see; (N,) and (N,) the document of each token of the flattened row, and its place there.
+        (T, W) where in the flattened row the tokens of the T documents are, padded with 0; (T, 1, W, W) bool, their
+        mask; (N,) and (N,) the document of each token of the flattened row, and its position there.
     """
     if segments.num_tokens > TILE_PIECE * len(segments.lengths):
         return None

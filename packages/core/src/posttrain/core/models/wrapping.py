@@ -1,4 +1,4 @@
-"""What lies below the wrappers of a model: torch.compile, DDP, FSDP, DeepSpeed, and the adapters of peft."""
+"""Unwraps models: torch.compile, DDP, FSDP, DeepSpeed and peft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def has_virtual_tokens(model: nn.Module) -> bool:
-    """Whether an adapter puts tokens of its own before each row: prompt tuning, prefix tuning and their variants."""
+    """Whether an adapter adds virtual tokens before each row: prompt tuning, prefix tuning and variants."""
     return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
 
 

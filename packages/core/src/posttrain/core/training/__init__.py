@@ -1,1 +1,1 @@
-"""What a run does besides the loop: its length, non-finite steps, memory, preemption."""
+"""The parts of a run outside the loop: length, non-finite steps, memory, preemption."""

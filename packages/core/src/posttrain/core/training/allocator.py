@@ -1,4 +1,4 @@
-"""Memory that is freed on the CPU and needed again in the next step."""
+"""Keeps freed CPU memory for the next step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 # Parameters of mallopt(3), from malloc.h of glibc.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 _KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 * 2**20}
-# What glibc comes to by itself in a program that frees tensors: its own defaults, and the thresholds at their limits,
-# since
-# they no longer move once anything was set. The settings from before cannot be read.
+# glibc's own settings in a program that frees tensors: the defaults, with the dynamic thresholds at their limits,
+# because they are fixed once anything is set. The previous settings cannot be read.
 _GIVE_BACK = {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 64 * 2**20, M_TOP_PAD: 128 * 2**10}
 _keeping = 0
 
@@ -37,10 +36,10 @@ class AllocatorArguments:
 
 @contextlib.contextmanager
 def freed_memory_kept(on: bool = True) -> Iterator[None]:
-    """In here the process keeps the memory that it frees; at the end it is given back to the system.
+    """Within this context the process keeps freed memory and returns it to the system at the end.
 
-    By itself glibc maps each large tensor anew and gives it back when it is freed, so that every step pays for the same
-    pages again, one fault for 4 KiB. Nothing is done with another C library, nor where the environment tunes this one.
+    By default glibc maps each large tensor again and unmaps it when it is freed, so every step pays a page fault for
+    each 4 KiB. Nothing is changed for other C libraries, or if the environment tunes glibc.
     """
     global _keeping
     if not on or not _can_be_set():

@@ -1,6 +1,4 @@
-"""Arguments that changed between a checkpoint and the run that goes on from it: which they are, and what becomes of
-them.
-"""
+"""Compares the arguments of a checkpoint and the resumed run, and applies changes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Arguments that say where and how a run is watched, saved and set up, and change none of its numbers.
+# Arguments of logging, saving and set-up, which change no numbers.
 _BESIDE_THE_RUN = (
     "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint "
     "local_rank include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model "
@@ -33,13 +31,13 @@ _OPTIONS = {
 }  # fmt: skip
 _ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
 _NOTES = {
-    "learning_rate": "the new one holds from the next update on",
-    "weight_decay": "the new one holds from the next update on",
-    "seed": "random numbers go on where they were, and rows in another order",
-    "data_seed": "rows go on in another order",
-    "train_sampling_strategy": "rows go on in another order",
-    "per_device_train_batch_size": "rows go on where they were",
-    "gradient_accumulation_steps": "rows go on where they were",
+    "learning_rate": "the new one applies from the next optimizer step on",
+    "weight_decay": "the new one applies from the next optimizer step on",
+    "seed": "random numbers continue, and rows come in another order",
+    "data_seed": "rows continue in another order",
+    "train_sampling_strategy": "rows continue in another order",
+    "per_device_train_batch_size": "rows continue at the same position",
+    "gradient_accumulation_steps": "rows continue at the same position",
     "num_train_epochs": "the schedule is the new run's",
     "max_steps": "the schedule is the new run's",
 }
@@ -87,15 +85,15 @@ def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: 
     old, new = changed.get("optim", (None, None))
     if old != new and not any({old, new} <= kin for kin in _ONE_STATE):
         raise CheckpointError(
-            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot go on from "
-            f"it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and pass "
-            "no resume_from_checkpoint."
+            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot resume "
+            f"from it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and "
+            "pass no resume_from_checkpoint."
         )
     listed = []
     for name, (before, after) in changed.items():
         note = _NOTES.get(name)
         if name in _REORDERS and inside_epoch:
-            note = f"{note}: in the epoch that is under way some are read twice and some not at all"
+            note = f"{note}: in the current epoch some are read twice and some not at all"
         listed.append(f"{name}: {before!r} -> {after!r}{f' ({note})' if note else ''}")
     return f"Arguments have changed since {checkpoint} was saved: {'; '.join(listed)}."
 
@@ -108,7 +106,7 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def apply(
     changed: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
 ) -> None:
-    """Let changed constants of the optimizer hold, whose loaded state has brought the old ones back.
+    """Apply changed constants of the optimizer after its loaded state restored the old ones.
 
     Args:
         changed: as from `differences`.

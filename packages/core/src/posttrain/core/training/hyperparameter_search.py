@@ -1,7 +1,6 @@
-"""Search for hyperparameters: many runs of one trainer, each with other arguments, and the best of them.
+"""Searches for hyperparameters with many runs of one trainer.
 
-The runner stands above the trainer. It lends it the arguments, the folder and the callbacks of one trial, lets it
-train, and takes them back.
+The runner sets the trainer's arguments, folder and callbacks for each trial and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTIONS = ("minimize", "maximize")
-# What a trainer has used by the time that it is built: to change it between trials would do nothing, silently.
+# Arguments that a trainer uses when it is built: changing them between trials would silently have no effect.
 FIXED = {
     "output_dir", "resume_from_checkpoint", "report_to", "disable_tqdm", "full_determinism",
     "log_level", "log_level_replica", "log_on_each_node",
@@ -43,8 +42,8 @@ class BestRun(NamedTuple):
     Args:
         run_id: number of the trial; its files lie in ``run-<run_id>`` below the output folder, unless ``hp_name`` named
             it.
-        objective: what it reached; a list where there are several objectives.
-        hyperparameters: what was suggested to it.
+        objective: its value; a list for several objectives.
+        hyperparameters: the suggested values.
         run_summary: the whole `optuna.Study`, on the main process.
     """
 
@@ -65,7 +64,7 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
 
 
 def default_compute_objective(metrics: dict[str, float]) -> float | None:
-    """The sum of all metrics but the loss and those of speed and progress; ``eval_loss`` where there is no other."""
+    """The sum of all metrics except the loss, speed and progress; ``eval_loss`` if there is no other."""
     beside = ("eval_loss", "epoch", "num_input_tokens_seen")
     others = [value for name, value in metrics.items() if name not in beside and not is_timing(name)]
     return sum(others) if others else metrics.get("eval_loss")
@@ -81,19 +80,19 @@ def search(
     hp_name: Callable[[Any], str] | None = None,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """Train `trainer` again and again with arguments that optuna suggests.
+    """Train `trainer` repeatedly with arguments that optuna suggests.
 
-    Each trial has a fresh model, fresh states of the callbacks and a folder of its own. Every evaluation along the way
-    is reported, and a trial that the study's pruner gives up ends there, with its trackers closed. A trial whose loss
-    is not finite counts as failed, and the search goes on. With several processes, the first one runs the study and all
-    train; suggest everything in `hp_space` then, nothing in ``model_init``.
+    Each trial has a new model, new callback states and its own folder. Every evaluation is reported; a trial that the
+    study's pruner stops ends there, and its trackers are closed. A trial with a non-finite loss counts as failed, and
+    the search continues. With several processes, the first one runs the study and all train; then suggest everything in
+    `hp_space`, nothing in ``model_init``.
 
     Args:
-        trainer: a trainer with a ``model_init``, which may take the trial. Afterwards it has its own arguments again.
+        trainer: a trainer with a ``model_init``, which may take the trial. Its arguments are restored afterwards.
         hp_space: ``trial -> {argument: value}``; by default `default_hp_space`.
         compute_objective: ``metrics -> number``, or one number for each direction. By default the evaluation loss, or
             `default_compute_objective` where the trainer computes metrics.
-        n_trials: how many runs; None goes on until ``timeout``.
+        n_trials: number of runs; None: until ``timeout``.
         direction: "minimize" or "maximize"; a list for several objectives.
         backend: "optuna", the only one.
         hp_name: ``trial -> name`` of its folder and its run in the trackers; by default ``run-<number>``.
@@ -105,7 +104,7 @@ def search(
 
     Raises:
         ConfigError: a suggested argument does not exist, or cannot have that value.
-        RuntimeError: not one trial was completed.
+        RuntimeError: no trial was completed.
     """
     _check(trainer, compute_objective, direction, backend, kwargs)
     optuna = require("optuna", "optuna", why="a search for hyperparameters")
@@ -171,15 +170,15 @@ def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: An
             raise ValueError(f"search: direction={one!r} is not minimize or maximize{did_you_mean(one, DIRECTIONS)}")
     if not isinstance(direction, str) and compute_objective is None:
         raise ValueError(
-            f"search: direction={direction!r} asks for {len(direction)} objectives; pass compute_objective, which "
-            "returns one number for each."
+            f"search: direction={direction!r} has {len(direction)} objectives; pass compute_objective, which returns "
+            "one number for each."
         )
 
 
 def _default_objective(trainer: Trainer) -> Callable[[dict[str, float]], float | None]:
     if trainer.compute_metrics is not None:
         return default_compute_objective
-    # Not the sum of whatever a trainer logs of its own: of a token count, more would be worse.
+    # Not the sum of the trainer's own metrics, which include token counts.
     sets = trainer.eval_dataset
     losses = [f"eval_{name}_loss" for name in sets] if isinstance(sets, dict) else ["eval_loss"]
     return lambda metrics: sum(metrics[name] for name in losses) if metrics.keys() >= set(losses) else None
@@ -201,7 +200,7 @@ def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any
 
 
 class _Reporter(TrainerCallback):
-    """Hands each whole evaluation to the trial, and ends the run when the study gives it up."""
+    """Reports each evaluation to the trial and ends the run when the study prunes it."""
 
     def __init__(
         self, trial: Any, name: str, objective: Callable[[dict[str, float]], Any], trainer: Trainer, reports: bool
@@ -214,7 +213,7 @@ class _Reporter(TrainerCallback):
         self._parts: list[dict[str, float]] = []
 
     def measure(self, metrics: dict[str, float]) -> Any:
-        """The objective as plain numbers. It gets a copy, for it may pop what it does not want."""
+        """The objective as plain numbers. It gets a copy of the metrics, because it may modify them."""
         value = self.objective(dict(metrics))
         if value is None:
             raise ValueError(
@@ -235,7 +234,7 @@ class _Reporter(TrainerCallback):
         self._parts = []
         if self.reports:
             self.trial.report(self.value, state.global_step)
-            # Only the main process knows the study, and all must stop together.
+            # Only the main process has the study, and all must stop together.
             self.pruned = self.dist.broadcast_object(self.trial.should_prune())
             control.should_training_stop = control.should_training_stop or self.pruned
 

@@ -1,4 +1,4 @@
-"""Memory that runs out, and how much of it a stage took."""
+"""Detects out-of-memory errors, halves batches and measures memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from typing import Any
 
 import torch
 
-# What libraries say when memory runs out, where they have no class of error for it.
+# Messages of out-of-memory errors without their own class.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that there was not enough memory, on the host or on a device."""
+    """Whether `error` is an out-of-memory error of the host or a device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def free_memory() -> int | None:
-    """Bytes of the host that can be taken without swapping, or before the container's limit; None where the system does
-    not say.
-    """
+    """Bytes of host memory available without swapping and within the container's limit; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -42,14 +40,13 @@ def free_memory() -> int | None:
 
 
 def halves(batch: Any) -> tuple[Any, Any]:
-    """`batch` as two batches of its first and its second rows, of the same types as it.
+    """The first and second half of the rows of `batch`, with the same types.
 
     Args:
-        batch: a tensor, or a mapping, list or tuple of what can be halved; numbers, strings and None are in both.
+        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves.
 
     Raises:
-        ValueError: it has one row, or holds things of different numbers of rows, so that nobody knows which belong
-            together. The message says which.
+        ValueError: it has one row, or its values have different numbers of rows.
     """
     sizes = {name: len(value) for name, value in _columns(batch) if _has_rows(value)}
     if len(set(sizes.values())) != 1:
@@ -88,7 +85,7 @@ def advice(rows: int, accumulation: int) -> str:
     """What to set when a step of `accumulation` micro-batches of `rows` rows did not fit."""
     smaller = (
         f"per_device_train_batch_size={rows // 2} with gradient_accumulation_steps={accumulation * 2} (the same "
-        "update), "
+        "optimizer step), "
         if rows > 1
         else ""
     )
@@ -97,7 +94,7 @@ def advice(rows: int, accumulation: int) -> str:
 
 
 def host_bytes() -> int:
-    """Memory of this process that is in use now, in bytes; where the system does not say, the most it ever was."""
+    """Current memory of this process in bytes; its peak if the system reports nothing else."""
     try:
         with open("/proc/self/statm", encoding="ascii") as numbers:
             return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -108,12 +105,12 @@ def host_bytes() -> int:
 
 
 class MemoryTracker:
-    """The memory that stages of a run take, under the names that transformers' Trainer gave them.
+    """Measures the memory of a run's stages, with the names of transformers' Trainer.
 
     A stage within a stage counts as part of the outer one. The peak of the host is sampled a hundred times a second.
 
     Args:
-        device: whose memory is reported besides the host's.
+        device: measured in addition to the host.
         on: whether to track at all.
     """
 
@@ -124,9 +121,9 @@ class MemoryTracker:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[dict[str, int]]:
         """A dict that holds, after the block, ``<name>_mem_cpu_alloc_delta`` and ``<name>_mem_cpu_peaked_delta`` in
-        bytes, and ``_mem_gpu_`` likewise where there is a device. Empty for a stage within another.
+        bytes, and ``_mem_gpu_`` likewise with a device. Empty for a nested stage.
 
-        The stage ``init`` reports nothing by itself: the first stage after it brings its numbers along.
+        The first stage after ``init`` also reports the numbers of ``init``.
         """
         metrics: dict[str, int] = {}
         if not self.on or self._under_way:

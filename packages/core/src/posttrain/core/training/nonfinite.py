@@ -1,7 +1,7 @@
-"""Whether a step may be applied: a loss or a gradient that is NaN or infinite is kept from the weights, and traced.
+"""The non-finite guard: keeps NaN and infinite gradients from the weights and finds their source.
 
-`FiniteGuard` decides, step by step. `first_nonfinite` runs a batch again and says which module the numbers went bad in;
-`watched` looks at every module of every step, for runs that are being debugged.
+`FiniteGuard` decides for each step. `first_nonfinite` repeats a batch and names the first module with a non-finite
+output; `watched` checks every module at every step, for debugging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.core.errors import NonFiniteError
 
 logger = logging.getLogger(__name__)
 
-# On an accelerator a step is judged this many steps later: the device is then done with it, so nothing is waited for.
+# On an accelerator a step is checked this many steps later, when the device has finished it, so nothing waits.
 LAG = 4
 ROWS_NAMED = 16
 
@@ -32,14 +32,15 @@ class HealthArguments:
     """What happens when numbers are no longer finite."""
 
     on_nonfinite: str = opt(
-        "stop", "At a loss or gradient that is NaN or infinite: stop the run, skip that update, or warn and make it.",
+        "stop",
+            "If a loss or gradient is NaN or infinite: stop the run, skip that optimizer step, or warn and apply it.",
         choices=("stop", "skip", "warn"), old_flags=("logging_nan_inf_filter", "no_logging_nan_inf_filter"),
     )  # fmt: skip
     max_nonfinite_steps: int = opt(
-        5, "Such updates in a row after which the run stops even where `on_nonfinite` lets it go on.", min=1
+        5, "The run stops after this many such steps in a row, for any `on_nonfinite`.", min=1
     )
     debug: str | list[str] = opt(
-        "", "underflow_overflow: look at the output of every module in every step, and name the first that overflows."
+        "", "underflow_overflow: check the output of every module at every step, and name the first that overflows."
     )
 
     def _normalize(self) -> None:
@@ -57,17 +58,16 @@ class HealthArguments:
 
 @dataclass(slots=True)
 class Update:
-    """An update of the weights, as long as it is not known whether its numbers are finite.
+    """An optimizer step that is not yet known to be finite.
 
     Attributes:
-        step: updates before it.
-        epoch, first_batch: the pass over the data, and how many of its micro-batches were drawn before.
+        step: optimizer steps before it.
+        epoch, first_batch: the epoch, and the number of its earlier micro-batches.
         window: its micro-batches.
-        losses: the share of each of them in the loss, shape () each.
+        losses: their shares of the loss, shape () each.
         loss, grad_norm: shape ().
-        num_items: items in the window, shape (), where they were counted.
-        origins: for each micro-batch, which of those that the loader gave for this window it is a part of; None:
-            itself.
+        num_items: items in the window, shape (), if counted.
+        origins: for each micro-batch, the index of the loader's batch that it is a part of; None: its own.
     """
 
     step: int
@@ -94,16 +94,16 @@ class Update:
 
 
 class FiniteGuard:
-    """Keeps updates that are not finite from the weights, without waiting for the device where that can be.
+    """Keeps non-finite optimizer steps from the weights, without waiting for the device if possible.
 
-    On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are looked at before each step. A
-    fused optimizer on another device is handed a flag instead, which its kernel reads: it leaves weights and moments as
-    they are, and the flag is read some steps later.
+    On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are checked before each step. A
+    fused optimizer on another device gets a flag that its kernel reads: it then leaves weights and moments unchanged,
+    and the flag is read some steps later.
 
     Args:
         policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
-        limit: such updates in a row after which the run stops in any case.
-        report: ``(update, stops, steps since) -> text``: what to say of an update. Called on every process at once.
+        limit: the run stops after this many such steps in a row in any case.
+        report: ``(update, stops, steps since) -> text``: the message about a step. Called on all processes together.
         total: the sum of a number or a tensor over all processes.
         lag: steps after which a flag is read.
     """
@@ -126,14 +126,14 @@ class FiniteGuard:
     def before_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
     ) -> bool:
-        """Whether `optimizer` may make `update` now.
+        """Whether `optimizer` may apply `update` now.
 
         Args:
-            loss_scale: gives the scale of a loss scaler that is in use. It skips steps whose gradients overflow and
-                lowers the scale, which is no fault as long as there is a scale to lower.
+            loss_scale: returns the scale of an active loss scaler. It skips steps with overflowing gradients and lowers
+                the scale, which is no error while the scale can be lowered.
 
         Raises:
-            NonFiniteError: the update is not finite, or an earlier one was not, and the run is to stop.
+            NonFiniteError: this step or an earlier one is not finite, and the run must stop.
         """
         if loss_scale is not None:
             bad = not math.isfinite(update.loss.item())
@@ -148,10 +148,10 @@ class FiniteGuard:
         return self._judge(bad, update, 0)
 
     def flag(self, optimizer: torch.optim.Optimizer, update: Update) -> None:
-        """Let a fused `optimizer` skip its next step if `update` is not finite; nothing is waited for.
+        """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting.
 
         Raises:
-            NonFiniteError: an update `lag` steps ago was not, and the run is to stop.
+            NonFiniteError: the step `lag` steps ago was not finite, and the run must stop.
         """
         bad = (~(torch.isfinite(update.loss) & torch.isfinite(update.grad_norm))).float()
         if self._total is not None:
@@ -164,10 +164,10 @@ class FiniteGuard:
             self._judge_oldest()
 
     def settle(self) -> None:
-        """Judge every update that was flagged: before a log record, an evaluation, a checkpoint.
+        """Check every pending flag: before a log record, an evaluation or a checkpoint.
 
         Raises:
-            NonFiniteError: one was not finite, and the run is to stop.
+            NonFiniteError: one was not finite, and the run must stop.
         """
         try:
             while self._pending:
@@ -199,7 +199,7 @@ class FiniteGuard:
         return self.policy == "warn"
 
     def _lacks_labels(self, update: Update) -> bool:
-        """Whether no process has a label in its part of `update`."""
+        """Whether `update` has no label on any process."""
         lacks = update.lacks_labels
         return lacks if self._total is None else not self._total(int(not lacks))
 
@@ -214,14 +214,16 @@ class FiniteGuard:
         return False
 
     def finish(self) -> None:
-        """At the end of a run: judge what was flagged.
+        """Check pending flags at the end of a run.
 
         Raises:
-            NonFiniteError: one update was not finite and the run is to stop, or not one had a label.
+            NonFiniteError: a step was not finite and the run must stop, or no step had a label.
         """
         self.settle()
         if self._without_labels and not self._seen_labels:
-            raise NonFiniteError(f"{self._without_labels} It was so in every update of this run: nothing was learned.")
+            raise NonFiniteError(
+                f"{self._without_labels} This was true for every optimizer step of the run: nothing was learned."
+            )
 
     def logged(self) -> dict[str, int]:
         """``{"nonfinite_steps": how many}`` since the last call, if there were any."""
@@ -234,7 +236,7 @@ class FiniteGuard:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
-        self._seen_labels = state.get("seen_labels", True)  # earlier checkpoints do not say
+        self._seen_labels = state.get("seen_labels", True)  # earlier checkpoints do not have it
 
 
 class _Flag(NamedTuple):
@@ -263,38 +265,38 @@ class _Flag(NamedTuple):
 
 
 def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
-    """What went wrong with `update` and what became of it, without naming the place.
+    """The message about `update` and whether it was applied, without the place.
 
     Args:
-        late: updates that were made since.
+        late: optimizer steps since then.
     """
     if policy == "warn" and not update.lacks_labels:
-        fate = "The update was made all the same, as on_nonfinite='warn' asks."
+        fate = "The step was applied nevertheless, as on_nonfinite='warn' sets."
     elif late:
-        fate = "The update was not applied; those that followed were."
+        fate = "The step was not applied; later ones were."
     else:
-        fate = f"The update was not applied: the weights are those of update {update.step}."
+        fate = f"The step was not applied: the weights are those of step {update.step}."
     if update.lacks_labels:
         return (
-            f"Update {update.step + 1}: not one label of its rows is to be learned (all are -100), so there is no "
-            f"loss. {fate} Where labels are drawn at random, larger batches have some; else leave such rows out of "
-            "the dataset, or look at what masks their labels."
+            f"Step {update.step + 1}: all labels of its rows are -100, so there is no loss. {fate} If labels are "
+            "drawn at random, use larger batches; else remove such rows from the dataset, or check how their labels "
+            "are masked."
         )
     loss, norm = float(update.loss), float(update.grad_norm)
-    return f"Update {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
+    return f"Step {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
 
 
 REMEDY = (
-    "Lower the learning rate, look at the rows of this batch, or use bf16 where fp16 overflows; on_nonfinite='skip' "
-    "leaves such updates out."
+    "Lower the learning rate, check the rows of this batch, or use bf16 if fp16 overflows; on_nonfinite='skip' skips "
+    "such steps."
 )
 
 
 def name_batches(update: Update, rows_of: Callable[[int], list[int] | None]) -> str:
-    """The micro-batches of `update` that are at fault, with the rows in them: ``"batch 7 of epoch 0 (rows 3, 19)"``.
+    """The non-finite micro-batches of `update`, with their rows: ``"batch 7 of epoch 0 (rows 3, 19)"``.
 
     Args:
-        rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: not known.
+        rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: unknown.
     """
     named = []
     for number in dict.fromkeys(update.first_batch + update.origin(bad) for bad in update.bad_batches()):
@@ -324,7 +326,7 @@ def has_float16(model: nn.Module) -> bool:
 
 
 def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
-    """Say what weights in float16 need before they are trained.
+    """Check and warn about weights in float16.
 
     Args:
         precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
@@ -344,7 +346,7 @@ def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
         )
     logger.warning(
         "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses "
-        "overflow, and Adam divides by 0. Updates that are not finite are left out, as a loss scaler would; after "
+        "overflow, and Adam divides by 0. Non-finite steps are skipped, as a loss scaler would; after "
         "max_nonfinite_steps in a row the run stops. %s", what, remedy,
     )  # fmt: skip
 
@@ -365,8 +367,9 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
-    """``"NaN"``, ``"inf"`` or ``"-inf"``, whatever is found first; minus infinity only where there is nothing else,
-    since masks hold it rightly."""
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; minus infinity only if there is nothing else,
+    because masks contain it.
+    """
     lowest = None
     for tensor in tensors:
         values = tensor.detach()
@@ -399,22 +402,22 @@ class _Trace:
             if before in ("NaN", "inf"):
                 self.forward = f"what reaches {where} holds {before} already, from outside of any module"
             else:
-                self.forward = f"the output of {where} is the first to hold {fault}"
+                self.forward = f"the output of {where} is the first with {fault}"
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self.saw_gradient(grad, f"the gradient at the output of {where}"))
 
     def saw_gradient(self, gradient: torch.Tensor, what: str) -> None:
         if self.backward is None and (fault := _fault(iter([gradient]))) is not None:
-            self.backward = f"{what} is the first in the backward pass to hold {fault}"
+            self.backward = f"{what} is the first in the backward pass with {fault}"
 
 
 def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> str | None:
-    """Where the numbers go bad when `run` is called with each of `batches` in turn; None where they stay finite.
+    """The first non-finite value when `run` is called with each of `batches`; None if all are finite.
 
-    Parameters and batches are looked at first, then the output of each module in the order of the forward pass, then
-    what `run` returns (the loss), then the gradients in the order of the backward pass, if `run` makes one. Waits for
-    the device at each of them.
+    Checks parameters and batches first, then the output of each module in the order of the forward pass, then the
+    result of `run` (the loss), then the gradients in the order of the backward pass, if there is one. Each check waits
+    for the device.
     """
     for name, parameter in model.named_parameters():
         if (fault := _fault(_tensors(parameter))) in ("NaN", "inf"):
@@ -437,8 +440,7 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
         for handle in trace.handles:
             handle.remove()
     itself = (
-        loss
-        and f"the loss itself is {loss}, where every module's output is finite: look at how it is computed from them"
+        loss and f"the loss itself is {loss}, but every module's output is finite: check how it is computed from them"
     )
     return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
 
@@ -457,10 +459,10 @@ def _hook(trace: _Trace, name: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
-    """Look at the output of every module on each forward pass in here; slow, for finding where numbers overflow.
+    """Check the output of every module on each forward pass in this context; slow, to find overflows.
 
     Args:
-        frames: how many modules are listed, up to the one at fault, with the smallest and largest magnitude of their
+        frames: the number of listed modules before the overflow, with the smallest and largest magnitudes of their
             weights and outputs: the smallest show where fp16 underflows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Methods of transformers' `Trainer` that a subclass may have overridden, and that nothing calls here."""
+"""Warns about overridden methods of transformers' `Trainer` that are never called here."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def is_from(owner: object, method: str, kind: str) -> bool:
 
 
 def unheard(trainer_class: type) -> str | None:
-    """A sentence on methods that classes other than ours have put into `trainer_class`, and that nothing calls; None
-    without.
+    """A sentence on user-defined methods of `trainer_class` that are never called; None without any.
 
-    They are those of `INSTEAD`, and of the dict ``INSTEAD`` that a trainer of ours may have of its own.
+    They are those of `INSTEAD`, and of a trainer's own dict ``INSTEAD``.
     """
     instead = INSTEAD | getattr(trainer_class, "INSTEAD", {})
     theirs = [vars(owner) for owner in trainer_class.__mro__ if not owner.__module__.startswith("posttrain.")]

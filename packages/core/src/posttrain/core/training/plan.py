@@ -1,4 +1,4 @@
-"""How long a run is, and where in its data a step lies. Pure arithmetic."""
+"""Computes the length of a run and the data position of a step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of a run, in optimizer updates.
+    """The length of a run in optimizer steps.
 
     Attributes:
-        accumulation: micro-batches of one update; an epoch's last window may hold fewer.
+        accumulation: micro-batches of one optimizer step; an epoch's last window may hold fewer.
         batches_per_epoch: micro-batches each process draws in an epoch; None where the data has no known length.
-        max_steps: updates after which the run ends.
-        num_epochs: passes over the data that are begun at most.
+        max_steps: optimizer steps after which the run ends.
+        num_epochs: the maximum number of started epochs.
     """
 
     accumulation: int
@@ -30,20 +30,20 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Updates in one pass: a last window short of micro-batches counts."""
+        """Optimizer steps in one epoch, including a short last window."""
         if self.batches_per_epoch is None:
             return None
         return max(math.ceil(self.batches_per_epoch / self.accumulation), 1)
 
     def position(self, step: int) -> tuple[int, int]:
-        """(epoch, micro-batches of it already drawn) after `step` updates; needs a known length."""
+        """(epoch, micro-batches of it already drawn) after `step` optimizer steps; needs a known length."""
         if self.steps_per_epoch is None:
-            raise ValueError("The data has no known length, so a step has no place in an epoch that can be computed.")
+            raise ValueError("The data has no known length, so the epoch of a step cannot be computed.")
         epoch, steps = divmod(step, self.steps_per_epoch)
         return epoch, steps * self.accumulation
 
     def epoch_at(self, epoch: int, batches: int, step: int) -> float:
-        """The epoch as a fraction, `batches` micro-batches into pass number `epoch`, after `step` updates."""
+        """The epoch as a fraction, `batches` micro-batches into epoch number `epoch`, after `step` optimizer steps."""
         if self.batches_per_epoch is None:
             return step / self.max_steps
         return epoch + min(batches, self.batches_per_epoch) / max(self.batches_per_epoch, 1)
@@ -51,12 +51,12 @@ class Plan:
 
 @dataclass
 class Progress:
-    """Where a run stands in its data and its log, beside what `TrainerState` tells callbacks; saved in checkpoints.
+    """The position of a run in its data and its log, in addition to `TrainerState`; saved in checkpoints.
 
     Attributes:
         epoch: number of the pass over the data. epoch_ended: nothing more is drawn from it.
         batches: micro-batches that this process drew in this pass.
-        loss_sum, loss_count: of the steps whose losses were logged already.
+        loss_sum, loss_count: of the steps whose losses were already logged.
         last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
     """
 
@@ -71,10 +71,10 @@ class Progress:
 
 
 def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs: float, max_steps: int) -> Plan:
-    """Plan a run; `max_steps` > 0 beats `num_train_epochs`.
+    """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.
 
     Raises:
-        ValueError: the data has no known length and no `max_steps` is set, or there is not one batch.
+        ValueError: the data has no known length and no `max_steps` is set, or there is no batch.
     """
     if batches_per_epoch == 0:
         raise ValueError(
@@ -84,8 +84,8 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
     if batches_per_epoch is None:
         if max_steps <= 0:
             raise ValueError(
-                "The training data has no known length (it is iterable without __len__), so the number of updates "
-                "cannot be computed from num_train_epochs. Set max_steps."
+                "The training data has no known length (it is iterable without __len__), so the number of optimizer "
+                "steps cannot be computed from num_train_epochs. Set max_steps."
             )
         return Plan(accumulation, None, max_steps, sys.maxsize)
     steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
@@ -97,12 +97,10 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
 
 
 def resumed(plan: Plan, step: int, epoch: int, batches: int, keeps_max_steps: bool) -> Plan:
-    """`plan` for going on after `step` updates of another size, `batches` of its own micro-batches into pass number
-    `epoch`.
+    """`plan` for resuming after `step` optimizer steps of another size, `batches` micro-batches into epoch `epoch`.
 
     Args:
-        keeps_max_steps: the run ends after ``plan.max_steps`` updates, of whatever size; else with the last row of its
-            epochs.
+        keeps_max_steps: the run ends after ``plan.max_steps`` optimizer steps of any size; else with its last row.
     """
     if plan.steps_per_epoch is None:
         return plan
@@ -114,12 +112,12 @@ def resumed(plan: Plan, step: int, epoch: int, batches: int, keeps_max_steps: bo
 
 
 def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:
-    """Cut a stream of micro-batches into the windows of one update each; the last may be short."""
+    """Split a stream of micro-batches into accumulation windows; the last may be short."""
     stream = iter(batches)
     while window := list(islice(stream, accumulation)):
         yield window
 
 
 def as_steps(interval: float, max_steps: int) -> int:
-    """An interval in updates: below 1 it is a share of the whole run, rounded up."""
+    """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up."""
     return max(math.ceil(interval * max_steps), 1) if interval < 1 else int(interval)

@@ -1,7 +1,7 @@
-"""Ends that come from outside: signals and a time limit, noticed at once and answered where a run can be gone on from.
+"""Graceful preemption: catches signals and the time limit and stops where the run can resume.
 
-A run asks at the end of each update, and between the batches of an evaluation. Several processes must leave at the same
-update: about four times a second they hold a ballot, which costs none of them a wait, and act on the one before.
+A run checks at the end of each optimizer step and between the batches of an evaluation. Several processes must stop at
+the same step: about four times a second they start an asynchronous reduction and act on the result of the previous one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.core.config import opt
 from posttrain.core.data import workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Flags of the control that a run which is left has not answered; it does when it goes on.
+#: Control flags that are pending when a run stops; they are handled when it resumes.
 LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
 #: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
 TIME_IS_UP = 1
@@ -33,8 +33,8 @@ class InterruptArguments:
 
     save_on_signal: bool | None = opt(
         None,
-        "At SIGTERM or SIGINT (Ctrl-C), finish the update, save a checkpoint and end with exit code 143 or 130; a "
-        "second signal ends at once. None: unless save_strategy is 'no'.",
+        "At SIGTERM or SIGINT (Ctrl-C), finish the optimizer step, save a checkpoint and end with exit code 143 or "
+        "130; a second signal ends at once. None: unless save_strategy is 'no'.",
         flag=True,
     )
     enable_jit_checkpoint: bool = opt(
@@ -42,12 +42,13 @@ class InterruptArguments:
     )
     save_on_exception: bool = opt(
         False,
-        "When training raises, save the last whole update first. Costs a copy of the random state at each update.",
+        "If training raises, save the last complete optimizer step first. Costs a copy of the random state at each "
+        "step.",
     )
     max_time: float | str | None = opt(
         None,
-        "Save a checkpoint and stop after so long: seconds, or '[days:]hours:minutes:seconds'. Updates are finished "
-        "first, so leave room for one and for the save.",
+        "Save a checkpoint and stop after this time: seconds, or '[days:]hours:minutes:seconds'. The current "
+        "optimizer step is finished first, so leave time for it and for the save.",
     )
 
     def _problems(self) -> Iterator[str]:
@@ -88,8 +89,9 @@ class Left(BaseException):
         self.reason = reason
 
     def exit(self) -> BaseException | None:
-        """What ends the program, with 128 + the number of the signal, by which a scheduler tells it from success. None
-        where the time was up."""
+        """Ends the program with exit code 128 + the signal's number, which a scheduler distinguishes from success. None
+        for the time limit.
+        """
         if self.reason == TIME_IS_UP:
             return None
         return (Interrupted if self.reason == signal.SIGINT else SystemExit)(128 + self.reason)
@@ -104,18 +106,18 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 
 class EvaluationLeft(Left):
-    """An evaluation is given up because the run is to end; it is done when the run goes on."""
+    """Aborts an evaluation because the run must end; it is repeated when the run resumes."""
 
 
 class Watch:
-    """Notices signals and a time limit from `begin` to `end`.
+    """Catches signals and a time limit from `begin` to `end`.
 
-    Handlers are set in the main thread only, and only where the program has none of its own.
+    Handlers are set in the main thread only, and only if the program has none.
 
     Args:
-        on_signals: whether signals are noticed.
+        on_signals: whether to catch signals.
         limit: seconds after `begin`; None: no limit.
-        world_size: processes, which answer `due` alike.
+        world_size: processes, which get the same result from `due`.
         device: that of this process.
     """
 
@@ -159,10 +161,14 @@ class Watch:
         if os.getpid() != self._process:
             return  # a forked worker: the process that it works for decides
         self._number = number
-        self._give_back()  # the next signal does what it did before: it ends the program at once
+        self._give_back()  # the next signal has its default effect: it ends the program at once
         # Not by `logging`, whose locks the interrupted code may hold.
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: finishing this update and saving a checkpoint; a second one ends at once.\n".encode())
+        os.write(
+            2,
+            f"\n{name}: finishing this optimizer step and saving a checkpoint; a second signal ends at "
+            "once.\n".encode(),
+        )
 
     @property
     def own(self) -> int:
@@ -172,20 +178,21 @@ class Watch:
         return self._number
 
     def due(self) -> int:
-        """The reason to leave now; 0: none. The processes get the same answer: what they knew at the ballot before."""
+        """The reason to stop now; 0: none. All processes get the same result, that of the previous reduction."""
         if self.world_size == 1:
             return self.own
         self._calls += 1
         if self._calls < self._every:
             return 0
         reason, now = self._count(), time.monotonic()
-        # In whole milliseconds since the last ballot, so that all know how often to ask for about four a second.
+        # In whole milliseconds since the last reduction, so that all agree on an interval of about a quarter of a
+        # second.
         self._ballot = _Ballot([self.own, int(1000 * (now - self._asked))], self._device)
         self._calls, self._asked = 0, now
         return reason
 
     def settle(self, gather: Callable[[Any], list[Any]]) -> int:
-        """The reason to leave at the end of the run, after which nothing is asked."""
+        """The reason to stop at the end of the run."""
         self._count()
         return max(gather(self.own))
 
@@ -199,10 +206,9 @@ class Watch:
 
 
 class _Ballot:
-    """The largest of each of `numbers` over the processes, which is on its way while they go on.
+    """The maximum of each of `numbers` over the processes, computed asynchronously.
 
-    It takes the processes' own group: over the host's network where that carries tensors of the host, else on the
-    device, beside its work.
+    It uses the default process group: over the host's network if that supports CPU tensors, else on the device.
     """
 
     def __init__(self, numbers: list[int], device: torch.device) -> None:

@@ -1,12 +1,11 @@
-"""What can be known of a run before a model is loaded: from its arguments, paths, packages and data. All of it in one
-message.
+"""Checks arguments, paths, packages and data before a model is loaded, and reports all problems together.
 
-A problem is a sentence, or an exception where code may wait for its type. Checks are generators of problems. There are
+A problem is a sentence, or an exception if callers may catch its type. Checks are generators of problems. There are
 three places to add one:
 
-- ``_preflight(self)`` of a class of arguments, for what these alone say; every class in the method resolution order has
-  its own;
-- a function of this module, for what they say together with what the trainer was handed (`Parts`);
+- ``_preflight(self)`` of a class of arguments, for problems of these alone; every class in the method resolution order
+  has its own;
+- a function of this module, for problems in combination with the trainer's arguments (`Parts`);
 - ``Trainer.preflight``, which calls the two and which subclasses extend.
 """
 
@@ -29,14 +28,14 @@ from posttrain.core.optim import builder
 
 Problem = str | Exception
 
-#: Metrics that every evaluation has, besides those of the trainer.
+#: Metrics of every evaluation in addition to the trainer's own.
 EVERY_EVALUATION = ("loss", "runtime", "samples_per_second", "steps_per_second", "mem_*")
 
 
 class PreflightError(ConfigError):
-    """Several things stand against a run, all found before a model was loaded. The message lists them, one a line.
+    """Several problems prevent a run, all found before a model was loaded. The message lists them, one per line.
 
-    Where one of them has a type of its own, such as `DataError`, the error is of that type too.
+    If one of them has its own type, such as `DataError`, the error has that type too.
     """
 
     @classmethod
@@ -45,7 +44,7 @@ class PreflightError(ConfigError):
         found = list(problems)
         sentences = dict.fromkeys(_sentence(problem) for problem in found)
         kinds = dict.fromkeys(type(problem) for problem in found if isinstance(problem, Exception))
-        # Not those, such as OSError, that keep fields of their own: Python cannot lay two of them into one.
+        # Not types with their own fields, such as OSError: Python cannot combine two of them.
         plain = [kind for kind in kinds if kind.__basicsize__ <= cls.__basicsize__ and not issubclass(cls, kind)]
         try:
             return type(cls.__name__, (cls, *plain), {"__module__": cls.__module__})(where, sentences)
@@ -64,15 +63,15 @@ def _sentence(problem: Problem) -> str:
 
 @dataclass
 class Parts:
-    """What a trainer was handed beside its arguments.
+    """The objects that a trainer gets in addition to its arguments.
 
     Attributes:
         trainer_class: the class that is being made.
         model: a module, or the name or folder of one; None where `model_init` makes it.
         train_dataset, eval_dataset: as they were passed.
-        datasets: ``{name in messages: dataset}`` of those that must be readable; None: made of the two.
+        datasets: ``{name in messages: dataset}`` of those that must be readable; None: from the two above.
         processing_class: filled in by `tokenizer_problems` where it was not passed and the model was named.
-        auto_class: what a named model's `processing_class` is loaded with.
+        auto_class: the class that loads a named model's `processing_class`.
     """
 
     trainer_class: type | None = None
@@ -96,9 +95,7 @@ class Parts:
 
     @classmethod
     def of(cls, old_names: dict[str, Any], **given: Any) -> Parts:
-        """Those `given`, with what ``tokenizer=`` and ``callback=``, the earlier names of two of them, say among
-        `old_names`.
-        """
+        """Those `given`, with ``tokenizer=`` and ``callback=``, the earlier names of two of them, from `old_names`."""
         for old, new in (("tokenizer", "processing_class"), ("callback", "callbacks")):
             if given.get(new) is None:
                 given[new] = old_names.get(old)
@@ -116,7 +113,7 @@ class Parts:
 
 
 def raise_together(where: str, problems: Iterable[Problem]) -> None:
-    """Nothing, where there are none; the exception itself, where it is the only one.
+    """Raise the problems; a single exception is raised itself.
 
     Raises:
         PreflightError: listing all, each once.
@@ -129,7 +126,7 @@ def raise_together(where: str, problems: Iterable[Problem]) -> None:
 
 
 def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exception]:
-    """What `check`, a function that raises, has to say."""
+    """The problem that the function `check` raises."""
     try:
         check(*args, **kwargs)
     except (TypeError, ValueError, OSError, ImportError, RuntimeError) as error:
@@ -137,7 +134,7 @@ def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exc
 
 
 def of_arguments(*configs: Any) -> Iterator[Problem]:
-    """What the arguments ask for that this machine does not have: packages, files, folders, hardware."""
+    """Problems: packages, files, folders and hardware that are missing on this machine."""
     for config in configs:
         for owner in reversed(type(config).__mro__):
             if "_preflight" in vars(owner):
@@ -145,7 +142,7 @@ def of_arguments(*configs: Any) -> Iterator[Problem]:
 
 
 def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with what every trainer takes."""
+    """Problems with the arguments that every trainer takes."""
     yield from model_problems(args, parts)
     yield from dataset_problems(args, parts)
     yield from optimizer_problems(args, parts)
@@ -156,17 +153,17 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
         yield TypeError(f"data_collator must be callable with a list of rows; {name} is not.")
     for name in ("compute_loss_func", "model_init"):
         if (value := getattr(parts, name)) is not None and not callable(value):
-            yield TypeError(f"{name} must be a function; {value!r} is none.")
+            yield TypeError(f"{name} must be a function, not {value!r}.")
 
 
 def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
-    """What a command line asks for that cannot be had: of the config of its method, its model and its data."""
+    """Problems of a command line's config, model and data."""
     yield from of_arguments(config, *others)
     yield from builder.package_problems(config)
 
 
 def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with a model that is given by name, with how it is to be loaded, and with its adapter."""
+    """Problems with a named model, its loading options and its adapter."""
     kwargs = getattr(args, "model_init_kwargs", None)
     if parts.is_named:
         yield from loading.loading_problems(parts.model, kwargs, parts.quantization_config)
@@ -188,9 +185,7 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with the tokenizer or the tokens that the arguments name; loads that of a named model, which is
-    small.
-    """
+    """Problems with the tokenizer or the named special tokens; loads a named model's tokenizer, which is small."""
     if parts.processing_class is None and parts.is_named and loading.missing_folder(parts.model) is None:
         try:
             parts.processing_class = loading.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
@@ -203,7 +198,7 @@ def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with the rows, as far as it shows without reading them."""
+    """Problems with the datasets, without reading rows."""
     sets = parts.datasets
     if sets is None:
         sets = {}
@@ -229,13 +224,13 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if rows is not None and args.max_steps <= 0 and not isinstance(rows, Mapping) and pipeline.is_stream(rows):
         if not pipeline.has_length(rows) and parts.is_ours("get_train_dataloader", "make_plan"):
             yield ValueError(
-                f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of updates "
-                "cannot be computed from num_train_epochs. Set max_steps."
+                f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of optimizer "
+                "steps cannot be computed from num_train_epochs. Set max_steps."
             )
 
 
 def no_dataset_problems(parts: Parts) -> Iterator[ValueError]:
-    """Says that there is nothing to train or to evaluate on."""
+    """Problem: there is nothing to train or to evaluate on."""
     if parts.train_dataset is None and parts.eval_dataset is None:
         yield ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
 
@@ -248,7 +243,7 @@ def named_sets(eval_dataset: Any) -> dict[str, Any]:
 
 
 def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with the optimizer that was passed, or with the one that is named."""
+    """Problems with the passed or named optimizer."""
     if not isinstance(parts.optimizers, (tuple, list)) or len(parts.optimizers) != 2:
         yield TypeError(f"optimizers={parts.optimizers!r} must be a pair (optimizer, lr_scheduler); each may be None.")
         return
@@ -260,7 +255,7 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         )
     if parts.model_init is not None and (optimizer is not None or scheduler is not None):
         yield ValueError(
-            "model_init makes new parameters at each train, which the optimizer in optimizers does not know; pass a "
+            "model_init makes new parameters at each train, which are not in the optimizer in optimizers; pass a "
             "model, or optimizer_cls_and_kwargs, or override create_optimizer."
         )
     if chosen is not None and not (isinstance(chosen, (tuple, list)) and len(chosen) == 2):
@@ -271,7 +266,7 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """What is wrong with `compute_metrics`, or with the metric that the best model is chosen by."""
+    """Problems with `compute_metrics`, or with the metric of the best model."""
     yield from caught(eval_loop.check_metrics, parts.compute_metrics, args.batch_eval_metrics, args.include_for_metrics)
     wanted, sets = args.metric_for_best_model, parts.eval_dataset
     if wanted is None or args.eval_strategy == "no" or not parts.is_ours("evaluate", "evaluation_loop", "log"):
@@ -284,8 +279,8 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         if prefix is None:
             names = ", ".join(f"{name}_{key}" for name in sets)
             yield (
-                f"metric_for_best_model={wanted!r} cannot exist: eval_dataset holds several sets, and each has "
-                f"metrics of its own. Set it to one of {names}"
+                f"metric_for_best_model={wanted!r} cannot exist: eval_dataset holds several sets, each with its own "
+                f"metrics. Set it to one of {names}"
             )
             return
         key = key.removeprefix(prefix)
@@ -313,12 +308,12 @@ def _others_callbacks(callbacks: Any) -> Iterator[Any]:
 
 
 def package_problem(module: str, package: str, why: str) -> Iterator[Problem]:
-    """Says which command installs `module`, where it is not there."""
+    """Problem: `module` is missing, with the command that installs it."""
     if (error := missing(module, package, why)) is not None:
         yield error
 
 
 def model_type_problems(parts: Parts, wanted: str) -> Iterator[Problem]:
-    """Says what the model should be, where it is neither a module nor the name of one."""
+    """Problem: the model is neither a module nor a name."""
     if not parts.is_named and not isinstance(parts.model, nn.Module):
         yield TypeError(f"model is of type {type(parts.model).__name__}; {wanted}")
