@@ -1,7 +1,7 @@
 """Supervised fine-tuning beside TRL: the same model, rows and arguments; tokens a second and peak memory.
 
-    python benchmarks/sft.py                                 every task in float32 and bfloat16, about an hour on one
-    core python benchmarks/sft.py --tasks packed-8 --dtypes bf16
+    python benchmarks/sft.py                                 every task in float32 and bfloat16, about an hour
+    python benchmarks/sft.py --tasks packed-8 --dtypes bf16
 
 Rows are GSM8K problems. The tokenizer knows 8,000 tokens and the model 32,000; it has 4 layers of width 256. Tasks:
 

@@ -207,7 +207,8 @@ def run(
 
     print("\nFine-tuning")
     fine_tuning = fine_tune(model, tokenizer, known, epochs, seed, out)
-    losses = loss_curve(fine_tuning.state.log_history, out / "loss.html", title="Fine-tuning on calculator steps")
+    losses = out / "loss.svg"
+    loss_curve(fine_tuning.state.log_history, losses, title="Fine-tuning on calculator steps")
     print("\nAfter fine-tuning:")
     show(held_out, answer(model, tokenizer, held_out))
     before = shares(model, tokenizer, held_out)
@@ -223,14 +224,15 @@ def run(
     for step, most, drawn in curve:
         print(f"  {step:7d}  {most:7.1%}   {drawn:7.1%}  {'#' * round(50 * drawn)}")
     lines = {SAMPLED: "held out, sampled", GREEDY: "held out, greedy", "reward": "GRPO's own prompts, sampled"}
-    picture = metric_curves(history, lines, out / "accuracy.html", "GRPO on calculator steps", "share right")
+    accuracy = out / "accuracy.svg"
+    metric_curves(history, lines, accuracy, "GRPO on calculator steps", "share right")
     print(f"\nFine-tuning     {nothing:.1%} -> {curve[0][1]:.1%} of {len(held_out)} held-out steps right (greedy)")
     print(f"GRPO            {sum(before) / len(before):.1%} -> {sum(after) / len(after):.1%} right (sampled)")
     print(f"                {verdict(before, after, done, updates)}")
     print(f"Time            {time.monotonic() - started:.0f} s")
     print(f"Model           {out.resolve()}")
     print(f"Loss curve      {losses.resolve()}")
-    print(f"Accuracy curve  {picture.resolve()}")
+    print(f"Accuracy curve  {accuracy.resolve()}")
     return curve
 
 

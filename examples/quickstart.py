@@ -121,13 +121,14 @@ def fine_tune(name: str) -> None:
     losses = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
     answers = [result(text) for text in solutions]
     right = sum(a is not None and a == result(row["completion"]) for a, row in zip(answers, few, strict=True))
-    picture = loss_curve(trainer.state.log_history, OUT / "loss.html", title=f"Quickstart: {name}")
+    curve = OUT / "loss.svg"
+    loss_curve(trainer.state.log_history, curve, title=f"Quickstart: {name}")
     print(f"\nHeld-out loss      {losses[0]:.2f} -> {after['eval_loss']:.2f} nats a token")
     print(f"Solutions finished {sum(a is not None for a in answers)} of {len(few)} end in '#### number'")
     print(f"Answers right      {right} of {len(few)}")
     print(f"Time               {time.time() - started:.0f} s")
     print(f"Model              {OUT.resolve()}")
-    print(f"Loss curve         {picture.resolve()}")
+    print(f"Loss curve         {curve.resolve()}")
 
 
 def main() -> None:

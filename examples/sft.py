@@ -1,9 +1,9 @@
 """Fine-tune a pretrained model on conversations with LoRA.
 
-python examples/sft.py                                        # a few minutes on one GPU torchrun --nproc-per-node 4
-examples/sft.py                   # the same on four python examples/sft.py --model my/model --data my/dataset     #
-your own: rows with "messages", or "question" and "answer" python examples/sft.py --data path/to/gsm8k/train.jsonl
-# a file
+python examples/sft.py                                        # a few minutes on one GPU
+torchrun --nproc-per-node 4 examples/sft.py                   # the same on four
+python examples/sft.py --model my/model --data my/dataset     # rows with "messages", or "question" and "answer"
+python examples/sft.py --data path/to/gsm8k/train.jsonl       # a file
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    print("Loss curve:", loss_curve(trainer.state.log_history, f"{given.output}/loss.html", title=given.model))
+    loss_curve(trainer.state.log_history, f"{given.output}/loss.svg", title=given.model)
+    print(f"Loss curve: {given.output}/loss.svg")
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def test_quickstart_trains_from_nothing(quickstart, monkeypatch, capsys):
     quickstart.main()
     printed = capsys.readouterr().out
     assert "of 40 held-out steps right" in printed and "standard error" in printed
-    assert Path("out/quickstart/loss.html").read_text(encoding="utf-8").count("<polyline") >= 1
+    assert "<svg" in Path("out/quickstart/loss.svg").read_text(encoding="utf-8")
     assert Path("out/quickstart/model.safetensors").is_file() and Path("out/quickstart/tokenizer.json").is_file()
-    assert Path("out/quickstart/accuracy.html").read_text(encoding="utf-8").count("<polyline") >= 2
+    assert "<svg" in Path("out/quickstart/accuracy.svg").read_text(encoding="utf-8")
     assert printed.rstrip().splitlines()[-1].startswith("Next: make ")
 
 
@@ -166,7 +166,7 @@ def test_calculator(tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out.split("updates   greedy   sampled")[1].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "tokenizer.json").is_file()
-    assert (tmp_path / "accuracy.html").read_text(encoding="utf-8").count("<circle") >= 4
+    assert (tmp_path / "accuracy.svg").read_text(encoding="utf-8").count("<use") >= 4  # the dots
 
 
 # finding_F1

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from posttrain.core.cli import parse, registry
 from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
-from posttrain.core.logging.plots import PAGE
 
 ROWS = 3
 USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
@@ -244,4 +243,17 @@ pre, .row { font-family: ui-monospace, monospace; font-size: 13px; white-space: 
 .row span { color: var(--soft); border-right: 1px dotted var(--soft); }
 span.t, .row span.t { background: var(--trained); color: var(--ink); border-right: 1px solid var(--edge); }
 i { opacity: .5; font-style: normal; }
+"""
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
 """
