@@ -39,7 +39,8 @@ def of_method(method: Method, configs: Iterable[type]) -> str:
         "",
         method.help,
         "",
-        "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier ones.",
+        "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier "
+        "ones.",
         "--smoke makes two updates on a few rows, with an evaluation and a checkpoint, and keeps nothing.",
     ]
     return "\n".join([*lines, *of_configs(configs)])

@@ -99,8 +99,8 @@ def _text(node: yaml.Node) -> Any:
 def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
     """Split `arguments` into words and ``--name value ...`` settings; a flag without a value is true.
 
-    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood. Of a flag that is given twice the
-    last counts, so that what a script passes on wins over what it sets itself.
+    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood. Of a flag that is given
+    twice the last counts, so that what a script passes on wins over what it sets itself.
     """
     words: list[str] = []
     values: dict[str, list[str]] = {}
@@ -121,7 +121,9 @@ def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
 
 
 def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Take the flags `names` with one text each out of `words`: ``(the other words, [(name, text), ...])``; "" where none follows."""
+    """Take the flags `names` with one text each out of `words`: ``(the other words, [(name, text), ...])``; "" where
+    none follows.
+    """
     known, rest, taken, at = set(names), [], [], iter(words)
     for word in at:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -49,10 +49,11 @@ class Method:
         config: where its config class is, ``"module:Class"``; imported only when it is needed.
         run: trains.
         needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
-        preview: ``(run, count)`` -> the first `count` rows as they would be trained on (`posttrain.core.tools.preview.Row`), and the
-            lines of a data report; None where there is no such view.
-        workload: ``(run, length)`` -> what one micro-batch is to the model (`posttrain.core.tools.memory_plan.Workload`), with rows of `length`
-            tokens, None: the longest that the config allows. None where the method does not say.
+        preview: ``(run, count)`` -> the first `count` rows as they would be trained on
+            (`posttrain.core.tools.preview.Row`), and the lines of a data report; None where there is no such view.
+        workload: ``(run, length)`` -> what one micro-batch is to the model
+            (`posttrain.core.tools.memory_plan.Workload`), with rows of `length` tokens, None: the longest that the
+            config allows. None where the method does not say.
     """
 
     name: str

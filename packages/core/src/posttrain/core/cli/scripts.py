@@ -35,7 +35,9 @@ def get_peft_config(model_args: ModelConfig) -> Any | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any | None:
-    """The `transformers.BitsAndBytesConfig` that `model_args` describe, None without ``load_in_4bit`` or ``load_in_8bit``."""
+    """The `transformers.BitsAndBytesConfig` that `model_args` describe, None without ``load_in_4bit`` or
+    ``load_in_8bit``.
+    """
     return model_args.quantization_config()
 
 
@@ -71,7 +73,8 @@ class ScriptParser:
         for config in types:
             if "config" in getattr(config, "__dataclass_fields__", {}):
                 raise ValueError(
-                    f"{config.__name__} has a field named 'config', which is the flag that names a YAML file; rename it."
+                    f"{config.__name__} has a field named 'config', which is the flag that names a YAML file; rename "
+                    "it."
                 )
         self.dataclass_types, self.description = types, description
         self.prog = os.path.basename(sys.argv[0]) or "script" if prog is None else prog

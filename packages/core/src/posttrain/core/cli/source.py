@@ -18,8 +18,8 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "c
 class Part:
     """One dataset of a mixture.
 
-    path: files, a folder, or a name on the hub. config, split: as for `DataSource`. columns: those to keep, None for all.
-    fraction: share of its rows that is used, from the first on. weight: its share of the rows of an epoch.
+    path: files, a folder, or a name on the hub. config, split: as for `DataSource`. columns: those to keep, None for
+    all. fraction: share of its rows that is used, from the first on. weight: its share of the rows of an epoch.
     """
 
     path: str | list[str]
@@ -38,8 +38,9 @@ class DataSource(metaclass=ConfigMeta):
         None, "Rows to train on: files (json, jsonl, parquet, csv, txt), a folder, or a name on the hub."
     )
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
-        None, "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, split, "
-        "columns, fraction and weight.", aliases=("datasets",),
+        None,
+            "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, "
+            "split, columns, fraction and weight.", aliases=("datasets",),
     )  # fmt: skip
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
@@ -96,7 +97,10 @@ class DataSource(metaclass=ConfigMeta):
             for field, most in (("weight", float("inf")), ("fraction", 1)):
                 value = getattr(part, field)
                 if value is not None and (isinstance(value, (bool, str)) or not 0 < value <= most):
-                    yield f"dataset_mixture: the {field} {value!r} of {name} must be above 0{' and at most 1' * (most == 1)}"
+                    yield (
+                        f"dataset_mixture: the {field} {value!r} of {name} must be above "
+                        f"0{' and at most 1' * (most == 1)}"
+                    )
             for path in _as_list(part.path):
                 if _is_file_name(path) and not Path(path).expanduser().exists():
                     yield f"dataset_mixture: {path!r} of {name} does not exist (looked in {Path.cwd()})"
@@ -125,7 +129,8 @@ class DataSource(metaclass=ConfigMeta):
                 raise DataError(f"dataset_mixture: {name or 'a dataset'} has no path")
             if any(not isinstance(path, str) for path in _as_list(value["path"])):
                 raise DataError(
-                    f"dataset_mixture: the path {value['path']!r} of {name or 'a dataset'} is no name of files or a dataset"
+                    f"dataset_mixture: the path {value['path']!r} of {name or 'a dataset'} is no name of files or a "
+                    "dataset"
                 )
             name = name or Path(_as_list(value["path"])[0]).name.partition(".")[0]
             if name in found:
@@ -144,8 +149,8 @@ class DataSource(metaclass=ConfigMeta):
         """Read the training rows and the evaluation rows.
 
         Returns:
-            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None where nothing was named for it. Of a
-            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
+            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None where nothing was named for it.
+            Of a mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
 
         Raises:
             DataError: naming the splits that exist where the one asked for does not.
@@ -163,8 +168,8 @@ class DataSource(metaclass=ConfigMeta):
             if part.fraction is not None:
                 if self.dataset_streaming:
                     raise DataError(
-                        f"dataset_mixture: the fraction of {name} cannot be taken of a stream, whose length nobody knows; set "
-                        "max_rows, or dataset_streaming=False"
+                        f"dataset_mixture: the fraction of {name} cannot be taken of a stream, whose length nobody "
+                        "knows; set max_rows, or dataset_streaming=False"
                     )
                 rows = rows.take(max(1, round(part.fraction * len(rows))))
             if self.eval_share and not self.eval_dataset_name:

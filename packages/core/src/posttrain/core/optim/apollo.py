@@ -1,4 +1,5 @@
-"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by channel.
+"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by
+channel.
 
 Not from apollo-torch 1.0.3: its license forbids commercial use, and its state holds Python objects, which no checkpoint
 without pickle can keep.
@@ -23,8 +24,8 @@ class Apollo(torch.optim.Optimizer):
     For a matrix with gradient G (m, n), m < n, and a projection P (m, r) (Algorithm 1 of the paper):
 
     .. math::
-        R = P^\top G, \quad \tilde R = \mathrm{Adam}(R), \quad s_j = \lVert \tilde R_{:,j} \rVert / \lVert R_{:,j} \rVert,
-        \quad W \leftarrow W - \eta \sqrt{\text{scale}}\; G\, \mathrm{diag}(s)
+        R = P^\top G, \quad \tilde R = \mathrm{Adam}(R), \quad s_j = \lVert \tilde R_{:,j} \rVert / \lVert R_{:,j}
+        \rVert, \quad W \leftarrow W - \eta \sqrt{\text{scale}}\; G\, \mathrm{diag}(s)
 
     Args:
         params: parameters or groups.

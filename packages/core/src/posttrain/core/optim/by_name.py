@@ -251,13 +251,16 @@ def _bitsandbytes() -> types.ModuleType:
 
 
 def bnb_adamw(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Dettmers et al. 2022, https://arxiv.org/abs/2110.02861: state in 8-bit blocks; paged, it moves to the CPU when the
-    GPU is full. On the CPU nothing is paged."""
+    """Dettmers et al. 2022, https://arxiv.org/abs/2110.02861: state in 8-bit blocks; paged, it moves to the CPU when
+    the GPU is full. On the CPU nothing is paged."""
     return _bitsandbytes().AdamW, _adam(args) | {"optim_bits": bits, "is_paged": paged}
 
 
 def bnb_lion(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Wants a rate 3 to 10 times smaller."""
+    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum.
+
+    Wants a rate 3 to 10 times smaller.
+    """
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     return _bitsandbytes().Lion, kwargs | {"optim_bits": bits, "is_paged": paged}
 
@@ -303,8 +306,8 @@ def schedule_free(
 ) -> ClassAndArguments:
     """Defazio et al. 2024, https://arxiv.org/abs/2405.15682: averaged weights in place of a falling rate.
 
-    The optimizer warms up by itself (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does the
-    model hold the averaged weights.
+    The optimizer warms up by itself (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
+    the model hold the averaged weights.
     """
     library = require("schedulefree", "schedulefree>=1.4", why="optim")
     kwargs = {"lr": args.learning_rate} if kind == "SGD" else _adam(args)

@@ -12,14 +12,17 @@ from posttrain.core.errors import did_you_mean
 
 PACKAGES = ("posttrain.core", "posttrain.sft", "posttrain.rl", "posttrain.seq2seq")
 
-_PPO = "learn from rewards with posttrain.rl.GRPOTrainer, RLOOTrainer or ReinforcePlusPlusTrainer, which need no value model"
+_PPO = (
+    "learn from rewards with posttrain.rl.GRPOTrainer, RLOOTrainer or ReinforcePlusPlusTrainer, which need no value "
+    "model"
+)
 _ONLINE_PAIRS = (
-    "sample and judge in a loop of your own and train with posttrain.rl.DPOTrainer, or turn the judge into a reward function of "
-    "posttrain.rl.GRPOTrainer"
+    "sample and judge in a loop of your own and train with posttrain.rl.DPOTrainer, or turn the judge into a reward "
+    "function of posttrain.rl.GRPOTrainer"
 )
 _DISTIL = (
-    "distillation is not in this version; for the loss, subclass posttrain.sft.SFTTrainer and override compute_loss with the "
-    "teacher's logits"
+    "distillation is not in this version; for the loss, subclass posttrain.sft.SFTTrainer and override compute_loss "
+    "with the teacher's logits"
 )
 _PIXELS = "diffusion models are not trained here; diffusers has training scripts for them"
 _JUDGE = "a judge is a function: pass one that scores completions as reward_funcs to posttrain.rl.GRPOTrainer"
@@ -31,7 +34,10 @@ _PREFERENCES = (
     "posttrain.rl.DPOTrainer and KTOTrainer read pairs and single completions, and turn one into the other themselves"
 )
 _REFERENCE = "posttrain.rl.DPOTrainer makes the reference of the model it is given; sync_ref_model=True moves it"
-_VARIANT = "it is not in this version; posttrain.rl.GRPOTrainer is the nearest, and docs/write-an-algorithm.md shows how to change it"
+_VARIANT = (
+    "it is not in this version; posttrain.rl.GRPOTrainer is the nearest, and docs/write-an-algorithm.md shows how to "
+    "change it"
+)
 _OF_TRL = "it is a part of trl that no script needs here; import it from trl if you do"
 
 #: ``{names: what to use instead}``, a clause that follows "posttrain.rl has no 'PPOTrainer': ".
@@ -52,8 +58,8 @@ for _names, _why in {
     "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead PreTrainedModelWrapper": _VALUE_HEAD,
     "AdaptiveKLController FixedKLController LengthSampler": _PPO,
     "DefaultDDPOStableDiffusionPipeline DDPOPipelineOutput DDPOSchedulerOutput DDPOStableDiffusionPipeline": _PIXELS,
-    "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge "
-    "RandomPairwiseJudge RandomRankJudge WinRateCallback": _JUDGE,
+    "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge "
+    "PairRMJudge RandomPairwiseJudge RandomRankJudge WinRateCallback": _JUDGE,
     "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
@@ -65,20 +71,21 @@ for _names, _why in {
     "WeaveCallback": "records go to the trackers that report_to names, and to log.jsonl",
     "SyncRefModelCallback": _REFERENCE,
     "create_reference_model": _REFERENCE,
-    "DatasetMixtureConfig get_dataset": "pass a dict of datasets to posttrain.sft.SFTTrainer, with dataset_weights; on the command "
-    "line set dataset_mixture",
+    "DatasetMixtureConfig get_dataset": "pass a dict of datasets to posttrain.sft.SFTTrainer, with "
+    "dataset_weights; on the command line set dataset_mixture",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
-    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set SFTConfig(assistant_only_loss=True) or train_on",
+    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set "
+    "SFTConfig(assistant_only_loss=True) or train_on",
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
-    "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference DataCollatorForUnpairedPreference": "leave "
-    "data_collator out: the trainer makes its own batches",
+    "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
+    "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
     "setup_chat_format clone_chat_template": "set SFTConfig(chat_template_path=...), and add tokens with "
     "tokenizer.add_special_tokens",
-    "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema supports_tool_calling "
-    "prepare_multimodal_messages chat_template_utils": _TEMPLATE,
-    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers tell texts from messages by their rows, "
-    "and read `conversations` with from and value too",
+    "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema "
+    "supports_tool_calling prepare_multimodal_messages chat_template_utils": _TEMPLATE,
+    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect texts and messages, and "
+    "read `conversations` with from and value too",
     "extract_prompt maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset "
     "maybe_reformat_dpo_to_kto": _PREFERENCES,
     "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "
@@ -95,7 +102,8 @@ for _names, _why in {
 def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2) -> Exception:
     """What to raise from a package's ``__getattr__`` for a name that it does not have, with what to use instead.
 
-    An `ImportError` where the name is being imported, for there Python drops the text of an `AttributeError`; else that.
+    An `ImportError` where the name is being imported, for there Python drops the text of an `AttributeError`; else
+    that.
 
     Args:
         package: such as ``"posttrain.rl"``.

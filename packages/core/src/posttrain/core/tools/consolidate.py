@@ -1,4 +1,6 @@
-"""``posttrain consolidate``: weights that several processes saved in parts become one model, as ``from_pretrained`` reads it."""
+"""``posttrain consolidate``: weights that several processes saved in parts become one model, as ``from_pretrained``
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from posttrain.core.errors import CheckpointError, ConfigError
 
 HELP = """posttrain consolidate CHECKPOINT FOLDER
 
-Put the weights of a checkpoint together that several processes saved in parts (state_dict_type=SHARDED_STATE_DICT), and write
-them into FOLDER, with the tokenizer, as from_pretrained reads them.
+Gather the weights of a sharded checkpoint (state_dict_type=SHARDED_STATE_DICT) and write them with the tokenizer into
+FOLDER, in the format of from_pretrained.
 """
 
 

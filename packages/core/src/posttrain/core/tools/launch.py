@@ -1,4 +1,6 @@
-"""``posttrain launch``: start a program in several processes, as described by flags or by the YAML of ``accelerate config``."""
+"""``posttrain launch``: start a program in several processes, as described by flags or by the YAML of
+``accelerate config``.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ class LaunchArguments(metaclass=ConfigMeta):
 
     def _problems(self) -> Iterator[str]:
         if self.num_processes and self.num_processes % self.num_machines:
-            yield f"num_processes={self.num_processes} counts those of all machines, so num_machines={self.num_machines} must divide it"
+            yield (
+                f"num_processes={self.num_processes} counts those of all machines, so "
+                f"num_machines={self.num_machines} must divide it"
+            )
         if self.machine_rank >= self.num_machines:
             yield f"machine_rank={self.machine_rank} must be below num_machines={self.num_machines}"
         if self.num_machines > 1 and (self.main_process_ip is None or self.main_process_port is None):
@@ -97,18 +102,20 @@ WITHOUT_EFFECT = {
     "multi_gpu": "num_processes says how many there are",
     "enable_cpu_affinity": "processes are not bound to cores",
     "quiet": "errors are shown",
-    "tpu_env": "TPUs are not supported", "tpu_use_cluster": "TPUs are not supported", "tpu_use_sudo": "TPUs are not supported",
-    "tpu_name": "TPUs are not supported", "tpu_zone": "TPUs are not supported", "tpu_vm": "TPUs are not supported",
-    "command_file": "TPUs are not supported", "commands": "TPUs are not supported",
-    "fp8_config": "fp8 is not supported", "megatron_lm_config": "Megatron-LM is not supported",
+    "tpu_env": "TPUs are not supported", "tpu_use_cluster": "TPUs are not supported",
+    "tpu_use_sudo": "TPUs are not supported", "tpu_name": "TPUs are not supported",
+    "tpu_zone": "TPUs are not supported", "tpu_vm": "TPUs are not supported", "command_file": "TPUs are not supported",
+    "commands": "TPUs are not supported", "fp8_config": "fp8 is not supported",
+    "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "processes are started by torch, not by mpirun",
 }  # fmt: skip
 #: Values of those that ask for nothing.
 NOTHING = (None, "", "no", "false", "main", [], {}, ())
 #: Flags that belong into a section of the file.
 SECTIONS = {
-    "fsdp_": "fsdp_config", "deepspeed_": "deepspeed_config", "zero": "deepspeed_config", "offload_": "deepspeed_config",
-    "gradient_": "deepspeed_config", "parallelism_config_": "parallelism_config", "dynamo_": "dynamo_config",
+    "fsdp_": "fsdp_config", "deepspeed_": "deepspeed_config", "zero": "deepspeed_config",
+    "offload_": "deepspeed_config", "gradient_": "deepspeed_config", "parallelism_config_": "parallelism_config",
+    "dynamo_": "dynamo_config",
 }  # fmt: skip
 
 

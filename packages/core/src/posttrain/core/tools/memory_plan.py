@@ -1,9 +1,10 @@
-"""How much memory a run will need at its peak, and the cheapest change that makes it fit. Nothing is computed or loaded.
+"""How much memory a run will need at its peak, and the cheapest change that makes it fit. Nothing is computed or
+loaded.
 
-The model is made from its config of fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device, and no
-numbers. One micro-batch goes forward and backward through it and one update follows, by the code that trains, while every
-tensor that torch makes is counted from its birth to its death. So weights, gradients and the state of the optimizer are exact; what is
-kept for the backward and the peak are estimates: see `Footprint`.
+The model is made from its config of fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device, and
+no numbers. One micro-batch goes forward and backward through it and one update follows, by the code that trains, while
+every tensor that torch makes is counted from its birth to its death. So weights, gradients and the state of the
+optimizer are exact; what is kept for the backward and the peak are estimates: see `Footprint`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ aten = torch.ops.aten
 TILE = 512  # rows of the largest tile of `posttrain.core.losses.language_modeling`
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
-# Bytes that bitsandbytes keeps for each number of a weight, by the field of `ModelConfig` that asks for it: a 4-bit number with a
-# float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits, with a scale for each row.
+# Bytes that bitsandbytes keeps for each number of a weight, by the field of `ModelConfig` that asks for it: a 4-bit
+# number with a
+# float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits, with a scale for
+# each row.
 QUANTIZED = {"load_in_4bit": 0.5 + 4 / 64, "use_bnb_nested_quant": 0.5 + 1 / 64 + 4 / 64 / 256, "load_in_8bit": 1.0}
 
 
@@ -53,8 +56,8 @@ class Workload:
 
     Args:
         rows: of one forward. length: tokens of each, the most there can be.
-        loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the model's own loss,
-            which does; "score": one number a row.
+        loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the
+            model's own loss, which does; "score": one number a row.
         target_length: tokens that an encoder-decoder writes.
         reference: a frozen copy of the model is asked too, where there is no adapter to switch off.
         generated: tokens in the key/value cache, where the model itself generates between updates.
@@ -75,9 +78,9 @@ class Footprint:
     """Bytes in one process, sharded over none.
 
     weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
-    `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most. cache: keys and
-    values in generation. peak: the most that lives at one time. Not in it: what kernels use inside, the fragments between
-    tensors, batches that are waiting, CUDA's own libraries, Python.
+    `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most.
+    cache: keys and values in generation. peak: the most that lives at one time. Not in it: what kernels use inside, the
+    fragments between tensors, batches that are waiting, CUDA's own libraries, Python.
     """
 
     weights: int
@@ -135,7 +138,9 @@ def longest_row(*lengths: int | None) -> int:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make while they live; `high` is the most since it was last set."""
+    """Counts the bytes of all tensors that operations make while they live; `high` is the most since it was last
+    set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +189,8 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     try:
         with torch.device("meta"):
             model, quantized = _make(run, work, config)
-        # Made on the meta device, for peft cannot convert fake tensors; they know in turn which kernels their device has.
+        # Made on the meta device, for peft cannot convert fake tensors; they know in turn which kernels their device
+        # has.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_type(run.config)):
             _make_fake(model)
             return _measure(run, work, model, quantized)
@@ -232,7 +238,9 @@ def _make_fake(model: nn.Module) -> None:
 
 @functools.cache
 def _register_attention() -> str:
-    """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is to hide."""
+    """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is
+    to hide.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -309,7 +317,10 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int, int]:
-    """One micro-batch forward and backward: (activations, head) of `Footprint`. Leaves the gradients at the parameters."""
+    """One micro-batch forward and backward: (activations, head) of `Footprint`.
+
+    Leaves the gradients at the parameters.
+    """
     before = reached = live.now
     head = lm_head.output_embedding(wrapping.base_model(model))
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
@@ -323,7 +334,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         reached = live.high = live.now
 
     def loss_in_tiles(hidden: torch.Tensor) -> torch.Tensor:
-        # A tile takes the same memory whatever follows it, so as many labelled positions as fill the largest are enough.
+        # A tile takes the same memory whatever follows it, so as many labelled positions as fill the largest are
+        # enough.
         targets, live.most = language_modeling.shift_labels(labels), TILE
         if work.loss == "logps":
             return torch.stack(language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS))
@@ -377,8 +389,8 @@ def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
 def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
     """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
 
-    Those that are enough alone; where none is, one on top of the other until they are. What is yielded last fits, or nothing
-    that is known does.
+    Those that are enough alone; where none is, one on top of the other until they are. What is yielded last fits, or
+    nothing that is known does.
 
     Args:
         workload: of a run, as its method says.
@@ -386,7 +398,9 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
     """
 
     def try_rung(run: Run, rung: Rung) -> Proposal | None:
-        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot be."""
+        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot
+        be.
+        """
         found = None
         for changes, price in rung(run, workload(run)):
             changed = with_changes(run, changes)

@@ -1,4 +1,6 @@
-"""``posttrain merge``: an adapter becomes a model of its own, whose logits are compared with those of base and adapter."""
+"""``posttrain merge``: an adapter becomes a model of its own, whose logits are compared with those of base and
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from posttrain.core.models import loading, special_tokens
 #: Classes of transformers by the task that peft notes in an adapter's config.
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
 
-Add an adapter (LoRA and kin) into the weights it was trained on, and write the model with its tokenizer into FOLDER, as
-from_pretrained reads it. An adapter trained on 4 or 8 bits is added to the weights that these were made of. The logits of the
-merged model are compared with those of base and adapter, and a merge that loses too much is refused.
+Merge an adapter (LoRA and others) into its base weights and write the model with its tokenizer into FOLDER, in the
+format of from_pretrained. An adapter trained on 4 or 8 bits is added to the original weights. The logits of the merged
+model are compared with those of base and adapter, and a merge that loses too much is an error.
 
-  --base MODEL         folder or name of the weights; by default those that the adapter names
+  --base MODEL         folder or name of the base weights; by default those named in the adapter
   --dtype TYPE         of the merged weights: float32, bfloat16 or float16; by default that of the base
-  --tolerance SHARE    how much of what the adapter changes may be lost [default 0.1]
-  --trust_remote_code  run code that comes with the model
+  --tolerance SHARE    share of the adapter's effect that may be lost [default 0.1]
+  --trust_remote_code  run code from the model's repository
 """
 
 

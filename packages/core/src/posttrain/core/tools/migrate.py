@@ -14,10 +14,10 @@ from posttrain.core.errors import ConfigError
 
 HELP = """posttrain migrate SCRIPT.py [SCRIPT.py | FOLDER ...] [--write]
 
-Rewrite scripts for transformers' Trainer or trl: names that posttrain has are imported from it, and arguments get the names that
-they have today. The rest of a script stays as it is. What a person has to decide is listed, with its line. Nothing is run.
+Rewrite scripts for transformers' Trainer or trl: import the names that posttrain has from it, and rename old arguments.
+The rest of a script does not change. Manual decisions are listed with their lines. Nothing is run.
 
-  --write  change the files; without it the changes are shown, and nothing is written
+  --write  change the files; without it the changes are only shown
 """
 #: Folders of other people's code.
 LEFT_OUT = {"__pycache__", "site-packages", "node_modules"}

@@ -30,9 +30,9 @@ UNKNOWN = object()
 #: Classes of models that read images, and what the trainers make of such rows, by the package that has them.
 SEES = re.compile(r"ImageTextToText|Vision2Seq|VL\w*ForConditionalGeneration|Llava|Idefics|PaliGemma|^PIL$")
 WITH_IMAGES = {
-    "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; packing, "
-    "padding_free, assistant_only_loss and predict_with_generate are refused there, and a collator of the script's own needs "
-    "remove_unused_columns=False and skip_prepare_dataset",
+    "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; "
+    "packing, padding_free, assistant_only_loss and predict_with_generate are refused there, and a collator of "
+    "the script's own needs remove_unused_columns=False and skip_prepare_dataset",
     "rl": "reads text alone and refuses rows with images: for this script, keep the trainer of trl",
 }
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
@@ -183,7 +183,9 @@ class _Script:
                     self._rewrite_call(node, what)
 
     def _sees(self) -> bool:
-        """Whether the script is about images: by the classes of its models, or by the columns that it reads or names."""
+        """Whether the script is about images: by the classes of its models, or by the columns that it reads or
+        names.
+        """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.alias) and any(SEES.search(part) for part in node.name.split(".")):
                 return True
@@ -229,7 +231,9 @@ class _Script:
             self._restate(node, staying, [f"import posttrain.{package}" for package in sorted(packages)])
 
     def _restate(self, node: Any, staying: list[ast.alias], added: list[str], module: str | None = None) -> None:
-        """Leave the names `staying` in the import `node`, taken from `module`, and put the statements `added` before it."""
+        """Leave the names `staying` in the import `node`, taken from `module`, and put the statements `added` before
+        it.
+        """
         start, end = self.span(node)
         line_start, line_end = self.starts[node.lineno - 1], self.starts[node.end_lineno]
         alone = not self.code[line_start:start].strip() and self.code[end:line_end].strip()[:1] in (b"", b"#")
@@ -268,7 +272,9 @@ class _Script:
     # ---- names below a module ----
 
     def _rewrite_attributes(self) -> tuple[dict[str, list[str]], Counter[str]]:
-        """Replace ``trl.SFTTrainer``; returns the packages now needed and the uses left, by the module's name in the script."""
+        """Replace ``trl.SFTTrainer``; returns the packages now needed and the uses left, by the module's name in the
+        script.
+        """
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         chains = [list(_chain(n)) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute) and id(n) not in inner]
         plain = [n for n in ast.walk(self.tree) if isinstance(n, ast.Name) and id(n) not in inner]
@@ -368,7 +374,9 @@ class _Script:
 
 
 def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[str, Any] | str | None:
-    """What the argument `name` of a config is today: its name and value, a sentence where a person decides, None: the same."""
+    """What the argument `name` of a config is today: its name and value, a sentence where a person decides, None: the
+    same.
+    """
     known = {field.name for field in dataclasses.fields(config_class)}
     old, value = fields.old_names(config_class).get(name), given[name]
     if name in known:
@@ -391,7 +399,10 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
     literal = {name: value for name, value in given.items() if value is not UNKNOWN}
     accepted = getattr(config_class, "accept_old_names", dict)(dict(literal))
     if name in literal and name not in accepted:
-        return f"{name} is now {', '.join(f'{new}={accepted[new]!r}' for new in accepted if accepted[new] != given.get(new))}"
+        return (
+            f"{name} is now "
+            f"{', '.join(f'{new}={accepted[new]!r}' for new in accepted if accepted[new] != given.get(new))}"
+        )
     hint = getattr(config_class, "unknown_argument_hint", lambda _: "")(name) or did_you_mean(name, known)
     return f"unknown argument {name!r}{hint}"
 

@@ -13,14 +13,14 @@ from posttrain.core.errors import ConfigError
 
 USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--length N] [--name value ...]
 
-Estimates the most memory that one process of a run needs, and where it does not fit, what would make it fit. Takes all that the
-method takes (posttrain <method> --help); nothing is loaded, trained or written.
+Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
+method (posttrain <method> --help); nothing is loaded, trained or written.
 
-  --memory SIZE  what there is, such as 24GiB [default: what is free on the device that would train]
-  --length N     tokens of each row, where rows are shorter than the config allows, or it sets no bound
+  --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
+  --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
 
-Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates: torch's own operations on tensors
-without numbers, without what kernels use inside and the gaps between tensors; leave a tenth free for those."""
+Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
+fake tensors, without workspaces of kernels and fragmentation; keep a tenth free for these."""
 UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 TIGHT = 0.9
@@ -84,7 +84,8 @@ def _propose(proposals: Any, memory: int) -> None:
         )
     if not fits:
         print(
-            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or several processes (FSDP)."
+            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or several processes "
+            "(FSDP)."
         )
 
 
@@ -101,7 +102,9 @@ def in_words(size: int) -> str:
 
 
 def _free(device: str) -> int:
-    """Bytes that can be had on the device; all that there are, where the system does not say what is free on the host."""
+    """Bytes that can be had on the device; all that there are, where the system does not say what is free on the
+    host.
+    """
     import torch
 
     from posttrain.core.training.memory import free_memory

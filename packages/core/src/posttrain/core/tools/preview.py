@@ -21,21 +21,21 @@ from posttrain.core.errors import ConfigError
 ROWS = 3
 USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
 
-Prepares the data of a run as training does and shows its first rows: which tokens are trained on, which are only read, and where
-documents begin. Takes all that the method takes (posttrain <method> --help); nothing is trained.
+Prepares the data of a run as in training and shows its first rows: trained tokens, context tokens, and the beginnings
+of documents. Takes all arguments of the method (posttrain <method> --help); nothing is trained.
 
   --rows N     how many rows to show [default {ROWS}]
   --html FILE  write a page instead of showing them here
 
-Colours are left out where NO_COLOR is set or the output is no terminal, unless FORCE_COLOR is set."""
+There are no colours if NO_COLOR is set or the output is no terminal, unless FORCE_COLOR is set."""
 
 
 def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     """Prepare the data of a run as training does, and show its first rows below the data report.
 
     Args:
-        words: a method (it may be left out: then the first that has a preview, sft if it is installed), files and flags, among
-            them ``--rows N`` and ``--html FILE``.
+        words: a method (it may be left out: then the first that has a preview, sft if it is installed), files and
+            flags, among them ``--rows N`` and ``--html FILE``.
         read: makes a run of a method and its words.
     """
     if {"-h", "--help"} & set(words):
@@ -57,8 +57,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether to colour what is written to `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR, or on a
-    terminal."""
+    """Whether to colour what is written to `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR,
+    or on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -108,8 +108,8 @@ RULE, RESET = "\x1b[36m", "\x1b[0m"
 class Cell:
     """One token; or several, where letters of several bytes lie across them.
 
-    text: what it reads. ids: its tokens. trained: the loss predicts it. label: what the loss wants instead, where the label
-    is another token.
+    text: what it reads. ids: its tokens. trained: the loss predicts it. label: what the loss wants instead, where the
+    label is another token.
     """
 
     text: str
@@ -145,7 +145,8 @@ def cells_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[
     start = 0
     for i, token in enumerate(ids):
         trained = i > 0 and labels[i] != -100
-        # Some tokenizers drop the space that a text begins with: it is decoded after a few tokens more, which are taken off.
+        # Some tokenizers drop the space that a text begins with: it is decoded after a few tokens more, which are taken
+        # off.
         before = list(ids[max(0, start - 4) : start])
         text = tokenizer.decode([*before, *ids[start : i + 1]])[len(tokenizer.decode(before)) :]
         last = i + 1 == len(ids)
@@ -173,7 +174,10 @@ def as_text(rows: Sequence[Row], color: bool) -> str:
 def legend(color: bool) -> str:
     """What the colours or brackets of `as_text` mean."""
     if color:
-        return f"{TRAINED[0]} trained {TRAINED[1]} on {RESET}  {READ[0]}read {READ[1]}only{RESET}  (a change of shade is a token's end)"
+        return (
+            f"{TRAINED[0]} trained {TRAINED[1]} on {RESET}  {READ[0]}read {READ[1]}only{RESET}  (a change of shade "
+            "is a token's end)"
+        )
     return "⟦trained on⟧  read only"
 
 
@@ -236,8 +240,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e6e6; --soft: #9aa0a6; --page: #16181b; --trained: #1f5b31; --edge: #2f7d47; }
 }
-body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem;
-  padding: 0 1rem; }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
+  max-width: 60rem; padding: 0 1rem; }
 h1 { font-size: 1.25rem; } h2 { font-size: 1rem; margin: 1.5rem 0 .5rem; } h3 { font-size: .85rem; color: var(--soft); }
 pre, .row { font-family: ui-monospace, monospace; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
 .row span { color: var(--soft); border-right: 1px dotted var(--soft); }

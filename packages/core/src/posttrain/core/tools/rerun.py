@@ -16,9 +16,9 @@ from posttrain.core.logging import run_record
 
 USAGE = """usage: posttrain rerun FOLDER [--name value ...]
 
-Start the run whose output is in FOLDER again: the method and the settings that its run.json holds, in the folder that it
-was started in. The output goes to FOLDER-rerun, or to --output_dir; other settings may be given too, and win.
-What differs by now is said: versions, hardware and processes before, the rows and the losses that were logged afterwards."""
+Repeat the run with the output FOLDER, with the method, the settings and the working directory of its run.json. The
+output goes to FOLDER-rerun, or to --output_dir; other settings override those of the record.
+Differences are reported: versions, hardware and processes at the start, rows and logged losses at the end."""
 
 
 def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[str]], None]) -> None:
@@ -49,8 +49,8 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
         raise ConfigError(
             "rerun",
             [
-                f"the run was started by a program of its own, which says itself where its output goes: in {first['directory']}, "
-                f"with another output folder, run: {shlex.join(first['command'])}"
+                "the run was started by a program of its own, which says itself where its output goes: in "
+                f"{first['directory']}, with another output folder, run: {shlex.join(first['command'])}"
             ],
         )
     folder = Path(folders[0]).resolve()
@@ -71,7 +71,9 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
 
 
 def compare(before: Path, after: Path) -> list[str]:
-    """A line for each difference between two runs that have ended, in what they were given and in the losses of their logs."""
+    """A line for each difference between two runs that have ended, in what they were given and in the losses of their
+    logs.
+    """
     then, now = (run_record.read(folder)["starts"][0] for folder in (before, after))
     given = {name: {} for name in ("packages", "hardware")} | {"processes": 1}
     found = run_record.differences(then | given, now | given)

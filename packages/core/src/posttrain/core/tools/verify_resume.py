@@ -1,7 +1,8 @@
-"""``posttrain verify-resume <method> run.yaml``: is a run of yours, killed and gone on with, the run that was never stopped?
+"""``posttrain verify-resume <method> run.yaml``: is a run of yours, killed and gone on with, the run that was never
+stopped?
 
-Three runs of one process each: one from start to end, one that is killed (SIGKILL) between two checkpoints, and one that goes on
-from what that left. What the first and the last leave behind is compared bit by bit.
+Three runs of one process each: one from start to end, one that is killed (SIGKILL) between two checkpoints, and one
+that goes on from what that left. What the first and the last leave behind is compared bit by bit.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def run(words: list[str]) -> int:
         print("The run that was killed and gone on with is the straight run, bit by bit.")
         return 0
     print(
-        "The resumed run is another run. On a GPU see first whether two straight runs are equal, with full_determinism=True; else "
-        "something that your code keeps is not in its state_dict, or it draws random numbers from a generator of its own."
+        "The resumed run is another run. On a GPU see first whether two straight runs are equal, with "
+        "full_determinism=True; else something that your code keeps is not in its state_dict, or it draws random "
+        "numbers from a generator of its own."
     )
     return 1
 
