@@ -84,7 +84,7 @@ for _names, _why in {
     "tokenizer.add_special_tokens",
     "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema "
     "supports_tool_calling prepare_multimodal_messages chat_template_utils": _TEMPLATE,
-    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect texts and messages, and "
+    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect messages and "
     "read `conversations` with from and value too",
     "extract_prompt maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset "
     "maybe_reformat_dpo_to_kto": _PREFERENCES,
