@@ -520,7 +520,7 @@ def test_options_are_read_as_literals(text, options):
         ({"optim": "galore_adamw", "optim_target_modules": "*attn"}, "is no regular expression"),
         ({"optim": "lomo", "gradient_accumulation_steps": 4}, "set gradient_accumulation_steps=1"),
         ({"optim": "apollo_adamw_layerwise", "fp16": True}, "set bf16=True"),
-        ({"optim": "schedule_free_adamw", "warmup_steps": 0.1, "max_steps": -1}, "as a number of updates"),
+        ({"optim": "schedule_free_adamw", "warmup_steps": 0.1, "max_steps": -1}, "to a number of steps"),
         ({"learning_rate": -1.0}, "learning_rate"),
         ({"adam_beta2": 1.0}, "adam_beta2"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),

@@ -17,17 +17,17 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 # Each is a module of `posttrain.core.tools` with a function `run`.
 COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
-    "preview": "Show what a run would be trained on, token by token.",
+    "preview": "Show the training tokens of a run.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
     "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
-    "verify-resume": "Kill a run of yours, go on with it, and compare with the straight run bit by bit.",
+    "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
     "env": "Versions and hardware, for a bug report.",
 }
 
-# Two updates that pass through every part of a run: logging, evaluation, a checkpoint.
+# Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
     "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
@@ -95,7 +95,7 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
     """Run `method` with `settings`, `problems` having been found in them before."""
     run = _configs(method, settings, problems)
     from posttrain.core.logging import run_record
-    from posttrain.core.training import preflight  # after what was asked for is known to be right: this imports torch
+    from posttrain.core.training import preflight  # after the checks: this imports torch
 
     if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
         raise ConfigError(f"posttrain {method.name}", found)
@@ -116,7 +116,7 @@ def _classes(method: Any) -> tuple[type, type, type]:
 
 
 def _read(method: Any, words: list[str]) -> Any:
-    """The `Run` of a method that `words`, its files and flags, ask for."""
+    """The `Run` of a method from `words`, its files and flags."""
     from posttrain.core.cli import parse
 
     return _configs(method, *parse.read_words(words))
@@ -133,7 +133,7 @@ def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
 
 
 def _smoke(method: Any, run: Any) -> None:
-    """Train two updates on a few rows, beside the real folder, and keep nothing."""
+    """Train two optimizer steps on a few rows in a temporary folder."""
     folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
     evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
     run.config = dataclasses.replace(run.config, output_dir=str(folder), **SMOKE, **evaluate)

@@ -1,4 +1,4 @@
-"""What ``--help`` prints: generated from the fields of the configs."""
+"""Generates the text of ``--help`` from the fields of the configs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def of_method(method: Method, configs: Iterable[type]) -> str:
         "",
         "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier "
         "ones.",
-        "--smoke makes two updates on a few rows, with an evaluation and a checkpoint, and keeps nothing.",
+        "--smoke makes two optimizer steps on a few rows, with an evaluation and a checkpoint, and keeps nothing.",
     ]
     return "\n".join([*lines, *of_configs(configs)])
 

@@ -1,7 +1,7 @@
-"""From YAML files and flags to checked configs.
+"""Parses YAML files and flags into checked configs.
 
-A value means the same in a file and in a flag: its text is read by the type of the field it is for, not by YAML's
-guesses, so that ``1e-5`` is a number and ``no`` is the word where the field wants it.
+A value has the same meaning in a file and in a flag: the field's type decides how its text is parsed, so ``1e-5`` is a
+number and ``no`` may be a word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads nested values by YAML 1.2's rules, which know only true/false and read 1e-5 as a number."""
+    """Parses nested values with YAML 1.2's rules: booleans are only true and false, and 1e-5 is a number."""
 
     yaml_implicit_resolvers: dict = {}
 
@@ -54,7 +54,7 @@ class Setting:
 
 
 def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
-    """The settings of one YAML file, values left as text; what is wrong with the file is added to `problems`."""
+    """The settings of one YAML file, values left as text; problems of the file are added to `problems`."""
     path = Path(path).expanduser()
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -79,7 +79,7 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What is wrong and where, without the text around it, which may hold a token."""
+    """The error and its position, without the text around it, which may hold a secret."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
@@ -99,8 +99,8 @@ def _text(node: yaml.Node) -> Any:
 def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
     """Split `arguments` into words and ``--name value ...`` settings; a flag without a value is true.
 
-    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood. Of a flag that is given
-    twice the last counts, so that what a script passes on wins over what it sets itself.
+    ``--name=value``, ``--no_name`` for false, and ``-`` for ``_`` in names are understood. The last of repeated flags
+    counts, so that flags passed to a script override its own.
     """
     words: list[str] = []
     values: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 
 
 def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
-    """What YAML files and flags set, by name, and what is wrong with how they are written."""
+    """(settings of YAML files and flags by name, syntax problems)."""
     problems: list[str] = []
     files, flags = read_flags(words)
     if "config" in flags:
@@ -199,7 +199,7 @@ def configs(
     Args:
         classes: dataclasses.
         settings: names, which may be old ones, and their values as text.
-        problems: found before; whatever is wrong here is added.
+        problems: earlier ones, to which more are added.
         needs: names of fields that must have a value; ``"a|b"``: one of the two.
 
     Raises:
@@ -260,6 +260,6 @@ def _types(config_class: type, name: str) -> tuple[tuple[type, ...], type]:
     if name not in types:
         old = config.old_names(config_class)[name]
         if not isinstance(old, config.Renamed) or old != config.Renamed(old.new):
-            return (bool, int, float, str), str  # the old name's own type is not known
+            return (bool, int, float, str), str  # the old name's own type is unknown
         name = old.new
     return types.get(name, ()), config.element_type(config_class, name)

@@ -1,9 +1,8 @@
-"""Training methods that installed packages offer to the command line, found by entry points.
+"""Finds the training methods of installed packages by entry points.
 
 A package adds a method with two lines in its ``pyproject.toml`` and nothing in this one::
 
-    [project.entry-points."posttrain.methods"]
-    sft = "posttrain.sft.cli:METHOD"
+    [project.entry-points."posttrain.methods"] sft = "posttrain.sft.cli:METHOD"
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """What the command line asked for, parsed and checked: everything that a method needs to train.
+    """A parsed and checked command line: everything that a method needs to train.
 
     Args:
         config: the method's own config, such as an `SFTConfig`.
-        model: a `posttrain.core.models.arguments.ModelConfig`: which model, how it is loaded, its adapter.
+        model: a `posttrain.core.models.arguments.ModelConfig`: the model, its loading options and its adapter.
         data: a `posttrain.core.cli.source.DataSource`: which dataset.
     """
 
@@ -46,14 +45,13 @@ class Method:
     Args:
         name: the word on the command line.
         help: one sentence for ``posttrain --help``.
-        config: where its config class is, ``"module:Class"``; imported only when it is needed.
+        config: the import path of its config class, ``"module:Class"``; imported when needed.
         run: trains.
         needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
-        preview: ``(run, count)`` -> the first `count` rows as they would be trained on
-            (`posttrain.core.tools.preview.Row`), and the lines of a data report; None where there is no such view.
-        workload: ``(run, length)`` -> what one micro-batch is to the model
-            (`posttrain.core.tools.memory_plan.Workload`), with rows of `length` tokens, None: the longest that the
-            config allows. None where the method does not say.
+        preview: ``(run, count)`` -> the first `count` prepared rows (`posttrain.core.tools.preview.Row`) and the lines
+            of a data report; None if not supported.
+        workload: ``(run, length)`` -> the shape of a micro-batch (`posttrain.core.tools.memory_plan.Workload`) with
+            rows of `length` tokens; None: the config's maximum. None if not supported.
     """
 
     name: str
@@ -83,7 +81,7 @@ def methods() -> dict[str, Method]:
 
 
 def method(name: str) -> Method:
-    """The method called `name`; `ConfigError` with the nearest one where there is none."""
+    """The method called `name`; `ConfigError` with the nearest name if there is none."""
     if name not in methods():
         known = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one"
         raise ConfigError("posttrain", [f"unknown method {name!r}{did_you_mean(name, methods())} (known: {known})"])
@@ -97,6 +95,6 @@ def configs_with(field: str) -> list[str]:
         try:
             if field in {known.name for known in dataclasses.fields(found.config_class)}:
                 owners.append(found.config_class.__name__)
-        except (ImportError, AttributeError):  # a method whose optional packages are missing says nothing here
+        except (ImportError, AttributeError):  # a method whose optional packages are missing is skipped here
             continue
     return owners

@@ -1,6 +1,6 @@
-"""What training scripts parse: which dataset, which model, and a run's arguments, from a command line and YAML files.
+"""Parsers for training scripts: dataset, model and arguments from a command line and YAML files.
 
-The names are those that scripts for trl import; the work is that of the command line's own parts.
+The names are those that scripts for trl import.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def get_quantization_config(model_args: ModelConfig) -> Any | None:
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """Where this process loads a quantised model: whole, onto its own GPU; None where there is no GPU."""
+    """The device map of a quantized model: this process's GPU; None without a GPU."""
     import torch
 
     return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.cuda.is_available() else None
@@ -51,13 +51,13 @@ def get_kbit_device_map() -> dict[str, int] | None:
 class ScriptParser:
     """Makes configs of a command line: ``train.py run.yaml --learning_rate 1e-5``, also ``--config run.yaml``.
 
-    A YAML file holds ``name: value`` lines; flags go before it. Under ``env`` it may hold environment variables to set.
+    A YAML file holds ``name: value`` lines; flags override it. Under ``env`` it may hold environment variables to set.
 
     Args:
         dataclass_types: one dataclass or several. A value goes to each that has a field of its name.
         prog: the name of the program, in errors and in ``--help``; None: that of the script.
         description: what it does, for ``--help``.
-        options: others of `argparse.ArgumentParser`, which only change how its help looks.
+        options: others of `argparse.ArgumentParser`, which only affect its help.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ScriptParser:
 
         Args:
             args: the words; None: those of this process.
-            return_remaining_strings: return the words that no config knows as a last element, ``["--name", "value"]``.
+            return_remaining_strings: also return unknown words as a last element, ``["--name", "value"]``.
             fail_with_unknown_args: False leaves such words out.
             separate_remaining_strings: return those of the files and those of the flags as two elements.
 

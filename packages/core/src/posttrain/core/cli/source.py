@@ -1,4 +1,4 @@
-"""The dataset that a command line names: files, a folder, or a dataset of the hub."""
+"""Loads the dataset of a command line: files, a folder, or a dataset of the Hub."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class DataSource(metaclass=ConfigMeta):
         None, "Rows to evaluate on, named as in `dataset_name`; None: the test split or `eval_share`."
     )
     eval_share: float = opt(
-        0.0, "Share of the training rows held out for evaluation, where there is no other set.", min=0, below=1
+        0.0, "Share of the training rows held out for evaluation, if there is no other set.", min=0, below=1
     )
     dataset_streaming: bool = opt(False, "Read rows while training instead of preparing them all before.")
-    max_rows: int | None = opt(None, "Use only the first so many rows of each set.", min=1)
+    max_rows: int | None = opt(None, "Use only this many rows of each set, from the start.", min=1)
     rename_columns: dict[str, Any] | str | None = opt(
-        None, 'Columns that are called otherwise here, e.g. {"question": "prompt", "answer": "completion"}.'
+        None, 'Columns to rename, e.g. {"question": "prompt", "answer": "completion"}.'
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class DataSource(metaclass=ConfigMeta):
         for field in ("dataset_name", "eval_dataset_name"):
             names = _as_list(getattr(self, field))
             if any(not isinstance(name, str) for name in names):
-                continue  # said of the field itself
+                continue  # the field's own check reports it
             for name in names:
                 if _is_file_name(name) and not Path(name).expanduser().exists():
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
@@ -84,7 +84,7 @@ class DataSource(metaclass=ConfigMeta):
         if self.dataset_mixture is None:
             return
         if self.dataset_name is not None:
-            yield "dataset_name and dataset_mixture both say what to train on; keep one"
+            yield "dataset_name and dataset_mixture are both set; keep one"
         try:
             parts = self.parts()
         except DataError as error:
@@ -109,7 +109,7 @@ class DataSource(metaclass=ConfigMeta):
         """The datasets of `dataset_mixture` by name; those of a list are named after their files or folders.
 
         Raises:
-            DataError: a part without a path, with a key that is none, or two of one name.
+            DataError: a part without a path, with an unknown key, or two of one name.
         """
         given = self.dataset_mixture or {}
         if isinstance(given, str):
@@ -149,11 +149,11 @@ class DataSource(metaclass=ConfigMeta):
         """Read the training rows and the evaluation rows.
 
         Returns:
-            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None where nothing was named for it.
-            Of a mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
+            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None if it is not configured. Of a
+            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
 
         Raises:
-            DataError: naming the splits that exist where the one asked for does not.
+            DataError: a split does not exist; names the existing ones.
         """
         train, held_out = self._sets() if self.dataset_mixture is None else self._mixed()
         return self._first(train), None if held_out is None else self._first(held_out)
@@ -168,8 +168,8 @@ class DataSource(metaclass=ConfigMeta):
             if part.fraction is not None:
                 if self.dataset_streaming:
                     raise DataError(
-                        f"dataset_mixture: the fraction of {name} cannot be taken of a stream, whose length nobody "
-                        "knows; set max_rows, or dataset_streaming=False"
+                        f"dataset_mixture: the fraction of {name} needs a known length, which a stream does not "
+                        "have; set max_rows, or dataset_streaming=False"
                     )
                 rows = rows.take(max(1, round(part.fraction * len(rows))))
             if self.eval_share and not self.eval_dataset_name:
@@ -224,7 +224,7 @@ def _split(splits: dict[str, Any], name: str, source: str | list[str], field: st
 
 
 def _renamed(rows: Any, names: dict[str, str]) -> Any:
-    known = rows.column_names  # None: a stream that nobody has looked into
+    known = rows.column_names  # None: a stream with unknown columns
     missing = [] if known is None else [name for name in names if name not in known]
     taken = [new for old, new in names.items() if known is not None and new in known and new not in names]
     if missing or taken:

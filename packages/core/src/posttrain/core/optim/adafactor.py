@@ -15,7 +15,7 @@ import torch
 def adafactor_class() -> type[torch.optim.Optimizer]:
     """Adafactor at a given learning rate, multiplied by max(eps[1], RMS(W)) of each weight W with `scale_parameter`.
 
-    With both `scale_parameter` and weight decay each parameter's update waits for the device.
+    With both `scale_parameter` and weight decay, each parameter's step waits for the device.
     """
     from transformers import optimization
 

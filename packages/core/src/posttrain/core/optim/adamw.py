@@ -1,4 +1,4 @@
-"""AdamW that steps groups of parameters together while nothing tells them apart."""
+"""AdamW that steps parameter groups with equal options together."""
 
 from __future__ import annotations
 

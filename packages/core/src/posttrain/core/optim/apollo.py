@@ -1,5 +1,4 @@
-"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: the gradient itself, scaled as AdamW would, channel by
-channel.
+"""APOLLO, Zhu et al. 2024, https://arxiv.org/abs/2412.05270: gradients scaled per channel like AdamW's.
 
 Not from apollo-torch 1.0.3: its license forbids commercial use, and its state holds Python objects, which no checkpoint
 without pickle can keep.
@@ -15,11 +14,11 @@ import torch
 
 from posttrain.core.optim.galore import projection, split_groups
 
-GROWTH = 1.01  # the most that the norm of an update may grow in one step: Fira, Chen et al. 2024, arXiv:2410.01623
+GROWTH = 1.01  # maximum growth of an update's norm in one step: Fira, Chen et al. 2024, arXiv:2410.01623
 
 
 class Apollo(torch.optim.Optimizer):
-    r"""AdamW whose moments of some matrices are kept in a random subspace, and serve to scale the gradient only.
+    r"""AdamW with the moments of some matrices in a random subspace, used only to scale the gradient.
 
     For a matrix with gradient G (m, n), m < n, and a projection P (m, r) (Algorithm 1 of the paper):
 
@@ -29,12 +28,12 @@ class Apollo(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups.
-        low_rank_parameters: the matrices among them to treat so; the rest is trained by AdamW.
+        low_rank_parameters: the matrices among them for APOLLO; AdamW trains the rest.
         lr, betas, eps, weight_decay: as in AdamW.
         rank: r, dimension of the subspace.
         proj: ``"random"``, or ``"svd"`` for the leading singular vectors of the gradient.
         scale_type: ``"channel"``, one s for each of the longer side's channels; ``"tensor"``, one for a matrix.
-        update_proj_gap: updates after which the projection is drawn again.
+        update_proj_gap: optimizer steps after which the projection is redrawn.
         scale: its root multiplies the update; more for a smaller rank (1 at rank 256, 128 at rank 1).
     """
 
@@ -55,12 +54,12 @@ class Apollo(torch.optim.Optimizer):
         options = {"rank": rank, "proj": proj, "scale_type": scale_type, "scale": scale}
         groups = split_groups(params, low_rank_parameters, update_proj_gap=update_proj_gap, **options)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # Each matrix draws from a generator of its own, so that no other randomness of a run moves.
+        # Each matrix has its own generator, so that the run's other random numbers do not change.
         self._seeds = {p: seed for seed, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The optimizer of a run: its arguments, the options of each kind, which parameters decay, and how it is made."""
+"""Builds the optimizer of a run from its arguments."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OptimizerArguments:
-    """Which optimizer makes the updates, and its constants."""
+    """The arguments of the optimizer."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
     optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS), old_flags=("adafactor",))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
-        0.0, "Share of each weight (no norm, no bias) taken off per update, times the rate.", min=0
+        0.0, "Share of each weight (no norm, no bias) subtracted per optimizer step, times the learning rate.", min=0
     )
-    adam_beta1: float = opt(0.9, "Decay of the mean of gradients; nearer 1 averages over more updates.", min=0, below=1)
+    adam_beta1: float = opt(0.9, "Decay of the mean of gradients; nearer 1 averages over more steps.", min=0, below=1)
     adam_beta2: float = opt(0.999, "Decay of the mean of squared gradients; nearer 1, slower to react.", min=0, below=1)
     adam_epsilon: float = opt(1e-8, "Added to the root of the squared gradients; larger damps small ones.", min=0)
     optim_target_modules: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
@@ -55,7 +55,7 @@ class OptimizerArguments:
         "them.",
     )
     max_grad_norm: float | None = opt(
-        1.0, "Norm to which larger gradients are scaled down; None or 0 leaves them as they are.", min=0, max=math.inf
+        1.0, "Norm to which larger gradients are scaled down; None or 0: no clipping.", min=0, max=math.inf
     )
 
     def _problems(self) -> Iterator[str]:
@@ -80,13 +80,13 @@ class OptimizerArguments:
         if name in ("schedule_free_adamw", "schedule_free_sgd"):
             if 0 < getattr(self, "warmup_steps", 0) < 1 and getattr(self, "max_steps", 0) <= 0:
                 yield (
-                    f"optim={name!r} warms up by itself, before the length of the run is known: give warmup_steps="
-                    f"{self.warmup_steps} as a number of updates, or set max_steps"
+                    f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
+                    f"a number of steps instead of {self.warmup_steps}, or set max_steps"
                 )
 
 
 def package_problems(args: Any) -> Iterator[ImportError]:
-    """Says which package the optimizer that ``args.optim`` names needs, where it is not installed."""
+    """Problem: the package of the optimizer ``args.optim`` is not installed."""
     name = plain(args.optim)
     if (needs := package_of(name)) is not None:
         if error := missing(*needs, why=f"optim={name!r}"):
@@ -108,7 +108,7 @@ def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
 
 
 def parse_optim_args(text: dict[str, Any] | str | None) -> dict[str, Any]:
-    """``"rank=64, proj_type=std"`` as ``{"rank": 64, "proj_type": "std"}``. A dict is returned as it is.
+    """``"rank=64, proj_type=std"`` as ``{"rank": 64, "proj_type": "std"}``. A dict is returned unchanged.
 
     Raises:
         ValueError: a part is not of the form ``key=value``.
@@ -246,9 +246,9 @@ def build(
     Args:
         args: `OptimizerArguments`, or anything with its fields.
         decay_names: parameters that weight decay shrinks; None: `decay_parameter_names`.
-        class_and_kwargs: an optimizer class and its arguments, in place of what `args` names. ``"params"`` or
-            ``"model"`` among the arguments is passed to it in place of the usual two parameter groups. What is not an
-            optimizer class is made and then called with the model and the arguments.
+        class_and_kwargs: an optimizer class and its arguments, instead of the one in `args`. ``"params"`` or
+            ``"model"`` among the arguments replaces the usual two parameter groups. A class that is no optimizer is
+            created and then called with the model and the arguments.
 
     Raises:
         ConfigError: see `optimizer_class_and_kwargs`; or nothing in the model is trainable.
@@ -283,14 +283,14 @@ def _keep_embeddings_in_32_bits(model: nn.Module, optimizer: torch.optim.Optimiz
     manager = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager.get_instance()
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
     overrides = [{"optim_bits": 32} for _ in embeddings]
-    # The manager lives as long as the process and knows weights by position: what it was told of another model would
-    # hold for this one too.
+    # The manager is global and identifies weights by position, so overrides of another model would apply to this one
+    # too.
     _forget(
         manager, [known for known in manager.index2config.values() if known == {"optim_bits": 32}], ("index2config",)
     )
     for module, override in zip(embeddings, overrides, strict=True):
         manager.override_config(module.weight, key_value_dict=override)
-        if not isinstance(optimizer, Layerwise):  # whose parameters are each the first of an optimizer of their own
+        if not isinstance(optimizer, Layerwise):  # each of its parameters is the first of a separate optimizer
             manager.register_module_override(module, "weight", override)
     weakref.finalize(optimizer, _forget, manager, overrides, ("index2config", "pid2config"))
 
@@ -326,7 +326,7 @@ def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
 
 
 def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an optimizer of the user's that would train nothing.
+    """Reject a user's optimizer that would train nothing.
 
     Raises:
         ValueError: it holds none of the parameters of `model` that are trained.
@@ -343,7 +343,7 @@ def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
-    """Refuse a schedule of the user's that sets the learning rates of nothing that is trained.
+    """Reject a user's schedule that was made for another optimizer.
 
     Raises:
         ValueError: it was made for another optimizer than `optimizer`.

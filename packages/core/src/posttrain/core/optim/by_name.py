@@ -1,4 +1,4 @@
-"""Every optimizer that has a name, and which matrices of a model it treats apart.
+"""The registry of optimizers, and the selection of matrices for low-rank optimizers.
 
 A factory is a function ``(args, model, *, option=default, ...) -> (class, arguments)``. Its keyword-only parameters are
 the options that `optim_args` may set, with their types and defaults; libraries are imported when it is called.
@@ -259,7 +259,7 @@ def bnb_adamw(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArgument
 def bnb_lion(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
     """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum.
 
-    Wants a rate 3 to 10 times smaller.
+    Needs a learning rate 3 to 10 times smaller.
     """
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     return _bitsandbytes().Lion, kwargs | {"optim_bits": bits, "is_paged": paged}
@@ -304,9 +304,9 @@ def torchao(
 def schedule_free(
     kind: str, args: Any, model: Any, *, r: float = 0.0, weight_lr_power: float = 2.0
 ) -> ClassAndArguments:
-    """Defazio et al. 2024, https://arxiv.org/abs/2405.15682: averaged weights in place of a falling rate.
+    """Defazio et al. 2024, https://arxiv.org/abs/2405.15682: averaged weights instead of a decaying rate.
 
-    The optimizer warms up by itself (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
+    The optimizer has its own warm-up (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
     the model hold the averaged weights.
     """
     library = require("schedulefree", "schedulefree>=1.4", why="optim")

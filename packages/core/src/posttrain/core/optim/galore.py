@@ -63,7 +63,7 @@ class GaLore(torch.optim.Optimizer):
         params: parameters or groups, as for the optimizer below.
         low_rank_parameters: the matrices among them to project.
         rank: r, dimension of the subspace.
-        update_proj_gap: updates after which the subspace is taken from the gradient again.
+        update_proj_gap: optimizer steps after which the subspace is recomputed from the gradient.
         scale: how far an update of the subspace goes, next to one of a full matrix (alpha in the paper).
         proj_type: the side to project, see `projection`.
         kwargs: of the optimizer below.
@@ -81,12 +81,13 @@ class GaLore(torch.optim.Optimizer):
     ) -> None:
         options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
         super().__init__(split_groups(params, low_rank_parameters, **options), **kwargs)
-        # A gradient scaler must skip a bad step by itself: the projection comes before the kernel that could.
+        # A gradient scaler must skip a non-finite step itself, because the projection runs before the kernel that
+        # could.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         projected = [
             (parameter, group, *self._project(parameter, group))
@@ -104,7 +105,7 @@ class GaLore(torch.optim.Optimizer):
         return loss
 
     def _project(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """Put a small zero matrix and its gradient in the place of a parameter; returns (weights, gradient, state)."""
+        """Replace a parameter by a small zero matrix with its gradient; returns (weights, gradient, state)."""
         weights, grad, state = parameter.data, parameter.grad, self.state[parameter]
         # Taken out for the step: optimizers set up a parameter whose state is empty.
         saved = {name: state.pop(name, default) for name, default in (("age", 0), ("left", None), ("right", None))}

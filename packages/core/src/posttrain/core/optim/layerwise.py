@@ -14,18 +14,17 @@ import torch
 
 
 class Layerwise(torch.optim.Optimizer):
-    """Any optimizer, stepped for one parameter as soon as its gradient is there, which is then dropped.
+    """Any optimizer, stepped for each parameter as soon as its gradient is computed, which is then freed.
 
-    ``step()`` has nothing left to do. Gradients cannot be accumulated, clipped by their common norm or averaged over
-    processes: none of that is known in time. A gradient that turns out not to be
-    finite has made its update already.
+    ``step()`` does nothing. Gradients cannot be accumulated, clipped by their total norm or averaged over processes,
+    because each is used at once. A non-finite gradient has already changed its parameter.
 
     Args:
         params: parameters or groups.
-        optimizer_class: what updates a parameter, made with `kwargs`.
+        optimizer_class: the optimizer of a parameter, created with `kwargs`.
     """
 
-    #: A trainer looks at the loss before the backward pass, for after it is too late.
+    #: A trainer checks the loss before the backward pass, because afterwards it is too late.
     steps_in_backward = True
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> None:
@@ -60,7 +59,7 @@ class Layerwise(torch.optim.Optimizer):
         parameter.grad = None
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: the updates were made in the backward pass."""
+        """Does nothing: the backward pass made the step."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()

@@ -1,8 +1,7 @@
-"""Learning-rate schedules: a name, a curve, a torch scheduler.
+"""The registry of learning-rate schedules.
 
-Each curve is a function of the number s of updates made so far; what it returns is multiplied with the peak learning
-rate. W is the number of warm-up updates and N the length of the run. Unless a curve says otherwise, it climbs as s / W
-during the warm-up.
+Each curve is a function of the number s of completed optimizer steps and is multiplied with the peak learning rate. W
+is the number of warm-up steps and N the length of the run. By default the warm-up is s / W.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ WSD_SHAPES: dict[str, Curve] = {  # how far a phase has gone, 0 to 1 -> height, 
 
 
 def constant(num_warmup_steps: int, num_training_steps: int) -> Curve:
-    """1, from the first update on: there is no warm-up."""
+    """Constantly 1, without warm-up."""
     return lambda step: 1.0
 
 
@@ -90,7 +89,7 @@ def polynomial(
 
     Args:
         lr: the peak learning rate; filled in by `build`.
-        lr_end: the learning rate after N updates.
+        lr_end: the learning rate after N steps.
         power: k; 1 descends linearly, 2 faster at first.
     """
     if not lr > lr_end:
@@ -111,7 +110,7 @@ def inverse_sqrt(num_warmup_steps: int, num_training_steps: int, timescale: int 
     .. math:: \sqrt{t / (s - W + t)}
 
     Args:
-        timescale: t, updates after the warm-up in which the square of the rate halves; None: W, or 10,000 without one.
+        timescale: t, steps after the warm-up in which the square of the rate halves; None: W, or 10,000 without one.
     """
     scale = timescale or num_warmup_steps or 10_000
     return _after_warmup(num_warmup_steps, lambda step: 1.0 / math.sqrt((step - num_warmup_steps + scale) / scale))
@@ -154,7 +153,7 @@ def cosine_warmup_with_min_lr(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> Curve:
-    """`cosine_with_min_lr` one update ahead: the first update learns, and the last one is made at the floor itself.
+    """`cosine_with_min_lr` shifted by one step: the first step has a rate above 0, and the last one the minimum.
 
     Args:
         lr: the peak learning rate; filled in by `build`.
@@ -189,8 +188,8 @@ def warmup_stable_decay(
     https://arxiv.org/abs/2405.18392.
 
     Args:
-        num_decay_steps: updates of the last phase.
-        num_stable_steps: updates at the peak; None: what warm-up and decay leave of the run.
+        num_decay_steps: steps of the last phase.
+        num_stable_steps: steps at the peak; None: the rest of the run.
         warmup_type, decay_type: ``"linear"``, ``"cosine"`` or ``"1-sqrt"``.
         min_lr_ratio: share of the peak that the warm-up starts from and the decay ends at, where it stays.
         num_cycles: waves of a cosine decay; a half descends once.
@@ -247,14 +246,14 @@ class GreedyLR(ReduceLROnPlateau):
     Args:
         mode: ``"min"`` where a smaller metric is better, else ``"max"``.
         factor: the rate is multiplied by it to go down and divided by it to go up; below 1.
-        patience: evaluations in a row without (or with) improvement that are let pass before a change.
+        patience: evaluations in a row without (or with) improvement before a change.
         threshold, threshold_mode: by how much a metric must beat the best, ``"abs"`` or ``"rel"`` to it.
         cooldown, warmup: evaluations that are not counted after the rate was lowered or raised.
         min_lr, max_lr: bounds of the rate, or a list with one for each parameter group.
-        eps: changes no larger than this are not made.
+        eps: smaller changes are not applied.
         verbose: log each change.
-        smooth, window_size: judge the mean of the last `window_size` metrics.
-        reset_start: everything starts afresh when the rate was to be lowered so often at its lower bound.
+        smooth, window_size: use the mean of the last `window_size` metrics.
+        reset_start: reset everything after this many attempts to lower the rate at its lower bound.
     """
 
     def __init__(
@@ -371,7 +370,7 @@ class ScheduleArguments:
     )
     warmup_steps: float = opt(
         0,
-        "Updates over which the learning rate climbs to its peak; below 1, a share of all updates.",
+        "Optimizer steps over which the learning rate rises to its peak; below 1, a share of all steps.",
         min=0,
         old_flags=("warmup_ratio",),
     )
@@ -388,7 +387,9 @@ class ScheduleArguments:
         elif name in SCHEDULES:
             yield from problems(name, options, lr=getattr(self, "learning_rate", 1.0))
         if self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
-            yield f"warmup_steps={self.warmup_steps} must be whole above 1; below 1 it is a share of all updates"
+            yield (
+                f"warmup_steps={self.warmup_steps} must be whole above 1; below 1 it is a share of all optimizer steps"
+            )
 
 
 def register(name: str) -> Callable[[Any], Any]:
@@ -405,13 +406,13 @@ def register(name: str) -> Callable[[Any], Any]:
 
 
 def warmup_steps(args: Any, num_training_steps: int) -> int:
-    """Warm-up updates in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up."""
+    """Warm-up steps in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up."""
     given = args.warmup_steps
     return int(given) if given >= 1 else math.ceil(num_training_steps * given)
 
 
 def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
-    """What is wrong with the options of a schedule, as sentences.
+    """Problems with the options of a schedule, as sentences.
 
     Args:
         lr: the peak learning rate.
@@ -437,7 +438,7 @@ def follows_a_metric(scheduler: Any) -> bool:
     """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
     one.
     """
-    return _needs_metrics(type(scheduler))  # asked in each update, so that the answer is kept
+    return _needs_metrics(type(scheduler))  # cached, because each step asks for it
 
 
 @cache
@@ -449,11 +450,12 @@ def _needs_metrics(kind: type) -> bool:
 def build(
     name: str, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, **options: Any
 ) -> LRScheduler:
-    """The scheduler called `name`. Step it once an update; those that follow a metric, with it after an evaluation.
+    """The scheduler called `name`. Step it once per optimizer step; metric schedules with the metric after an
+    evaluation.
 
     Args:
         name: a key of `SCHEDULES`.
-        num_warmup_steps, num_training_steps: updates of the warm-up and of the whole run, which includes it.
+        num_warmup_steps, num_training_steps: steps of the warm-up and of the whole run, which includes it.
         options: of the schedule, by name.
 
     Raises:

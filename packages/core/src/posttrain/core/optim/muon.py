@@ -51,7 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for algorithm, part in self._parts.items():
             part.state = self.state

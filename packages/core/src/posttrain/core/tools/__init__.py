@@ -1,1 +1,1 @@
-"""Commands beside training: launch, preview, plan, consolidate, merge, migrate, verify-resume, rerun and env."""
+"""Commands other than training: launch, preview, plan, consolidate, merge, migrate, verify-resume, rerun and env."""

@@ -1,4 +1,4 @@
-"""What to use in the place of names that trl or transformers have, or had, and that a package of posttrain does not."""
+"""Suggests replacements for names of trl and transformers that posttrain does not have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PPO = (
     "model"
 )
 _ONLINE_PAIRS = (
-    "sample and judge in a loop of your own and train with posttrain.rl.DPOTrainer, or turn the judge into a reward "
+    "sample and score in your own loop and train with posttrain.rl.DPOTrainer, or turn the judge into a reward "
     "function of posttrain.rl.GRPOTrainer"
 )
 _DISTIL = (
@@ -100,15 +100,14 @@ for _names, _why in {
 
 
 def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2) -> Exception:
-    """What to raise from a package's ``__getattr__`` for a name that it does not have, with what to use instead.
+    """The error of a package's ``__getattr__`` for an unknown name, with a replacement.
 
-    An `ImportError` where the name is being imported, for there Python drops the text of an `AttributeError`; else
-    that.
+    An `ImportError` during an import, where Python would drop the text of an `AttributeError`; else that.
 
     Args:
         package: such as ``"posttrain.rl"``.
-        known: the names that it has.
-        lookups: frames between here and the code that asks.
+        known: the package's names.
+        lookups: frames between here and the caller.
     """
     known = list(known)
     text = f"{package} has no {name!r}: {instead}." if (instead := elsewhere(package, name)) else (
@@ -118,7 +117,7 @@ def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2
 
 
 def elsewhere(package: str, name: str) -> str:
-    """What to use in the place of `name`, as a clause; empty where nobody knows."""
+    """The replacement of `name`, as a clause; empty if unknown."""
     if name.startswith("_"):
         return ""
     for other in PACKAGES:
@@ -142,7 +141,7 @@ def _names_of(package: str) -> list[str]:
 
 
 def _is_imported(lookups: int) -> bool:
-    """Whether the code that asks is a ``from package import name``."""
+    """Whether the caller is a ``from package import name``."""
     frame = sys._getframe(lookups + 1)
     code = frame.f_code.co_code
     return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"

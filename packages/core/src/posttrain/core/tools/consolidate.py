@@ -1,6 +1,4 @@
-"""``posttrain consolidate``: weights that several processes saved in parts become one model, as ``from_pretrained``
-reads it.
-"""
+"""The command ``posttrain consolidate``, which gathers sharded weights into one model."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def run(words: list[str]) -> None:
     """The command.
 
     Raises:
-        ConfigError: there are not two folders. CheckpointError: the checkpoint is damaged, or not in parts.
+        ConfigError: there are not two folders. CheckpointError: the checkpoint is damaged or not sharded.
     """
     if {"-h", "--help"} & set(words):
         print(HELP.rstrip())
@@ -38,12 +36,12 @@ def consolidate(checkpoint: Path, folder: Path) -> None:
     """Write the model of `checkpoint` into `folder`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its weights do not lie in parts.
+        CheckpointError: the checkpoint is damaged or not sharded.
     """
     if problems := Store(checkpoint.parent).verify(checkpoint):
         raise CheckpointError(f"{checkpoint} cannot be read: {' '.join(problems)}")
     if not sharded.processes(checkpoint, weights.PARTS):
-        raise CheckpointError(f"{checkpoint} holds no weights in parts; from_pretrained reads it as it is.")
+        raise CheckpointError(f"{checkpoint} is not sharded; from_pretrained reads it directly.")
     tensors = {name: tensor.whole() for name, tensor in sharded.load(checkpoint, weights.PARTS).items()}
     folder.mkdir(parents=True, exist_ok=True)
     if (checkpoint / "config.json").is_file():

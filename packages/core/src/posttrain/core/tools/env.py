@@ -1,4 +1,4 @@
-"""``posttrain env``: what a bug report needs to know about this machine."""
+"""The command ``posttrain env``, which prints versions and hardware for a bug report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``posttrain launch``: start a program in several processes, as described by flags or by the YAML of
-``accelerate config``.
-"""
+"""The command ``posttrain launch``, which starts a program in several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ such as --fsdp_state_dict_type SHARDED_STATE_DICT.
 
 @dataclass
 class LaunchArguments(metaclass=ConfigMeta):
-    """Which processes are started, and what they are told."""
+    """The number of processes and their environment."""
 
     num_processes: int | None = opt(None, "Processes on all machines together; None: one for each GPU, or one.", min=1)
     num_machines: int = opt(1, "Machines; `posttrain launch` is called on each.", min=1)
@@ -40,24 +38,24 @@ class LaunchArguments(metaclass=ConfigMeta):
     )
     rdzv_backend: str = opt("static", "How machines find each other: static, c10d or etcd-v2.")
     max_restarts: int = opt(0, "How often all processes are started again after one has failed.", min=0)
-    monitor_interval: float = opt(0.1, "Seconds between two looks at whether all processes live.", above=0)
+    monitor_interval: float = opt(0.1, "Seconds between checks of the processes.", above=0)
     gpu_ids: str | None = opt(None, "GPUs of this machine to use, such as 0,2; None or all: all of them.")
     use_cpu: bool = opt(False, "Train on the CPU even where GPUs are present.", aliases=("cpu",))
     mixed_precision: str = opt("no", "Precision of the forward pass.", choices=("no", "bf16", "fp16"))
     num_cpu_threads_per_process: int | None = opt(None, "Threads of each process; None: one, with several.", min=1)
-    use_fsdp: bool = opt(False, "Shard the model by FSDP, unless the program's own arguments say otherwise.")
-    use_deepspeed: bool = opt(False, "Train under DeepSpeed, unless the program's own arguments say otherwise.")
+    use_fsdp: bool = opt(False, "Shard the model with FSDP, unless the program's own arguments differ.")
+    use_deepspeed: bool = opt(False, "Train with DeepSpeed, unless the program's own arguments differ.")
     use_parallelism_config: bool = opt(False, "Read the sizes in parallelism_config.")
     fsdp_config: dict[str, Any] | None = opt(None, "Options of FSDP.")
     deepspeed_config: dict[str, Any] | None = opt(None, "Options of DeepSpeed, or deepspeed_config_file.")
     parallelism_config: dict[str, Any] | None = opt(None, "Sizes of groups of processes.")
     dynamo_config: dict[str, Any] | None = opt(
-        None, "Backend and mode of torch.compile, for runs whose arguments say nothing of it."
+        None, "Backend and mode of torch.compile, for runs whose arguments do not set it."
     )
     distributed_type: str | None = opt(None, "Kind of run: NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED.")
     compute_environment: str = opt("LOCAL_MACHINE", "Where the run takes place.", choices=("LOCAL_MACHINE",))
     module: bool = opt(False, "PROGRAM is a module rather than a file.")
-    no_python: bool = opt(False, "PROGRAM is started as it is, without Python.")
+    no_python: bool = opt(False, "PROGRAM is started directly, without Python.")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -81,7 +79,7 @@ class LaunchArguments(metaclass=ConfigMeta):
         if self.machine_rank >= self.num_machines:
             yield f"machine_rank={self.machine_rank} must be below num_machines={self.num_machines}"
         if self.num_machines > 1 and (self.main_process_ip is None or self.main_process_port is None):
-            yield "num_machines above 1 needs main_process_ip and main_process_port, where all machines meet"
+            yield "num_machines above 1 needs main_process_ip and main_process_port, the address of the first machine"
         if self.use_fsdp and self.use_deepspeed:
             yield "use_fsdp and use_deepspeed cannot both hold; keep one"
         for name, value in (self.dynamo_config or {}).items():
@@ -96,10 +94,10 @@ class LaunchArguments(metaclass=ConfigMeta):
 #: What accelerate's files also hold, and why it changes nothing here.
 WITHOUT_EFFECT = {
     "downcast_bf16": "it is about TPUs",
-    "main_training_function": "the program is run from its beginning, whatever its functions are called",
-    "same_network": "machines meet at main_process_ip either way",
+    "main_training_function": "the program is always run from its beginning",
+    "same_network": "machines always connect to main_process_ip",
     "debug": "collectives are watched always, see ddp_timeout",
-    "multi_gpu": "num_processes says how many there are",
+    "multi_gpu": "num_processes sets their number",
     "enable_cpu_affinity": "processes are not bound to cores",
     "quiet": "errors are shown",
     "tpu_env": "TPUs are not supported", "tpu_use_cluster": "TPUs are not supported",
@@ -109,7 +107,7 @@ WITHOUT_EFFECT = {
     "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "processes are started by torch, not by mpirun",
 }  # fmt: skip
-#: Values of those that ask for nothing.
+#: Values that match the default behaviour.
 NOTHING = (None, "", "no", "false", "main", [], {}, ())
 #: Flags that belong into a section of the file.
 SECTIONS = {
@@ -187,7 +185,7 @@ def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
 
 
 def environment(args: LaunchArguments) -> dict[str, str]:
-    """What the processes are told by environment variables, as accelerate names them."""
+    """The environment variables of the processes, named as in accelerate."""
     found = {"ACCELERATE_MIXED_PRECISION": args.mixed_precision, "ACCELERATE_USE_CPU": str(args.use_cpu).lower()}
     if args.gpu_ids is not None and args.gpu_ids.lower() != "all":
         found["CUDA_VISIBLE_DEVICES"] = args.gpu_ids.replace(" ", "")

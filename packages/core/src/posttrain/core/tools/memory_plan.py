@@ -1,10 +1,9 @@
-"""How much memory a run will need at its peak, and the cheapest change that makes it fit. Nothing is computed or
-loaded.
+"""Estimates the peak memory of a run without computing or loading, and finds changes that make it fit.
 
-The model is made from its config of fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device, and
-no numbers. One micro-batch goes forward and backward through it and one update follows, by the code that trains, while
-every tensor that torch makes is counted from its birth to its death. So weights, gradients and the state of the
-optimizer are exact; what is kept for the backward and the peak are estimates: see `Footprint`.
+The model is built from its config with fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device,
+but no numbers. The training code runs one micro-batch forward and backward and one optimizer step, and every tensor is
+counted while it exists. So weights, gradients and optimizer state are exact; activations and the peak are estimates:
+see `Footprint`.
 """
 
 from __future__ import annotations
@@ -43,24 +42,23 @@ aten = torch.ops.aten
 TILE = 512  # rows of the largest tile of `posttrain.core.losses.language_modeling`
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
-# Bytes that bitsandbytes keeps for each number of a weight, by the field of `ModelConfig` that asks for it: a 4-bit
-# number with a
-# float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits, with a scale for
-# each row.
+# Bytes of bitsandbytes for each number of a weight, by the field of `ModelConfig`: a 4-bit
+# number with a float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits,
+# with a scale for each row.
 QUANTIZED = {"load_in_4bit": 0.5 + 4 / 64, "use_bnb_nested_quant": 0.5 + 1 / 64 + 4 / 64 / 256, "load_in_8bit": 1.0}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one micro-batch is to the model, as a method trains it.
+    """The shape of a micro-batch in a training method.
 
     Args:
-        rows: of one forward. length: tokens of each, the most there can be.
+        rows: of one forward. length: maximum tokens of each.
         loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the
             model's own loss, which does; "score": one number a row.
-        target_length: tokens that an encoder-decoder writes.
-        reference: a frozen copy of the model is asked too, where there is no adapter to switch off.
-        generated: tokens in the key/value cache, where the model itself generates between updates.
+        target_length: tokens of an encoder-decoder's output.
+        reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
+        generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
         auto_class: of transformers, with which the method loads models.
     """
 
@@ -95,7 +93,7 @@ class Footprint:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are; they add up to `peak`."""
+        """Bytes by kind; they sum to `peak`."""
         found = {
             "weights": self.weights,
             "reference model": self.reference,
@@ -121,7 +119,7 @@ class Proposal:
 
 
 def longest_row(*lengths: int | None) -> int:
-    """The first of `lengths` that there is, in tokens.
+    """The first of `lengths` that is not None, in tokens.
 
     Raises:
         ConfigError: none is.
@@ -129,7 +127,7 @@ def longest_row(*lengths: int | None) -> int:
     found = next((length for length in lengths if length), None)
     if found is None:
         raise ConfigError(
-            "posttrain plan", ["the config does not bound the length of rows; say it, as in --length 2048"]
+            "posttrain plan", ["the config does not limit the length of rows; set it, as in --length 2048"]
         )
     return found
 
@@ -178,10 +176,10 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     """The footprint of `run`.
 
     Args:
-        device: type of the device that it would be on; None: that on which it would train here.
+        device: type of its device; None: the training device of this machine.
 
     Raises:
-        ConfigError: there is no such model, or it does not say what it makes without numbers.
+        ConfigError: there is no such model, or it does not run with fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -189,8 +187,8 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     try:
         with torch.device("meta"):
             model, quantized = _make(run, work, config)
-        # Made on the meta device, for peft cannot convert fake tensors; they know in turn which kernels their device
-        # has.
+        # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
+        # device.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_type(run.config)):
             _make_fake(model)
             return _measure(run, work, model, quantized)
@@ -224,7 +222,7 @@ def load_config(run: Run) -> Any:
 
 
 def _make_fake(model: nn.Module) -> None:
-    """Put an empty tensor on the current device in the place of each of `model`; what is tied stays tied."""
+    """Replace each tensor of `model` by an empty one on the current device; tied ones stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -251,7 +249,7 @@ def _register_attention() -> str:
         if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
             return sdpa(module, query, key, value, mask, *args, **kwargs)
         flat = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
-        segments = Segments((length,) * rows, (-1,) * rows)  # as trainers lay rows out on the CPU
+        segments = Segments((length,) * rows, (-1,) * rows)  # the trainers' layout of rows on the CPU
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
         out = varlen_attention.segment_attention(*flat, segments, scale=scale, window=window, softcap=softcap)
@@ -283,7 +281,7 @@ def _measure(run: Run, work: Workload, model: nn.Module, quantized: list[nn.Line
     reference = weights if work.reference and not wrapping.is_peft_model(model) else 0
     average = 0 if args.ema_decay is None else sum(4 * parameter.numel() for parameter in trained)
     cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
-    # The pass was measured before there was any state, which from the second update on lives all the time.
+    # The pass was measured without optimizer state, which always exists from the second step on.
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
     return Footprint(weights - saved, gradients, state, activations, head, peak, reference, average, cache)
 
@@ -334,8 +332,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         reached = live.high = live.now
 
     def loss_in_tiles(hidden: torch.Tensor) -> torch.Tensor:
-        # A tile takes the same memory whatever follows it, so as many labelled positions as fill the largest are
-        # enough.
+        # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
         targets, live.most = language_modeling.shift_labels(labels), TILE
         if work.loss == "logps":
             return torch.stack(language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS))
@@ -389,12 +386,11 @@ def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
 def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
     """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
 
-    Those that are enough alone; where none is, one on top of the other until they are. What is yielded last fits, or
-    nothing that is known does.
+    Changes that suffice alone, or else combinations. The last one fits, unless nothing does.
 
     Args:
-        workload: of a run, as its method says.
-        memory: bytes that there are.
+        workload: the method's function that returns a run's workload.
+        memory: available bytes.
     """
 
     def try_rung(run: Run, rung: Rung) -> Proposal | None:
@@ -406,7 +402,7 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
             changed = with_changes(run, changes)
             try:
                 found = Proposal(changes, price, measure(changed, workload(changed)))
-            except ConfigError:  # this model cannot have it, such as an adapter on layers that peft does not know
+            except ConfigError:  # this model does not support it, such as an adapter on layers unknown to peft
                 continue
             if found.footprint.peak <= memory:
                 break
@@ -441,7 +437,7 @@ Rung = Callable[[Run, Workload], Iterator[tuple[dict[str, Any], str]]]
 def _checkpointing(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
     if not run.config.activation_checkpointing:
         changes = {"activation_checkpointing": True, "gradient_checkpointing": True}
-        yield changes, "the same update, about a third slower"
+        yield changes, "the same optimizer step, about a third slower"
 
 
 def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
@@ -451,12 +447,12 @@ def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any],
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}
         if getattr(run.config, "steps_per_generation", None):
             changes["steps_per_generation"] = run.config.steps_per_generation * times
-        yield changes, "the same update in smaller parts"
+        yield changes, "the same optimizer step in smaller parts"
 
 
 def _half_precision(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
     if not (run.config.bf16 or run.config.fp16) and run.model.dtype in (None, "float32"):
-        yield {"bf16": True}, "products in bfloat16, weights as they are"
+        yield {"bf16": True}, "products in bfloat16, weights unchanged"
 
 
 def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:

@@ -1,6 +1,4 @@
-"""``posttrain merge``: an adapter becomes a model of its own, whose logits are compared with those of base and
-adapter.
-"""
+"""The command ``posttrain merge``, which merges an adapter into its base and compares the logits."""
 
 from __future__ import annotations
 
@@ -90,13 +88,13 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Merge:
-    """What a merge did to the logits of a fixed batch, computed in float32.
+    """The effect of a merge on the logits of a fixed batch, computed in float32.
 
     Args:
-        base: whose weights the adapter was added to.
-        dtype: what the merged weights were rounded to.
-        largest, mean: of the absolute differences between the merged model, read back, and base and adapter apart.
-        effect: the mean absolute difference that the adapter makes to the base.
+        base: the model to which the adapter was added.
+        dtype: of the merged weights.
+        largest, mean: of the absolute differences between the merged model, read back, and the base with its adapter.
+        effect: the mean absolute difference between the base with and without the adapter.
         spread: the standard deviation of the logits.
     """
 
@@ -126,17 +124,17 @@ def merge(
     tolerance: float = TOLERANCE,
     trust_remote_code: bool = False,
 ) -> Merge:
-    """Write a model of its own into `folder`, as ``from_pretrained`` reads it, with its tokenizer.
+    """Write the merged model with its tokenizer into `folder`, in the format of ``from_pretrained``.
 
-    An adapter that was trained on 4 or 8 bits is added to the weights that these were made of: the quantized ones could
-    not hold the sum. It is added in float32, and rounded once. The host needs memory for the weights in float32, twice.
+    An adapter that was trained on 4 or 8 bits is added to the original weights, because quantized ones cannot hold the
+    sum. The sum is in float32 and rounded once. The host needs memory for two float32 copies of the weights.
 
     Args:
-        adapter: a folder that holds a saved adapter: a checkpoint, or what `save_model` wrote.
-        folder: where the model goes; nothing may be there.
-        base: folder or Hub name of the weights; by default those that the adapter names.
+        adapter: a folder with a saved adapter: a checkpoint, or the output of `save_model`.
+        folder: of the merged model; it must not exist.
+        base: folder or Hub name of the weights; by default those named in the adapter.
         dtype: of the merged weights; by default that of the base.
-        tolerance: a merge that loses a larger part of what the adapter changes is refused, unless it is rounding.
+        tolerance: a merge that loses a larger part of the adapter's effect is an error, unless it is rounding.
 
     Raises:
         CheckpointError: the adapter cannot be merged, the base holds quantized weights, or too much is lost. Nothing is

@@ -1,4 +1,4 @@
-"""``posttrain migrate``: a script for transformers' Trainer or trl becomes one for posttrain."""
+"""The command ``posttrain migrate``, which rewrites scripts for transformers' Trainer or trl."""
 
 from __future__ import annotations
 

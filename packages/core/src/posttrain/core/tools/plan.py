@@ -1,4 +1,4 @@
-"""``posttrain plan <method> run.yaml``: how much memory a run will need, and what to change where it does not fit."""
+"""The command ``posttrain plan``, which estimates the memory of a run and suggests changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``posttrain preview``: each token of a row, which of them the loss predicts, and where documents begin.
+"""The command ``posttrain preview``, which shows the tokens of rows, their loss mask and document borders.
 
-In colour on a terminal, between brackets where there is none, and as a page that opens anywhere and fetches nothing.
+It prints colours on a terminal, or brackets without colours, or writes a self-contained HTML page.
 """
 
 from __future__ import annotations

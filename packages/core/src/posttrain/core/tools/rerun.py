@@ -1,4 +1,4 @@
-"""``posttrain rerun``: start a run again from its record, in a folder of its own, and say what differs by now."""
+"""The command ``posttrain rerun``, which repeats a run from its record and reports differences."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""``posttrain verify-resume <method> run.yaml``: is a run of yours, killed and gone on with, the run that was never
-stopped?
+"""The command ``posttrain verify-resume``, which compares a killed and resumed run with an uninterrupted one.
 
 Three runs of one process each: one from start to end, one that is killed (SIGKILL) between two checkpoints, and one
-that goes on from what that left. What the first and the last leave behind is compared bit by bit.
+that resumes it. The outputs of the first and the last are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.logging.metrics import is_timing
 
-STEPS = 3  # updates up to the checkpoint that is gone on from, and from there to the end
+STEPS = 3  # optimizer steps before and after the checkpoint that is resumed
 
 
 def run(words: list[str]) -> int:
-    """Prove it, print what was compared, and return 0 if everything is equal, else 1.
+    """Run the comparison, print it, and return 0 if everything is equal, else 1.
 
     Args:
-        words: a method, its files and flags; ``--steps N`` sets how many updates lie before and after the kill.
+        words: a method, its files and flags; ``--steps N`` sets the number of optimizer steps before and after the
+            checkpoint.
     """
     words, steps = _take_steps(words)
     if not words or words[0].startswith("-") or words[0].endswith((".yaml", ".yml")):
