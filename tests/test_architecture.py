@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,24 +23,24 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
-        evaluation.predictions logging.metrics logging.redaction losses.language_modeling losses.normalization
-        models.block_mask models.embeddings models.gradient_checkpointing models.regularization models.special_tokens
-        models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
+        evaluation.predictions logging.input_counter logging.metrics logging.redaction losses.language_modeling
+        losses.normalization models.block_mask models.embeddings models.gradient_checkpointing models.regularization
+        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan data.host_copies
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
-        data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers evaluation.eval_loop
-        evaluation.generate logging.plots logging.rich_progress logging.run_record logging.terminal logging.trackers
-        losses.scale_check models.activation_offloading models.adapters models.arguments models.bema models.compiling
-        models.ema models.flash_attention models.liger models.lm_head models.loading
-        models.quantization models.varlen_attention optim.builder
-        training.argument_changes training.preemption training.preflight models.document_kernels
+        data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers evaluation.best_model
+        evaluation.eval_loop evaluation.generate logging.plots logging.rich_progress logging.run_record
+        logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
+        models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
+        models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
+        training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
+        models.document_kernels
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate
-        training.hf_compat training.hyperparameter_search training.incidents training.leaving
-        training.lifecycle training.resuming
+        training.hf_compat training.hyperparameter_search
     """.split(),
     3: ["tools"],
 }
@@ -60,10 +61,9 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 # Files of more than 500 lines, and why they are one file.
 LONG = {
     "core/losses/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
-    "core/training/lifecycle.py": "a run from set-up to end in the order in which it happens",
     "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
-    "core/trainer.py": "the loop and every overridable method are read together",
+    "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }
 # The methods that users override, under the names of transformers' Trainer.
@@ -333,3 +333,65 @@ def test_importing_is_cheap(statement):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+# What each class of arguments may define for itself; see `posttrain.core.training.preflight`.
+HOOKS_OF_ARGUMENTS = {"_normalize", "_problems", "_preflight"}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def class_nodes() -> dict[str, ast.ClassDef]:
+    """Every class of the product by ``module.name``."""
+    return {
+        f"{module_of(where)}.{node.name}": node
+        for where in sources()
+        for node in ast.walk(tree(where))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def private_names(node: ast.ClassDef, used: bool) -> set[str]:
+    """Private names that a class defines, and sets on ``self``; if `used`, also those it reads of ``self``."""
+    found = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+    for child in node.body:
+        targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute):
+            of_self = isinstance(child.value, ast.Name) and child.value.id == "self"
+            of_super = isinstance(child.value, ast.Call) and getattr(child.value.func, "id", "") == "super"
+            if (of_self and isinstance(child.ctx, ast.Store)) or (used and (of_self or of_super)):
+                found.add(child.attr)
+    return {name for name in found if private(name)}
+
+
+def test_no_package_uses_private_names_of_the_core():
+    """What a subclass in another package needs is public; else only we could write subclasses."""
+    wrong, seen = [], set()
+    for name, node in sorted(class_nodes().items()):
+        module, _, kind = name.rpartition(".")
+        if module.startswith("posttrain.core") or not hasattr(importlib.import_module(module), kind):
+            continue
+        bases = getattr(sys.modules[module], kind).__mro__
+        owners = [
+            f"{base.__module__}.{base.__qualname__}" for base in bases if base.__module__.startswith("posttrain.core")
+        ]
+        nodes = [class_nodes().get(owner) for owner in owners]
+        of_core = {private for node in nodes if node is not None for private in private_names(node, used=False)}
+        wrong += [f"{name}.{used}" for used in sorted(private_names(node, used=True) & of_core - HOOKS_OF_ARGUMENTS)]
+        seen |= of_core
+    assert {"_training", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
+    assert wrong == []
+
+
+def test_a_trainer_is_one_class_and_its_accessors():
+    from posttrain.core import Trainer
+
+    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "HFCompat", "object"]
+    node = class_nodes()["posttrain.core.training.hf_compat.HFCompat"]
+    sets = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    assert sets <= {"hp_name", "hp_search_backend"}

@@ -66,7 +66,7 @@ if __name__ == "__main__":
             expected = straight.model.state_dict()
             equal = all(torch.equal(v, expected[k]) for k, v in resumed.model.state_dict().items())
             answers[name] = {"codes": codes, "equal": equal, **told(resumed)}
-    watch = straight._watch
+    watch = straight.run.watch
     watch.begin()
     started = time.perf_counter()
     for _ in range(2000):

@@ -69,7 +69,7 @@ def test_counting_a_window_does_not_wait_for_the_device(tmp_path):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        items = trainer._count_window([batch, batch])
+        items = trainer.count_window([batch, batch])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert items.is_cuda and items == 2 * trainer.count_items(batch)

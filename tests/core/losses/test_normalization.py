@@ -122,5 +122,5 @@ def test_counting_a_window_copies_nothing_to_the_device(tmp_path):
     trainer.dist.device = torch.device("meta")
     batch = trainer.data_collator(trainer.train_dataset[:4])
     with Copies() as copies:
-        items = trainer._count_window([batch, batch])
+        items = trainer.count_window([batch, batch])
     assert copies.count == 0 and items.device.type == "meta"

@@ -1,7 +1,8 @@
-"""The training loop, and every door through which a subclass changes it.
+"""The training loop, and every method that a subclass overrides to change it.
 
-`Trainer.train` is the loop. Each other public method is a door: ten lines or fewer that call into the room below, a module
-that knows nothing of trainers. Override the door to change what happens; use a callback to change when.
+`Trainer.train` is the loop. The other public methods are hooks: ten lines or fewer that call into modules which know no
+trainer. Override a hook to change what happens; use a callback to change when. Below the hooks stands a run from its
+set-up to its end, in the order in which it happens.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import copy
 import dataclasses
 import inspect
 import logging
-import warnings
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -22,30 +24,53 @@ from torch import nn
 from posttrain.core import hub
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
-from posttrain.core.checkpoint import Store, weights
+from posttrain.core.checkpoint import Store, codec, manager, rng, weights
+from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
+from posttrain.core.data.stateful_dataloader import check_limits
 from posttrain.core.distributed import Distributed
-from posttrain.core.errors import did_you_mean
-from posttrain.core.evaluation import eval_loop
+from posttrain.core.errors import DataError
+from posttrain.core.evaluation import best_model, eval_loop
 from posttrain.core.logging import run_record, trackers
-from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, is_performance
-from posttrain.core.losses import normalization
-from posttrain.core.models import wrapping
+from posttrain.core.logging.input_counter import InputCounter
+from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, is_performance, means, speed_metrics
+from posttrain.core.losses import normalization, scale_check
+from posttrain.core.models import (
+    adapters,
+    compiling,
+    ema,
+    embeddings,
+    gradient_checkpointing,
+    liger,
+    regularization,
+    special_tokens,
+    wrapping,
+)  # fmt: skip
 from posttrain.core.optim import builder, lr_scheduler
-from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainOutput
-from posttrain.core.training import preemption, preflight
-from posttrain.core.training.hf_compat import Questions
-from posttrain.core.training.lifecycle import Lifecycle
+from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
+from posttrain.core.training import (
+    allocator,
+    argument_changes,
+    nonfinite,
+    nonfinite_report,
+    override_checks,
+    preemption,
+    preflight,
+    resume,
+)  # fmt: skip
+from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.memory import MemoryTracker
-from posttrain.core.training.plan import Plan, Progress, make_plan, windows
+from posttrain.core.training.oom import BatchSplitter
+from posttrain.core.training.plan import Plan, Progress, as_steps, make_plan, windows
 from posttrain.core.training.preflight import Parts, Problem
+from posttrain.core.training.run import RunState
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback]
 
 
-class Trainer(Lifecycle, Questions):
+class Trainer(HFCompat):
     """Trains, evaluates and saves a PyTorch model.
 
     Args:
@@ -58,7 +83,7 @@ class Trainer(Lifecycle, Questions):
         model_init: makes a fresh model at each `train`, instead of `model`.
         compute_loss_func: ``(outputs, labels, num_items_in_batch) -> loss``, instead of the model's own loss.
         compute_metrics: ``EvalPrediction -> {name: value}``, or a `StreamingMetric`, for which no prediction is stored.
-        callbacks: `TrainerCallback` instances or classes, heard after the built-in ones.
+        callbacks: `TrainerCallback` instances or classes, called after the built-in ones.
         optimizers: ``(optimizer, lr_scheduler)`` to use as they are; either may be None.
         optimizer_cls_and_kwargs: ``(class, arguments)`` of the optimizer, with the usual parameter groups.
         preprocess_logits_for_metrics: ``(logits, labels) -> what is kept`` of each evaluation batch.
@@ -73,11 +98,13 @@ class Trainer(Lifecycle, Questions):
     fixed_at_construction: tuple[str, ...] = ()
     #: Names or patterns of the metrics that an evaluation gives without `compute_metrics`; None: not known beforehand.
     evaluation_metrics: tuple[str, ...] | None = ()
-    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by computing it
-    #: twice for one micro-batch, with one count and with twice that (`posttrain.core.losses.scale_check`).
+    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by
+    #: computing it twice for one micro-batch, with one count and with twice that (`posttrain.core.losses.scale_check`).
     loss_is_scaled_for_ga: bool | None = None
     #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
     prediction_fill: int = -100
+    #: What the Hub finds models of this trainer by.
+    tag_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -97,19 +124,8 @@ class Trainer(Lifecycle, Questions):
         **old_names: Any,
     ) -> None:
         if old_names:
-            processing_class, callbacks = _accept_old_names(type(self).__name__, old_names, processing_class, callbacks)
-        if (model is None) == (model_init is None):
-            given = "neither was given" if model is None else "both were given"
-            raise ValueError(f"{type(self).__name__} needs a model or a model_init, and {given}.")
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model is of type {type(model).__name__}; {type(self).__name__} takes a loaded one, for instance from "
-                "AutoModelForCausalLM.from_pretrained(...)."
-            )
-        if args is not None and not isinstance(args, TrainingArguments):
-            raise TypeError(
-                f"args is of type {type(args).__name__}; pass {self.config_class.__name__}(output_dir=...)."
-            )
+            processing_class, callbacks = accept_old_names(self, old_names, processing_class, callbacks)
+        preflight.check_types(type(self).__name__, self.config_class, model, model_init, args)
         if args is None:
             args = self.config_class()
             logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
@@ -117,10 +133,10 @@ class Trainer(Lifecycle, Questions):
         trackers.set_verbosity(args.get_process_log_level())
         parts = Parts(
             model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
-            model_init=model_init, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
-            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            model_init=model_init, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
-        self._preflight(args, parts)
+        self.run_preflight(args, parts)
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
         self.dist = Distributed(args)
         self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
@@ -135,14 +151,18 @@ class Trainer(Lifecycle, Questions):
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.model_init = model_init
-        self._ask_whose_parts()
-        self._set_model(model if model is not None else self.call_model_init())
+        self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
+        self._made_scheduler: Any = None
+        self._check_owners()
+        self.run = RunState()
+        self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
+        self.checkpoints: CheckpointManager | None = None
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.is_in_train = False
-        self.metrics, self.clock, self._ema = Metrics(), Clock(), None
+        self.metrics, self.clock = Metrics(), Clock()
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
         builtin = [*DEFAULT_CALLBACKS, *trackers.tracker_callbacks(args.report_to)]
@@ -152,7 +172,7 @@ class Trainer(Lifecycle, Questions):
         setup.close()
         self._fire("on_init_end")
 
-    # ------------------------------------------------------------------------------------------------ before a model
+    # ------------------------------------------------------------------------------------------------ checks and model
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
@@ -165,6 +185,70 @@ class Trainer(Lifecycle, Questions):
         """
         yield from preflight.of_arguments(args)
         yield from preflight.of_parts(args, parts)
+
+    _preflight_passed = False
+
+    def run_preflight(self, args: TrainingArguments, parts: Parts) -> None:
+        """Raise all problems of the run before a model is loaded. A trainer that loads its model itself calls this
+        first; the base class then skips it."""
+        if self._preflight_passed:
+            return
+        parts.trainer_class = type(self)
+        preflight.raise_together(type(self).__name__, self.preflight(args, parts))
+        self._preflight_passed = True
+        for warning in (override_checks.unheard(type(self)), hub.missing_token(args) if args.should_save else None):
+            if warning is not None:
+                logger.warning(warning)
+
+    def set_model(self, model: nn.Module) -> None:
+        """Take `model` as the one to train, and look up once what the run needs to know of it."""
+        if self.train_dataset is not None:
+            adapters.check_trainable(model)
+            nonfinite.check_float16(model, self.dist.precision, self.dist.engine is not None)
+        self.model = self.model_wrapped = model
+        self._look_up(model, wrapping.base_model(model))
+        self._set_objective()
+        self.dist.place(model, trained=True)
+        if getattr(model, "config", None) is not None:
+            model.config.use_cache = self.args.use_cache
+
+    def _look_up(self, model: nn.Module, base: nn.Module) -> None:
+        self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
+        self.loss_shifts_labels = normalization.shifts_labels(base)
+        self.label_names = normalization.label_names(base) if self.args.label_names is None else self.args.label_names
+        self.can_return_loss = normalization.can_return_loss(base)
+        self.label_smoother = normalization.label_smoother(model, self.args.label_smoothing_factor)
+        self.main_input = getattr(base, "main_input_name", "input_ids")
+        self._signature_columns: list[str] | None = None
+        self._flops_parameters: int | None = None
+        pad, needs_padding = (
+            getattr(self.processing_class, "pad_token_id", None),
+            self.args.include_num_input_tokens_seen,
+        )
+        self._input_counter = InputCounter(self.main_input, pad, needs_padding == "non_padding")
+        tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
+        if tags and hasattr(base, "add_model_tags"):
+            base.add_model_tags(tags)  # the model's own push_to_hub and the card use them
+
+    def _set_objective(self) -> None:
+        """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
+        self._objective = normalization.Objective(self.compute_loss, self._declared_mean())
+        self._step_takes_count = normalization.accepts(self.training_step, "num_items_in_batch")
+        self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
+        self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
+
+    def _declared_mean(self) -> bool | None:
+        """Whether `compute_loss` is declared to return a mean; None: not declared. What our trainers know of their own
+        losses does not hold for a method that replaced them."""
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None and override_checks.is_ours(self, "compute_loss"):
+            scaled = self.loss_is_scaled()
+        return None if scaled is None else not scaled
+
+    def loss_is_scaled(self) -> bool | None:
+        """Whether this class' `compute_loss` returns ``sum / num_items_in_batch``; None where only trying shows it."""
+        own = self.compute_loss_func is None and self.label_smoother is None
+        return False if own and not self.model_accepts_loss_kwargs else None
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -182,21 +266,26 @@ class Trainer(Lifecycle, Questions):
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
         self.args.validate()  # what was assigned since construction
-        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        self.checkpoints = CheckpointManager(self.args, self.dist, self.store)
+        checkpoint = self.checkpoints.find(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
-        plan = self._plan_of_resume(self.make_plan(loader), loader, checkpoint)
+        plan = self.make_plan(loader)
+        plan = plan if checkpoint is None else self.resume_plan(plan, loader, checkpoint)
         self.dist.meet("the beginning of training")
         with self._training(plan, loader, checkpoint, trial) as model:
             self._fire("on_train_begin")
-            self._check_state()
+            if preemption.may_save(self.args):
+                self.checkpoints.check_state(self._contents(), self.state, self._callbacks_with_state())
             self.dist.meet("what callbacks do when training begins")
             epochs = self._epochs_left(plan)
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            self._do_what_was_left(model, trial, ignore_keys_for_eval)
+            if preemption.unanswered(self.control):  # by the run that was interrupted
+                self.restore_rng()
+                self._log_evaluate_save(model, trial, ignore_keys_for_eval)
             for epoch in epochs:
                 self._begin_epoch(epoch)
-                for window, num_items in self._windows_left(plan, loader, epoch):  # the micro-batches of one update
+                for window, num_items in self.windows_left(plan, loader, epoch):  # the micro-batches of one step
                     self._fire("on_step_begin")
                     self.train_on_window(model, window, num_items)
                     self._advance(plan, len(window))
@@ -211,15 +300,32 @@ class Trainer(Lifecycle, Questions):
         return self._finish()
 
     def make_plan(self, loader: Any) -> Plan:
-        """How many updates the run has; see `posttrain.core.training.plan`."""
+        """How many optimizer steps the run has; see `posttrain.core.training.plan`."""
         args, length = self.args, len(loader) if pipeline.has_length(loader) else None
         return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
+
+    def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
+        """`plan` for resuming from `checkpoint`, whose optimizer steps may have held another number of rows."""
+        rows, by_steps = (self._rows_per_step(), loader.rows_per_batch), self.args.max_steps > 0
+        return resume.resume_plan(plan, checkpoint, *rows, self.dist.rank, self.dist.world_size, by_steps)
+
+    def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """`windows` of the rest of an epoch; override where they outlive the loader.
+
+        None is left where the checkpoint was saved after the last one, for which the loader had begun the next epoch,
+        or where a callback had ended the epoch.
+        """
+        if loader.epoch == epoch and not self.run.epoch_stopped:
+            return self.windows(plan, loader)
+        self.run.epoch_stopped = False
+        self.restore_rng()
+        return iter(())
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
         another. Override to make training data on the way, as online reinforcement learning does."""
         batches = iter(loader)
-        self._restore_rng()  # the first row that is read must find the random numbers of the checkpoint
+        self.restore_rng()  # the first row that is read must find the random numbers of the checkpoint
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             with self.clock("data"):
                 window, num_items = self.get_batch_samples(batches, plan.accumulation, self.args.device)
@@ -235,42 +341,43 @@ class Trainer(Lifecycle, Questions):
         """
         if num_items is None:
             # Counted before the first forward: the divisor must be known when the first micro-batch runs backward.
-            num_items = self._count_window(window)
+            num_items = self.count_window(window)
         if not model.training:
             self._set_train_mode(model)
-        self.clock.begin()
-        window, losses = self._accumulate_or_cut(model, window, num_items)
-        loss = sum(losses[1:], start=losses[0])
-        grad_norm = self.progress.grad_norm = self.dist.clip_gradients(
-            self._parameters, self.args.max_grad_norm, self.optimizer
+        run, clock = self.run, self.clock
+        clock.begin()
+        window, losses = run.splitter.run(
+            window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), self._undo_point
         )
-        self.clock.lap("forward_backward")
+        loss = sum(losses[1:], start=losses[0])
+        grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
+            run.parameters, self.args.max_grad_norm, self.optimizer
+        )
+        clock.lap("forward_backward")
         self._fire("on_pre_optimizer_step")
-        self.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
+        run.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         may_step, applied = self._may_step(window, losses, loss, grad_norm, num_items), True
-        self._is_moving = True  # until the update is counted, no checkpoint can be written
-        if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must hear of each step
+        run.is_stepping = True  # until the step is counted, no checkpoint can be written
+        if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must see each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
         if applied and not lr_scheduler.follows_a_metric(self.lr_scheduler):
             self.lr_scheduler.step()
-        for parameter in self._parameters:
+        for parameter in run.parameters:
             parameter.grad = None
-        if self._ema is not None:
-            self._ema.update(self.state.global_step + 1)
-        self.clock.lap("optimizer")
-        self._log_window_loss(loss, num_items)
-        if self._loss_terms:
-            self._log_terms()
+        if run.ema is not None:
+            run.ema.update(self.state.global_step + 1)
+        clock.lap("optimizer")
+        self._log_step_loss(loss, num_items)
 
     def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
         """Forward and backward of each micro-batch of `window`; their shares of its loss, shape () each."""
         self.current_gradient_accumulation_steps, losses = len(window), []
         for number, inputs in enumerate(window, start=1):
             with self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch):
-                losses.append(self._step_of(model, inputs, num_items))
+                losses.append(self._step_on(model, inputs, num_items))
             if not pipeline.is_filler(inputs):
-                self._count_input(inputs)
+                self._input_counter.add(self.metrics, inputs, self.floating_point_ops(inputs))
             if number < len(window):
                 self._fire("on_substep_end")
         return losses
@@ -281,9 +388,9 @@ class Trainer(Lifecycle, Questions):
         """Forward and backward of one micro-batch; the one place where a loss is scaled.
 
         Returns:
-            The detached share of the window's loss, shape (); the mean of the processes' sums over a window is its loss.
+            The detached share of the window's loss, shape (). The window's loss is the mean of the processes' sums.
         """
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.prepare_inputs(inputs)
         # Counted before the loss is computed: old code pops the labels from its inputs.
         count = num_items_in_batch is not None and self._objective.may_be_mean
         items = self.count_items(inputs) if count else None
@@ -299,7 +406,7 @@ class Trainer(Lifecycle, Questions):
         if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
             loss = loss * self._loss_scale
         if self._objective.terms is not None:
-            self._keep_terms(weight, pipeline.is_filler(inputs))
+            self._objective.keep_terms(weight, 0 if pipeline.is_filler(inputs) else self._loss_scale)
         if self._may_go_backward(loss, items):
             self.dist.backward(loss)
         return loss.detach()
@@ -315,8 +422,8 @@ class Trainer(Lifecycle, Questions):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of one micro-batch, shape (). The usual method to override.
 
-        A dict ``{"loss": ..., "kl": ...}`` may take the loss' place: its other values, terms of the loss in the same scale,
-        are logged under their names.
+        A dict ``{"loss": ..., "kl": ...}`` may take the loss' place: its other values, terms of the loss in the same
+        scale, are logged under their names.
 
         Args:
             return_outputs: return ``(loss, outputs)``.
@@ -325,13 +432,13 @@ class Trainer(Lifecycle, Questions):
         """
         options = {"pass_count": self.model_accepts_loss_kwargs, "loss_func": self.compute_loss_func}
         smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
-        options |= {"label_smoothing": smoothing, "shifted": self._loss_shifts_labels}
+        options |= {"label_smoothing": smoothing, "shifted": self.loss_shifts_labels}
         loss, outputs = normalization.model_loss(model, inputs, num_items_in_batch, **options)
         return (loss, outputs) if return_outputs else loss
 
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
         """How many items the loss of this micro-batch is a mean over: predicted tokens, or rows without labels."""
-        return 0 if pipeline.is_filler(inputs) else normalization.count_items(inputs, self._loss_shifts_labels)
+        return 0 if pipeline.is_filler(inputs) else normalization.count_items(inputs, self.loss_shifts_labels)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
@@ -350,8 +457,7 @@ class Trainer(Lifecycle, Questions):
         """The loader of training micro-batches, `_train_batch_size` rows each on every process."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
-        size, sampler = self._train_batch_size, self._get_train_sampler
-        return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
+        return self.make_dataloader(self.train_dataset, "Training", self.train_batch_size, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """The loader of `eval_dataset`: a dataset, the name of one of several, or the trainer's own."""
@@ -361,12 +467,24 @@ class Trainer(Lifecycle, Questions):
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        size, sampler = self.args.eval_batch_size, self._get_eval_sampler
-        return self._get_dataloader(dataset, "Evaluation", size, sampler, dataloader_key=name)
+        return self.make_dataloader(dataset, "Evaluation", self.args.eval_batch_size, dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
-        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
+        return self.make_dataloader(test_dataset, "test", self.args.eval_batch_size)
+
+    def make_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+    ) -> torch.utils.data.DataLoader:
+        """The loader of `dataset`, whichever of the three above asks for it.
+
+        Args:
+            batch_size: rows of a batch on each process.
+            sampler_fn: ``dataset -> sampler``, for a dataset that has a length; by default `train_sampler` in training.
+            dataloader_key: the name under which workers that persist are kept.
+        """
+        sampler_fn = sampler_fn or (self._get_train_sampler if is_training else self._get_eval_sampler)
+        return self._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
@@ -376,13 +494,11 @@ class Trainer(Lifecycle, Questions):
             return kept[1]
         collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
-        dataset, collator = self._without_unused_columns(dataset, collator, description)
+        dataset, collator = self.without_unused_columns(dataset, collator, description)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
-        options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self._data_seed}
-        options["limits"] = self._limits()
-        if (
-            self.dist.device.type == "cpu"
-        ):  # an id that the model does not know raises there; elsewhere it ends the process
+        options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self.data_seed}
+        options["limits"] = self.id_limits()
+        if self.dist.device.type == "cpu":  # an unknown id raises there; elsewhere it ends the process
             options["limits"] = {name: n for name, n in options["limits"].items() if name == "labels_per_token"}
         loader = build(dataset, args=self.args, **options, **place)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
@@ -390,10 +506,13 @@ class Trainer(Lifecycle, Questions):
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        size = self._train_batch_size * self.args.gradient_accumulation_steps
-        options = {"strategy": self.args.train_sampling_strategy, "seed": self._data_seed, "batch_size": size}
-        names = {"length_column_name": self.args.length_column_name, "main_input": self._main_input}
+        return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
+        """The order of the training rows; None: that of the dataset."""
+        size = self.train_batch_size * self.args.gradient_accumulation_steps
+        options = {"strategy": self.args.train_sampling_strategy, "seed": self.data_seed, "batch_size": size}
+        names = {"length_column_name": self.args.length_column_name, "main_input": self.main_input}
         return pipeline.make_train_sampler(dataset, **options, **names)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
@@ -402,20 +521,19 @@ class Trainer(Lifecycle, Questions):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """(the next `num_batches` micro-batches or fewer at the end of an epoch, the items in them on all processes)."""
+        """(the next `num_batches` micro-batches, or fewer at an epoch's end; the items in them on all processes)."""
         window = next(windows(epoch_iterator, num_batches), [])
-        return window, self._count_window(window) if window else None
+        return window, self.count_window(window) if window else None
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """A micro-batch as the model gets it, on the device."""
+        return self._prepare_inputs(inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return pipeline.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
 
-    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        return self._without_unused_columns(dataset, None, description)[0]
-
-    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        return self._without_unused_columns(None, data_collator, description)[1]
-
-    def _without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+    def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+        """(`dataset`, `collator`) without the columns that nobody reads (`remove_unused_columns`)."""
         if not self.args.remove_unused_columns:
             return dataset, collator
         self._set_signature_columns_if_needed()
@@ -427,6 +545,12 @@ class Trainer(Lifecycle, Questions):
         if self._signature_columns is None:
             forward = wrapping.base_model(self.model).forward
             self._signature_columns = [*pipeline.signature_columns(forward), *self.label_names]
+
+    def id_limits(self) -> dict[str, int]:
+        """How many ids the model knows, by column; labels only where its own loss reads them."""
+        stock = getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss"
+        stock = stock and self.compute_loss_func is None
+        return {name: n for name, n in embeddings.id_limits(self.model).items() if stock or "labels" not in name}
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from ``model_init``, called with the trial where it takes one."""
@@ -515,7 +639,7 @@ class Trainer(Lifecycle, Questions):
         """One pass over `dataloader` without gradients; `evaluate` and `predict` share it."""
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        model = self._evaluation_model()
+        model = self.evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
         batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
         self.callback_handler.eval_dataloader = dataloader
@@ -531,7 +655,7 @@ class Trainer(Lifecycle, Questions):
                 preprocess_logits=self.preprocess_logits_for_metrics,
                 batch_metrics=batch_metrics,
                 include=args.include_for_metrics,
-                main_input=self._main_input,
+                main_input=self.main_input,
                 on_batch=lambda: self._after_evaluation_batch(dataloader),
                 gather=self.dist.gather_object,
                 num_batches=len(dataloader) if pipeline.has_length(dataloader) else None,
@@ -553,7 +677,7 @@ class Trainer(Lifecycle, Questions):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.prepare_inputs(inputs)
         options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         with self.compute_loss_context_manager():
@@ -575,11 +699,11 @@ class Trainer(Lifecycle, Questions):
         self._fire("on_log", logs=logs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Operations of forward and backward for a micro-batch: 6 x tokens x parameters outside the embeddings (Kaplan et
-        al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum."""
+        """Operations of forward and backward for a micro-batch: 6 x tokens x parameters outside the embeddings (Kaplan
+        et al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum."""
         if self._flops_parameters is None:
             self._flops_parameters = normalization.flops_parameters(self.model)
-        return 6 * normalization.count_slots(inputs, self._main_input) * self._flops_parameters
+        return 6 * normalization.count_slots(inputs, self.main_input) * self._flops_parameters
 
     def store_flos(self) -> None:
         """Bring `num_input_tokens_seen` and `total_flos` of the state up to now, over all processes."""
@@ -602,105 +726,65 @@ class Trainer(Lifecycle, Questions):
             self.state.save_to_json(Path(self.args.output_dir) / "trainer_state.json")
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process must remember to go on exactly, beside weights, optimizer and random numbers. Extend it in a
-        subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
+        """What this process must remember to resume exactly, beside weights, optimizer and random numbers. Extend it in
+        a subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
+        run, control = self.run, self.control
         return {
-            "progress": dataclasses.asdict(self.progress) | {"grad_norm": float(self.progress.grad_norm)},
-            "loader": self._loader.state_dict(),
+            "progress": dataclasses.asdict(run.progress) | {"grad_norm": float(run.progress.grad_norm)},
+            "loader": run.loader.state_dict(),
             "metrics": self.metrics.state_dict(),
-            "health": self._guard.state_dict(),
-            "cuts": self._cuts,
-            "epoch_stops": self.control.should_epoch_stop and not self.progress.epoch_ended,
-            "left": [flag for flag in preemption.LEFT_TO_DO if getattr(self.control, flag)],
+            "health": run.guard.state_dict(),
+            "cuts": run.splitter.cuts,
+            "epoch_stops": control.should_epoch_stop and not run.progress.epoch_ended,
+            "left": preemption.unanswered(control),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.progress = Progress(**state["progress"])
+        run = self.run
+        run.progress, run.splitter.cuts = Progress(**state["progress"]), state["cuts"]
         self.metrics.load_state_dict(state["metrics"])
-        self._guard.load_state_dict(state["health"])
-        self._cuts = state["cuts"]
-        self._epoch_stops = state.get("epoch_stops", False)
+        run.guard.load_state_dict(state["health"])
+        run.epoch_stopped = state.get("epoch_stops", False)
         for flag in state["left"]:
             setattr(self.control, flag, True)
         self._seek(state["loader"])
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        self._settle_save()
-        later = self.args.save_async
-        self._state_at_save = copy.copy(self.state) if later else self.state
-        self._processes_at_save = {} if self.args.save_only_model else self._process_states()
-        self._saver.save(self.state.global_step, self._write_checkpoint, later)
-        if not later:
-            self._settle_save()
+    def checkpoint_parts(self) -> dict[str, Stateful]:
+        """More objects that a checkpoint holds, by the name of their file; their state is the same on every process."""
+        return {}
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
+    def write_checkpoint(self, directory: Path) -> None:
+        """Write this process' files of a checkpoint. Extend it for files of your own."""
+
+        def save_model(folder: Path) -> None:
+            self.save_model(str(folder), _internal_call=True)
+
+        callbacks = self._callbacks_with_state()
+        self.checkpoints.write(directory, self._contents(), self.state, callbacks, save_model, self._save_beside)
+
+    def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
+        """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""
         model = wrapping.unwrap(self.model if model is None else model)
         with self.dist.writable(model):
-            weights.load_weights(model, resume_from_checkpoint)
+            weights.load_weights(model, checkpoint)
+        for name, part in self.checkpoint_parts().items():
+            if Path(checkpoint, f"{name}.json").is_file():
+                part.load_state_dict(codec.load_tree(Path(checkpoint, name)))
 
-    # ------------------------------------------------------------------------------------------------ above one run
+    def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
+        self.load_checkpoint(resume_from_checkpoint, model)
 
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], Any] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "minimize",
-        backend: str | None = None,
-        hp_name: Callable[[Any], str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Train again and again with other arguments, to find the best; see `posttrain.core.training.hyperparameter_search.search`."""
-        from posttrain.core.training.hyperparameter_search import search
-
-        self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
-        return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
-
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **card: Any,
-    ) -> Any:
-        """Upload the model with its card; returns the address, or the upload under way where not `blocking`."""
-        self.save_model(_internal_call=True)
-        self.create_model_card(**card)
-        if not self.dist.is_main:
-            return None
-        [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
-        place = {"revision": revision, "token": token, "private": private}
-        upload = self.uploader.push(folder, path, commit_message, ignore, blocking, **place)
-        return upload.url if blocking else upload
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> str | None:
-        """Make the repository on the Hub now; training itself makes it at the first upload."""
-        return self.uploader.create_repo(token, private) if self.dist.is_main else None
-
-    def create_model_card(self, model_name: str | None = None, finetuned_from: str | None = None, **card: Any) -> None:
-        """Write a README.md about the model into the output directory, unless a person wrote one there.
-
-        Args:
-            card: fields of `posttrain.core.hub.model_card`; those that describe the run are filled in.
-        """
-        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        about = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
-        about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
-        own = getattr(wrapping.base_model(self.model), "model_tags", None)
-        tags = [*hub.names(card.pop("tags", None)), *(own or ())]
-        if self.dist.is_main:
-            hub.write_model_card(
-                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
-            )
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        self._settle_save()
+        self.checkpoints.save(self.state, self._contents(), self.write_checkpoint)
+        if not self.args.save_async:
+            self._settle_save()
 
     # ------------------------------------------------------------------------------------------------ callbacks
 
     def add_callback(self, callback: Any) -> None:
-        """Add a `TrainerCallback` instance or class, to be heard after those present."""
+        """Add a `TrainerCallback` instance or class, to be called after those present."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any | None:
@@ -713,29 +797,705 @@ class Trainer(Lifecycle, Questions):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks in the order in which they hear events."""
+        """The callbacks in the order in which they are called."""
         return self.callback_handler.callbacks
 
-    @property
-    def tokenizer(self) -> Any:
-        """Earlier name of `processing_class`."""
-        return self.processing_class
+    # ------------------------------------------------------------------------------------------------ a run: set-up
+
+    @contextlib.contextmanager
+    def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
+        """Everything that is set up before the first step and taken down after the last, whatever happens between."""
+        args, handler = self.args, self.callback_handler
+        self._check_owners()
+        if self.model_init is not None:
+            pipeline.set_seed(args.seed)
+            self._drop_model()
+            self.set_model(self.call_model_init(trial))
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        special_tokens.align_special_tokens(self.model, self.processing_class)
+        self.model_wrapped = self._wrap_model(self.model)
+        self._make_optimizer_and_scheduler(plan.max_steps)
+        self.state, self.control = self._new_state(), TrainerControl()
+        self.state.train_batch_size, self.state.is_hyper_param_search = self.train_batch_size, trial is not None
+        self.metrics, self.clock = Metrics(), clock_of(self.model, self.dist)
+        self.run = self._new_run(plan, loader)
+        self.checkpoints.check_space(self._contents(), self._number_of_saves(plan))
+        loader.set_epoch(0)
+        if checkpoint is not None:
+            self._resume(checkpoint, plan)
+        self.state.compute_steps(args, plan.max_steps)
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
+        first = self.run.first_step = self.state.global_step
+        self._set_objective()
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        handler.train_dataloader = loader
+        self.is_in_train = True
+        logger.info(
+            "Training %s parameters for %d updates of %d x %d x %d rows (batch x accumulation x processes)%s.",
+            f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}", plan.max_steps,
+            self.train_batch_size, plan.accumulation, self.dist.world_size, f", from update {first}" if first else "",
+        )  # fmt: skip
+        self._set_train_mode(self.model_wrapped)
+        try:
+            self.run.watch.begin()
+            debug = nonfinite.watched(self.model) if args.debug else contextlib.nullcontext()
+            memory = self._memory.stage("train")
+            noise = regularization.neftune(self.model, args.neftune_noise_alpha)
+            kept = allocator.freed_memory_kept(args.keep_freed_memory and self.dist.device.type == "cpu")
+            with kept, noise, debug, self._compiled(), memory as self.run.memory:
+                yield self.model_wrapped
+            self._settle_save()
+            reason = self.run.watch.settle(self.dist.gather_object)
+            if reason > preemption.TIME_IS_UP:  # a signal during the last step; a time limit has no meaning any more
+                self._interrupt(self.model_wrapped, trial, reason)
+        except preemption.Left as left:
+            if (end := left.exit()) is not None:
+                raise end from None
+        except Exception as error:
+            if args.save_on_exception:
+                self._save_after(error)
+            raise
+        finally:
+            self.run.watch.end()
+            self.is_in_train = False
+            for reads in [loader, *(kept for _, kept in self._kept_loaders.values())]:
+                reads.end_workers()
+            self.checkpoints.close()  # after an error; else everything is settled
+            for callback in handler.callbacks:
+                if isinstance(callback, trackers.JSONLinesCallback):
+                    callback.close()  # on_train_end is not called when training raises
+            if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
+                self.optimizer.eval()
+
+    def _check_owners(self) -> None:
+        """Find out which of optimizer and schedule the user has set: those are used as they are."""
+        self._owns_optimizer = self.optimizer is None or self.optimizer is self._made_optimizer
+        self._owns_scheduler = self.lr_scheduler is None or self.lr_scheduler is self._made_scheduler
+        if self.model_init is not None and not (self._owns_optimizer and self._owns_scheduler):
+            raise ValueError(
+                "model_init makes new parameters at each train, which the optimizer in optimizers (or set as "
+                "trainer.optimizer, or behind trainer.lr_scheduler) does not know; pass a model, or "
+                "optimizer_cls_and_kwargs, or override create_optimizer."
+            )
+
+    def _drop_model(self) -> None:
+        """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
+        handler = self.callback_handler
+        self.model = self.model_wrapped = handler.model = None
+        self.run = RunState()
+        if self._owns_optimizer:
+            self.optimizer = handler.optimizer = None
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if not training:
+            return model
+        args = self.args
+        if args.activation_checkpointing:
+            gradient_checkpointing.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
+        if args.use_liger_kernel and (why_not := liger.apply_liger(model, args.liger_kernel_config)):
+            logger.warning("use_liger_kernel: %s", why_not)
+        return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
+
+    def _compiled(self) -> contextlib.AbstractContextManager:
+        args = self.args
+        if not args.torch_compile or args.debug:  # which looks at every module as it runs
+            return contextlib.nullcontext()
+        return compiling.compiled(self.model, args.torch_compile_backend, args.torch_compile_mode)
+
+    def _make_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """The optimizer and the schedule of this run: the user's, or new ones."""
+        if self._owns_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(num_training_steps)
+        if not self._owns_optimizer:
+            builder.check_given_optimizer(self.optimizer, self.model_wrapped)
+        if not self._owns_scheduler:
+            builder.check_given_schedule(self.lr_scheduler, self.optimizer)
+        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
+        self._made_optimizer = self.optimizer if self._owns_optimizer else None
+        self._made_scheduler = self.lr_scheduler if self._owns_scheduler else None
+
+    def _callbacks_with_state(self) -> list[Any]:
+        return [*self.callback_handler.callbacks, self.control]
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.dist.is_local_main,
+            is_world_process_zero=self.dist.is_main,
+            stateful_callbacks=self._callbacks_with_state(),
+        )
+
+    def _new_run(self, plan: Plan, loader: Any) -> RunState:
+        args = self.args
+        limit = args.max_time and preemption.seconds(args.max_time)
+        on_signals = preemption.saves_on_signal(args)
+        return RunState(
+            plan=plan,
+            loader=loader,
+            parameters=list(self.model_wrapped.parameters()),
+            guard=self._new_guard(),
+            splitter=BatchSplitter(args.auto_find_batch_size, self.train_batch_size, args.gradient_accumulation_steps),
+            watch=preemption.Watch(on_signals, limit, self.dist.world_size, self.dist.device),
+            ema=ema.make(self.model, args, self.optimizer),
+        )
+
+    def _new_guard(self) -> nonfinite.FiniteGuard:
+        args, dist, policy = self.args, self.dist, self.args.on_nonfinite
+        if policy == "stop" and dist.scaler is None and nonfinite.has_float16(self.model):
+            policy = "skip"  # as a loss scaler would: that one batch overflows in 16 bits is no fault of the run
+        place = {"rank": dist.rank, "world_size": dist.world_size, "gather": dist.gather_object}
+        calls = {"rows_of": _weakly(self, "_rows_of"), "find": _weakly(self, "_find_fault")}
+        report = nonfinite_report.Reporter(self.model, args.on_nonfinite, args.output_dir, **place, **calls)
+        return nonfinite.FiniteGuard(
+            policy, args.max_nonfinite_steps, report, dist.sum if dist.world_size > 1 else None
+        )
+
+    def _number_of_saves(self, plan: Plan) -> int:
+        every = {"steps": as_steps(self.args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
+        return -(-plan.max_steps // (every.get(str(self.args.save_strategy)) or plan.max_steps))
+
+    def _contents(self) -> Contents:
+        return Contents(
+            model=wrapping.unwrap(self.model), optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
+            ema=self.run.ema, trainer=self, scaler=self.dist.scaler, rows_per_step=self._rows_per_step(),
+            parts=self.checkpoint_parts(),
+        )  # fmt: skip
+
+    def _rows_per_step(self) -> int:
+        return self.train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
+
+    def _adopt(self, loader: Any, is_training: bool = True) -> Any:
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self.data_seed}
+        return pipeline.adopt(loader, is_training=is_training, **place)
+
+    # ------------------------------------------------------------------------------------------------ a run: resuming
+
+    def _resume(self, checkpoint: Path, plan: Plan) -> None:
+        fresh, args, run = self.state, self.args, self.run
+        ema.load(run.ema, checkpoint)
+        self.state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
+        for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
+            setattr(self.state, name, getattr(fresh, name))
+        if (best := self.state.best_model_checkpoint) is not None:
+            is_there = self.dist.on_main(lambda: Path(best).is_dir() or self.store.is_remote(best))
+            resume.drop_missing_best(self.state, args.metric_for_best_model, is_there)
+        if args.restore_callback_states_from_checkpoint:
+            self.callback_handler.restore(self.state.stateful_callbacks)
+        step = self.state.global_step
+        if not manager.has_training_state(checkpoint):
+            where = (run.progress, run.loader, self.lr_scheduler)
+            return resume.from_weights_alone(checkpoint, plan, step, *where, skips_data=not args.ignore_data_skip)
+        options = argument_changes.group_options(self.optimizer)
+        changed = argument_changes.found(checkpoint, args, self.state.epoch)
+        position = self.checkpoints.read(checkpoint, self._contents(), args.seed, step, pipeline.set_seed)
+        argument_changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+        self.load_state_dict(position["trainer"])
+        # A micro-batch may hold another number of rows now.
+        if not run.progress.epoch_ended and run.loader.epoch == run.progress.epoch:
+            run.progress.batches = self.batches_given()
+        run.rng = position["rng"]
+
+    def batches_given(self) -> int:
+        """Micro-batches of the epoch before the place where the loader stands."""
+        return self.run.loader.batches_given
+
+    def restore_rng(self) -> None:
+        """Set the random numbers of the checkpoint, once. To be called when the first row after it is read."""
+        self.run.restore_rng()
+
+    def _seek(self, position: dict[str, Any]) -> None:
+        """Let the data continue from `position`, or from the beginning of the epoch (`ignore_data_skip`)."""
+        progress, loader = self.run.progress, self.run.loader
+        if not self.args.ignore_data_skip:
+            loader.load_state_dict(position)
+        elif not progress.epoch_ended:
+            progress.batches = 0
+            loader.set_epoch(progress.epoch)
+        if progress.epoch_ended:
+            progress.epoch += 1
+            loader.set_epoch(progress.epoch)
+
+    def _epochs_left(self, plan: Plan) -> range:
+        """The epochs to train; none, with a warning, where a callback does not let the run begin."""
+        step, epochs = self.state.global_step, range(self.run.progress.epoch, plan.num_epochs)
+        if self.control.should_training_stop:
+            logger.warning(
+                "A callback asked to stop in on_train_begin: training ends at update %d, where it began.", step
+            )
+            return range(0)
+        if step >= plan.max_steps:
+            logger.warning(
+                "The checkpoint is of update %d and the run has %d: nothing is left to train. To train on, set a "
+                "larger max_steps or num_train_epochs.", step, plan.max_steps,
+            )  # fmt: skip
+        return epochs
+
+    # ------------------------------------------------------------------------------------------------ a run: a step
+
+    def count_window(self, window: list[Any]) -> torch.Tensor | None:
+        """Items of an accumulation window, shape (), on the device: over all processes, unless
+        `average_tokens_across_devices` is off.
+
+        None where nobody needs them: a mean over the only micro-batch there is, is the mean over the window.
+        """
+        items = sum(self.count_items(inputs) for inputs in window)
+        if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean:
+            on_host = not isinstance(items, torch.Tensor) or items.is_cpu
+            if on_host and items:
+                return None
+        items = normalization.scalar(items, self.dist.device)
+        if self.args.average_tokens_across_devices:
+            return self.dist.sum(items)
+        # A process without labels has no mean, and no part in the mean of the others.
+        return items if self.dist.world_size == 1 else items.clamp(min=1)
+
+    def _step_on(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+        try:
+            with self.dist.in_step():
+                return self._call_training_step(model, inputs, num_items)
+        except IndexError:  # an id that the model does not know, most often: say which
+            check_limits(inputs, self.id_limits())
+            raise
+
+    def _call_training_step(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
+        # An older override takes two arguments.
+        return self.training_step(model, inputs, *((num_items,) if self._step_takes_count else ()))
+
+    def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
+        """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
+        ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self)
+        ratios = self.dist.gather_object(ratio if items else None)
+        known = override_checks.is_ours(self, "compute_loss") and self.compute_loss_func is None
+        self._objective.returns_mean = scale_check.returns_mean(ratios, known, type(self).__name__)
+
+    def _may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
+        """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over
+        nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it."""
+        known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
+        if known and not items and self.dist.world_size == 1 and self.dist.engine is None:
+            return False
+        if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
+            return True
+        return bool(torch.isfinite(loss))
+
+    def _undo_point(self) -> Callable[[], None]:
+        """Remember what an attempt at an accumulation window changes; the function that puts it back."""
+        random, metrics = rng.rng_state(), self.metrics.copy()
+
+        def undo() -> None:
+            for parameter in self.run.parameters:
+                parameter.grad = None
+            self._objective.take_terms()
+            self.dist.empty_cache()
+            self.metrics = metrics.copy()
+            rng.set_rng_state(random)
+
+        return undo
+
+    def _may_step(
+        self, window: list[Any], losses: list[torch.Tensor], loss: Any, grad_norm: Any, num_items: Any
+    ) -> bool:
+        """Whether the optimizer step of `window` may be made; see `posttrain.core.training.nonfinite.FiniteGuard`."""
+        progress, scaler = self.run.progress, self.dist.scaler
+        place = (self.state.global_step, progress.epoch, progress.batches)
+        update = nonfinite.Update(*place, window, losses, loss, grad_norm, num_items, self.run.splitter.origins)
+        return self.run.guard.before_step(self.optimizer, update, None if scaler is None else scaler.get_scale)
+
+    def _rows_of(self, epoch: int, number: int) -> list[int] | None:
+        """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
+        if not all(override_checks.is_from(self, method, "Trainer") for method in ("windows", "get_batch_samples")):
+            return None
+        return self.run.loader.rows_of(epoch, number)
+
+    def _find_fault(self, update: nonfinite.Update) -> str | None:
+        """Where the numbers of `update` go bad, found by running it again; nothing of that is kept."""
+
+        def run(batch: Any) -> torch.Tensor:
+            if not getattr(self.optimizer, "steps_in_backward", False):
+                return self._call_training_step(self.model, batch, update.num_items)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                inputs = self.prepare_inputs(batch)
+                return self._objective(self.compute_loss, self.model, inputs, update.num_items)[0]
+
+        with contextlib.ExitStack() as apart:
+            for context in (self._metrics_apart(), self._objective.frozen(), compiling.uncompiled()):
+                apart.enter_context(context)
+            apart.callback(self._objective.take_terms)
+            return nonfinite_report.find_fault(update, self.model, self.run.parameters, run)
+
+    def _log_step_loss(self, loss: torch.Tensor, num_items: torch.Tensor | None) -> None:
+        """Log the loss of an optimizer step, and its terms; a window without a label has none."""
+        if num_items is None:
+            self.log_metric("loss", loss)
+        else:
+            there = num_items != 0
+            self.log_metric("loss", torch.where(there, loss, 0.0), there.long())
+        for name, value in self._objective.take_terms().items():
+            self.metrics.add(name, value)
+
+    def _advance(self, plan: Plan, num_batches: int) -> None:
+        run, state = self.run, self.state
+        before = run.progress.batches
+        run.progress.batches += num_batches
+        run.rows_read += self._rows_between(before, run.progress.batches)
+        state.global_step += 1
+        run.is_stepping, self.checkpoints.boundary = False, None
+        if run.splitter.cuts:
+            state.train_batch_size = run.splitter.rows
+        if state.global_step == run.first_step + 1 and preemption.may_save(self.args):
+            self.checkpoints.check_optimizer_state(self.optimizer)
+        state.epoch = plan.epoch_at(run.progress.epoch, run.progress.batches, state.global_step)
+        if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
+            self.store_flos()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and state.global_step % every == 0:
+            self.dist.empty_cache()
+
+    def _rows_between(self, first: int, last: int) -> int:
+        """Rows in the micro-batches `first` to `last` of the epoch, on all processes; the last one may be short."""
+        size, loader = self.train_batch_size * self.dist.world_size, self.run.loader
+        as_read = loader.rows_per_batch == size and override_checks.is_from(self, "windows", "Trainer")
+        total = loader.total_rows if as_read else None
+        return (last - first) * size if total is None else min(last * size, total) - min(first * size, total)
+
+    # ------------------------------------------------------------------------------------------------ a run: epochs
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.run.progress.epoch, self.run.progress.epoch_ended = epoch, False
+        self.control.should_epoch_stop = False
+        self._fire("on_epoch_begin")
+
+    def _end_epoch(self, plan: Plan, model: nn.Module, trial: Any) -> None:
+        progress, is_left = self.run.progress, self._leaves_epoch(plan)
+        if progress.batches == 0 and self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            if self.state.global_step == 0:
+                raise DataError(
+                    "The training data gave not one batch, so nothing was trained. See whether the stream is empty or "
+                    "used up, or whether every row of it was dropped."
+                )
+            logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
+            self.control.should_training_stop = True
+        if not is_left:
+            progress.epoch_ended, progress.batches = True, 0
+            self.run.loader.set_epoch(progress.epoch + 1)
+        self._fire("on_epoch_end")
+        if is_left and self.control.should_save:
+            self._save_inside_epoch(model, trial)
+
+    def _leaves_epoch(self, plan: Plan) -> bool:
+        """Whether a callback has stopped the run inside an epoch, whose rest is trained when it resumes."""
+        if not self.control.should_training_stop or self.control.should_epoch_stop:
+            return False
+        length = plan.batches_per_epoch
+        return self.state.global_step < plan.max_steps and (length is None or self.run.progress.batches < length)
+
+    def _save_inside_epoch(self, model: nn.Module, trial: Any) -> None:
+        """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""
+        asked = {flag: getattr(self.control, flag) for flag in preemption.LEFT_TO_DO}
+        for flag in asked:
+            setattr(self.control, flag, False)
+        self._save_now(model, trial)
+        for flag in asked:
+            setattr(self.control, flag, getattr(self.control, flag) or (asked[flag] and flag != "should_save"))
+
+    # ------------------------------------------------------------------------------------------------ a run: records
+
+    def _fire(self, event: str, **kwargs: Any) -> None:
+        if self.callback_handler.nobody_hears(event):
+            return
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
+
+    def _set_train_mode(self, model: nn.Module) -> None:
+        model.train()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
+        """Do what the flags of the control ask for, and clear them."""
+        if reason := self.run.watch.due():
+            self._interrupt(model, trial, reason)
+        if preemption.unanswered(self.control):
+            self.run.guard.settle()
+        if self.checkpoints.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+            self._settle_save(wait=False)
+        if self.control.should_log and self.state.global_step > self.run.progress.last_logged:
+            self._log_training()
+        self.control.should_log = False
+        if self.control.should_evaluate:
+            self.store_flos()
+            metrics = self._evaluate_or_interrupt(model, trial, ignore_keys)
+            self.control.should_evaluate = False
+            improved = self._determine_best_metric(metrics)
+            if self.args.save_strategy == "best":
+                self.control.should_save = improved
+        if self.control.should_save:
+            self.control.should_save = False
+            self.store_flos()
+            with self.clock("save"):
+                self._save_checkpoint(model, trial)
+        if self.args.save_on_exception:
+            self.checkpoints.boundary = copy.deepcopy(self._contents().position())
+
+    def _log_training(self) -> None:
+        """A record of the steps since the last: the one place of a run that waits for the device."""
+        progress, step = self.run.progress, self.state.global_step
+        pairs = self.metrics.drain(self.dist.gather_object)
+        self._count_inputs(pairs)
+        progress.add_losses(*pairs["loss"])
+        progress.grad_norm = float(progress.grad_norm)
+        logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
+        logs |= self.run.guard.logged()
+        logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
+        progress.last_logged = step
+        self.log(logs)
+
+    def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
+        """Move what the steps since the last call have read from drained metrics to the state."""
+        tokens, slots = pairs.pop(TOKENS, (0, 0))
+        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        flops = float(pairs.pop(FLOPS, (0, 0))[0])
+        self.state.total_flos += flops
+        self.clock.count(tokens, slots, flops)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        with self.clock("eval"):
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            self.dist.meet("what callbacks do after an evaluation")
+        if self.args.metric_for_best_model is not None:  # a missing one raises at the first evaluation
+            eval_loop.named_metric(metrics, self.args.metric_for_best_model)
+        if lr_scheduler.follows_a_metric(self.lr_scheduler) and not skip_scheduler:
+            self.lr_scheduler.step(eval_loop.named_metric(metrics, self.args.metric_for_best_model or "loss"))
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Remember the metric to keep the best model by; True where it has improved."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        value = eval_loop.named_metric(metrics, args.metric_for_best_model)
+        if not best_model.is_better(value, state.best_metric, args.greater_is_better):
+            return False
+        state.best_metric, state.best_global_step = value, state.global_step
+        # Saved before it is evaluated, where steps are saved and epochs evaluated.
+        saved = state.global_step in (self.checkpoints.saved_step, self.checkpoints.pending)
+        kept = saved or args.save_strategy == "best" or self.control.should_save
+        state.best_model_checkpoint = str(self.store.path(state.global_step)) if kept else None
+        return True
+
+    def _timed_pass(
+        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
+    ) -> EvalLoopOutput:
+        if not self.is_in_train:  # a process that has prepared something may come hours after the others
+            self.dist.meet("the beginning of an evaluation")
+        started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
+        loss_only = None if keep or self.compute_metrics is not None else True
+        averaged = self.is_in_train and self.run.ema is not None and self.args.ema_use != "final"
+        weights = self.run.ema.swapped_in() if averaged else contextlib.nullcontext()
+        with weights, self._memory.stage(prefix) as memory, self._ending_workers(loader):
+            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+        seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
+        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        output.metrics.update(memory)
+        return output
+
+    @contextlib.contextmanager
+    def _ending_workers(self, loader: pipeline.Loader) -> Iterator[None]:
+        """After this context no process reads for `loader`, unless the next evaluation of this training will use it."""
+        try:
+            yield
+        finally:
+            if not self.is_in_train or all(loader is not kept for _, kept in self._kept_loaders.values()):
+                loader.end_workers()
+
+    def evaluation_model(self) -> nn.Module:
+        """The model as an evaluation runs it: sharded where training shards it, and on the device."""
+        # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        if self.dist.engine is not None and self.is_in_train:
+            return self.model_wrapped
+        if self.dist.shards:
+            return self.dist.shard(self.model, self.optimizer)
+        if not self.is_in_train:
+            self.dist.place(self.model)
+            if self.args.bf16_full_eval or self.args.fp16_full_eval:
+                self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
+        return self.model
+
+    @contextlib.contextmanager
+    def _metrics_apart(self) -> Iterator[Metrics]:
+        """What `log_metric` adds in here belongs to the evaluation, not to the training step around it."""
+        training, self.metrics = self.metrics, Metrics()
+        try:
+            yield self.metrics
+        finally:
+            self.metrics = training
+
+    # ------------------------------------------------------------------------------------------------ a run: saves
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        directory, model = Path(output_dir or self.args.output_dir), wrapping.unwrap(self.model)
+        if state_dict is None:
+            weights.save_weights(model, directory)
+        elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
+            model.save_pretrained(str(directory), state_dict=state_dict)
+        else:
+            weights.write(state_dict, directory, type(model).__name__)
+        self._save_beside(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        """What belongs to the model, besides its weights."""
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(str(directory))
+        (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
+
+    def _save_now(self, model: nn.Module, trial: Any = None) -> None:
+        self.store_flos()
+        self._save_checkpoint(model, trial)
+        self._settle_save()
+
+    def _settle_save(self, wait: bool = True) -> None:
+        """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks."""
+        outcome = self.checkpoints.settle(wait)
+        if outcome is None:
+            return
+        if outcome.path is None:
+            if self.state.best_global_step == outcome.step:
+                self.state.best_model_checkpoint = None
+            return
+        now, self.state = (
+            self.state,
+            self.checkpoints.state_at_save,
+        )  # one written in the background is of an earlier step
+        try:
+            self._upload(outcome.path)
+            self._rotate(now.best_model_checkpoint)
+            self._copy_files()
+            self._fire("on_save")
+            self.dist.meet("what callbacks do after a save")
+        finally:
+            self.state = now
+
+    def _copy_files(self) -> None:
+        """Copy log and model to the remote folder, where there is one."""
+        if self.store.remote is not None:
+            self.dist.on_main(self.store.push_files, "the copy of log and model")
+
+    def _rotate(self, best: str | None) -> None:
+        args, keep = self.args, [*([Path(best)] if best else [])]
+        if args.save_top_k is not None:
+            steps = best_model.best_steps(self.state.log_history, args.metric_for_best_model, args.greater_is_better)
+            keep += [path for step in steps if (path := self.store.path(step)).is_dir()][: args.save_top_k]
+        self.checkpoints.rotate([*keep, *self.uploader.in_use])
+
+    def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
+        """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
+        if not self.args.push_to_hub:
+            return
+        self._fire("on_push_begin")
+        message = "End of training" if at_end else f"Training in progress, step {self.state.global_step}"
+        for folder, path, ignore in hub.jobs(self.args.hub_strategy, checkpoint, self.args.output_dir, at_end):
+            if self.dist.is_main:
+                self.uploader.push(folder, path, message, ignore)
+
+    # ------------------------------------------------------------------------------------------------ a run: its end
+
+    def _interrupt(self, model: nn.Module, trial: Any, reason: int) -> NoReturn:
+        """Save where the run stands, and end it: a signal, or the time limit."""
+        self._settle_save()
+        if preemption.unanswered(self.control) or self.checkpoints.saved_step != self.state.global_step:
+            self._save_now(model, trial)
+        raise preemption.Left(reason)
+
+    def _evaluate_or_interrupt(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> dict[str, float]:
+        before = rng.rng_state()
+        self.run.records_before_evaluation = len(self.state.log_history)
+        try:
+            return self._evaluate(trial, ignore_keys)
+        except preemption.EvaluationLeft as left:
+            rng.set_rng_state(before)
+            self._interrupt(model, trial, left.reason)
+        finally:
+            self.run.records_before_evaluation = None
+
+    def _after_evaluation_batch(self, loader: Any) -> None:
+        self._fire("on_prediction_step")
+        # Not once a set of several is evaluated and logged. Our own loaders have as many batches on every process, so
+        # that all ask equally often.
+        may_stop = len(self.state.log_history) == self.run.records_before_evaluation
+        if may_stop and (self.dist.world_size == 1 or isinstance(loader, pipeline.Loader)):
+            if reason := self.run.watch.due():
+                raise preemption.EvaluationLeft(reason)
+
+    def _save_after(self, error: Exception) -> None:
+        """Save the last whole optimizer step after `error`, as far as it can be had."""
+        checkpoints, why_not = self.checkpoints, None
+        if self.run.is_stepping:
+            why_not = "the weights were being updated"
+        elif self.dist.world_size > 1:
+            why_not = "the other processes may be elsewhere"
+        elif checkpoints.saved_step == self.state.global_step and checkpoints.boundary is not None:
+            return  # it is there
+        if why_not is None:
+            try:
+                if checkpoints.boundary is None:
+                    self.store_flos()
+                self._save_checkpoint(self.model_wrapped)
+                self._settle_save()
+                what = f"{self.store.path(self.state.global_step)} holds the last whole update; resume from it"
+            except Exception as another:
+                what = f"no checkpoint could be saved ({type(another).__name__}: {another})"
+        else:
+            what = f"no checkpoint was saved, for {why_not}"
+        logger.warning("Training ended by %s: %s.", type(error).__name__, what)
+
+    def _finish(self) -> TrainOutput:
+        """The last record, the best model where it was asked for, and what `train` returns."""
+        run, state = self.run, self.state
+        run.guard.finish()
+        rest = self.metrics.drain(self.dist.gather_object)
+        self._count_inputs(rest)
+        run.progress.add_losses(*rest.pop("loss", (0.0, 0)))
+        train_loss = run.progress.mean_loss(had_losses=run.guard.count > 0)
+        metrics = speed_metrics("train", self.clock.total(), run.rows_read, state.global_step - run.first_step)
+        metrics |= {"total_flos": float(state.total_flos), "train_loss": train_loss}
+        metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
+        metrics |= run.memory
+        self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
+        self._restore_best_model()
+        if run.ema is not None and self.args.ema_use != "eval":
+            run.ema.copy_to_model()
+        if self.args.push_to_hub:
+            self.save_model(_internal_call=True)
+            self.create_model_card()
+            self._upload(None, at_end=True)
+            self.dist.on_main(self.uploader.finish, "the last uploads")
+            self._rotate(state.best_model_checkpoint)
+        self._copy_files()
+        self._fire("on_train_end")
+        return TrainOutput(state.global_step, train_loss, metrics)
+
+    def _restore_best_model(self) -> None:
+        state, best = self.state, self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            logger.info("Loading the best model, from %s (%s).", best, state.best_metric)
+            folder = self.dist.on_main(lambda: self.store.resolve(best))
+            self._load_from_checkpoint(folder)
+            ema.load(self.run.ema, folder)
+        elif self.args.load_best_model_at_end and state.best_metric is not None:
+            logger.warning(
+                "load_best_model_at_end: there is no checkpoint of the best update (%s, %s), so the model stays that "
+                "of update %d.", state.best_global_step, state.best_metric, state.global_step,
+            )  # fmt: skip
 
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _accept_old_names(trainer: str, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-    """``tokenizer=`` and ``callback=``, as earlier versions called them, with one warning each."""
-    for name, value in old.items():
-        new = Trainer.OLD_ARGUMENTS.get(name)
-        current = processing_class if new == "processing_class" else callbacks
-        if new is None:
-            known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
-            raise TypeError(f"{trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")
-        if current is not None:
-            raise ValueError(f"{trainer} got both {new}= and its earlier name {name}=; pass {new}= alone.")
-        warnings.warn(f"{trainer}: {name}= is now {new}=; both work.", FutureWarning, stacklevel=4)
-        processing_class, callbacks = (value, callbacks) if name == "tokenizer" else (processing_class, value)
-    return processing_class, callbacks
+def _weakly(trainer: Trainer, method: str) -> Callable[..., Any]:
+    """The method of that name, without keeping the trainer alive: one that is dropped must free its memory at once."""
+    reference = weakref.ref(trainer)
+    return lambda *args: getattr(reference(), method)(*args)

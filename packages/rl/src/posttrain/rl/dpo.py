@@ -340,7 +340,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
-    _tag_names = ("trl", "dpo")
+    tag_names = ("trl", "dpo")
 
     @property
     def beta(self) -> float:

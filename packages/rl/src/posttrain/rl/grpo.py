@@ -133,7 +133,7 @@ class GRPOTrainer(RolloutTrainer):
     """
 
     config_class = GRPOConfig
-    _tag_names = ("trl", "grpo")
+    tag_names = ("trl", "grpo")
 
     @functools.wraps(RolloutTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -140,7 +140,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class = KTOConfig
-    _tag_names = ("trl", "kto")
+    tag_names = ("trl", "kto")
     data_kind = "unpaired_preference"
     signature_columns = ("prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps")
     fixed_at_construction = (*PreferenceTrainer.fixed_at_construction, "loss_type")
@@ -185,7 +185,7 @@ class KTOTrainer(PreferenceTrainer):
         total = torch.zeros(2, dtype=torch.float64, device=self.dist.device)
         if self.needs_kl:
             for inputs in window:
-                inputs = self._prepare_inputs(inputs)
+                inputs = self.prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
                     ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
                 if not pipeline.is_filler(inputs):
@@ -247,7 +247,7 @@ class KTOTrainer(PreferenceTrainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _divergence_over(self, dataloader: Any) -> torch.Tensor:
-        model = self._evaluation_model()
+        model = self.evaluation_model()
         with eval_loop.eval_mode(model, self.optimizer):
             return self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
 
@@ -280,7 +280,7 @@ class KTOTrainer(PreferenceTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards (B,), verdicts (B,))."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.prepare_inputs(inputs)
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs))
         options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():

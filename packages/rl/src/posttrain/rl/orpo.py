@@ -49,7 +49,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     """
 
     config_class = ORPOConfig
-    _tag_names = ("trl", "orpo")
+    tag_names = ("trl", "orpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """Eq. 6 of each pair, (B,)."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
@@ -95,7 +95,7 @@ class PreferenceTrainer(Trainer):
             optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
             quantization_config=quantization_config, peft_config=peft_config,
         )  # fmt: skip
-        self._preflight(args, parts)
+        self.run_preflight(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
         if isinstance(ref_model, (str, os.PathLike)):
@@ -253,7 +253,7 @@ class PreferenceTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.prepare_inputs(inputs)
         pairs = self.count_items(inputs)
         compute_loss = normalization.with_items(self.compute_loss, pairs)
         options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
@@ -290,7 +290,7 @@ class PreferenceTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
-    def _loss_is_scaled(self) -> bool:
+    def loss_is_scaled(self) -> bool:
         return True
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
@@ -443,10 +443,10 @@ class PreferenceTrainer(Trainer):
     def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
         batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         if self.dist.shards:
-            self._evaluation_model()  # the policy may be the reference and is on the device only after sharding
+            self.evaluation_model()  # the policy may be the reference and is on the device only after sharding
 
         def ask(rows: list[int]) -> torch.Tensor:
-            inputs = self._prepare_inputs(self.data_collator([dataset[row] for row in rows]))
+            inputs = self.prepare_inputs(self.data_collator([dataset[row] for row in rows]))
             with self.compute_loss_context_manager():
                 return self.reference_logp(inputs)
 
@@ -468,24 +468,9 @@ class PreferenceTrainer(Trainer):
         facts["columns"] = self.reference_columns
         return precomputed.place_of(dataset, self.args.output_dir, facts)
 
-    # The reference is one file of the checkpoint, for all processes.
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        keeps = self.reference is not None and not self.args.save_only_model
-        # by every process, with the current weights
-        self._reference_at_save = self.reference.state_dict() if keeps else None
-        super()._save_checkpoint(model, trial)
-
-    def _write_checkpoint(self, directory: Any) -> None:
-        super()._write_checkpoint(directory)
-        if self.reference is not None and self.dist.is_main and not self.args.save_only_model:
-            codec.save_tree(self._reference_at_save, directory / "reference")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        stem = Path(resume_from_checkpoint) / "reference"
-        if self.reference is not None and stem.with_suffix(".json").is_file():
-            self.reference.load_state_dict(codec.load_tree(stem), resume_from_checkpoint)
+    def checkpoint_parts(self) -> dict[str, Stateful]:
+        """As the core's, with the reference."""
+        return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
 
 
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:

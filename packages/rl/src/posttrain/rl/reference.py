@@ -97,7 +97,7 @@ class FrozenReference:
         """The checkpoint's state: the weights of a moving reference, else a fingerprint. Every process must call it."""
         return _state(self.weights(), self.moves) if self._state is None else self._state
 
-    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
         """The inverse of `state_dict`.
 
         Raises:
@@ -192,7 +192,7 @@ class AdapterReference:
         """As `FrozenReference.state_dict`."""
         return _state(self.weights(), self.moves)
 
-    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
         """As `FrozenReference.load_state_dict`."""
         if self._earlier is None or state.get("fingerprint") != self._earlier:
             _restore(self.weights(), state, where)
@@ -232,7 +232,7 @@ class PolicyAsReference:
         """As `FrozenReference.state_dict`."""
         return self.state
 
-    def load_state_dict(self, state: dict[str, Any], where: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
         """As `FrozenReference.load_state_dict`."""
         if state != self.state:
             raise CheckpointError(ANOTHER.format(where=where))

@@ -99,7 +99,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     """
 
     config_class = RewardConfig
-    _tag_names = ("trl", "reward-trainer")
+    tag_names = ("trl", "reward-trainer")
     signature_columns = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(

@@ -110,7 +110,7 @@ class RolloutTrainer(Trainer):
                 "environment_factory": environment_factory,
             },
         )  # fmt: skip
-        self._preflight(args, parts)
+        self.run_preflight(args, parts)
         if train_dataset is None and environment_factory is not None:
             train_dataset = [{}] * (
                 args.generation_batch_size // args.num_generations
@@ -263,23 +263,24 @@ class RolloutTrainer(Trainer):
         dataset = self.train_dataset
         if pipeline.is_stream(dataset):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
-            dataset = dataset.shuffle(seed=self._data_seed) if shuffles else dataset
+            dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
-        size = self._train_batch_size * self.args.steps_per_generation
-        return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
+        size = self.train_batch_size * self.args.steps_per_generation
+        return self.make_dataloader(dataset, "Training", size, is_training=True)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
+        """Groups of completions next to each other; None for a stream, whose rows come grouped."""
         if pipeline.is_stream(dataset):
             return None
-        return GroupSampler(len(dataset), self.layout, self._data_seed, bool(self.args.shuffle_dataset))
+        return GroupSampler(len(dataset), self.layout, self.data_seed, bool(self.args.shuffle_dataset))
 
-    def _get_dataloader(
+    def make_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ):
         if not is_training:  # its batches hold prompts, and the sizes that are set count completions
             batch_size = max(batch_size // self.num_generations_eval, 1)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        """As the core's; an evaluation's batches hold as many completions as its batch size says."""
+        return super().make_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def make_plan(self, loader: Any) -> Plan:
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
@@ -289,16 +290,16 @@ class RolloutTrainer(Trainer):
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""
-        if self.progress.batches == 0:  # the rest of an epoch that ended early is skipped
-            self._forget_rollout(keep_count=self.progress.epoch > 0)
+        if self.run.progress.batches == 0:  # the rest of an epoch that ended early is skipped
+            self._forget_rollout(keep_count=self.run.progress.epoch > 0)
         batches = iter(loader)
-        self._restore_rng()
+        self.restore_rng()
         yield from self._windows_of(plan, batches)
 
-    def _windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        if loader.epoch == epoch or self._rollout is None or self._epoch_stops:
-            return super()._windows_left(plan, loader, epoch)
-        self._restore_rng()  # the prompts were used up, the last rollout was not
+    def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        if loader.epoch == epoch or self._rollout is None or self.run.epoch_stopped:
+            return super().windows_left(plan, loader, epoch)
+        self.restore_rng()  # the prompts were used up, the last rollout was not
         return self._windows_of(plan, iter(()))
 
     def _windows_of(
@@ -308,7 +309,7 @@ class RolloutTrainer(Trainer):
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             if not (window := list(islice(stream, plan.accumulation))):
                 return
-            yield window, self._count_window(window)
+            yield window, self.count_window(window)
 
     def _micro_batches(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         while True:
@@ -411,18 +412,18 @@ class RolloutTrainer(Trainer):
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
 
-    def _loss_is_scaled(self) -> bool:
+    def loss_is_scaled(self) -> bool:
         return True
 
     def _how_dealt(self) -> list[int]:
-        return [self.layout.per_process, self.dist.world_size, self._train_batch_size]
+        return [self.layout.per_process, self.dist.world_size, self.train_batch_size]
 
-    def _batches_given(self) -> int:
+    def batches_given(self) -> int:
         if self._resumed_alike:
-            return self.progress.batches
-        return self._loader.batches_given * self.args.steps_per_generation * self.num_iterations
+            return self.run.progress.batches
+        return self.run.loader.batches_given * self.args.steps_per_generation * self.num_iterations
 
-    def _plan_of_resume(self, plan: Plan, loader: Any, checkpoint: Path | None) -> Plan:
+    def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
         return plan
 
     # ------------------------------------------------------------------------------------------------ a rollout
@@ -598,7 +599,7 @@ class RolloutTrainer(Trainer):
         with eval_mode(model), torch.no_grad(), self.clock("logps"):
             for part in self._parts_of(rollout):
                 with self.compute_loss_context_manager():
-                    values = self.logps(model, self._prepare_inputs(part), with_entropy, training=False)
+                    values = self.logps(model, self.prepare_inputs(part), with_entropy, training=False)
                 found[0].append(values.logps)
                 found[1] += [values.entropies] if with_entropy else []
         width = rollout.loss_mask.shape[1]  # read back once, not with each part
@@ -609,7 +610,7 @@ class RolloutTrainer(Trainer):
         multiple = self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         share, pad = self._share_prompts, self.processing_class.pad_token_id
-        return rollout.micro_batches(self._train_batch_size, share, pad, multiple)
+        return rollout.micro_batches(self.train_batch_size, share, pad, multiple)
 
     def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
         size = self.num_generations_eval
@@ -646,7 +647,7 @@ class RolloutTrainer(Trainer):
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         for part in self._parts_of(replace(rollout, advantages=advantages)):
-            part = self._prepare_inputs(part)
+            part = self.prepare_inputs(part)
             items = self.count_items(part)
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.metrics.add_sum(
@@ -690,7 +691,7 @@ class RolloutTrainer(Trainer):
     def _can_share_prompts(self) -> bool:
         """Whether completions go behind one copy of their prompt in training."""
         wanted = self.args.share_prompts
-        if wanted is False or self.num_generations == 1 or (wanted is None and self._train_batch_size == 1):
+        if wanted is False or self.num_generations == 1 or (wanted is None and self.train_batch_size == 1):
             return False
         problem = varlen_attention.segments_problem(self.model)
         if self.router_aux_loss_coef:
@@ -716,7 +717,7 @@ class RolloutTrainer(Trainer):
     def layout(self) -> Layout:
         """Which completions of a rollout are whose."""
         size, parts, window = (
-            self._train_batch_size,
+            self.train_batch_size,
             self.args.steps_per_generation,
             self.args.gradient_accumulation_steps,
         )

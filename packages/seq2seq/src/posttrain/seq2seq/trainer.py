@@ -69,9 +69,9 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             **others,
         )
-        if data_collator is None and hasattr(self._tokenizer, "pad"):
+        if data_collator is None and hasattr(self.text_tokenizer, "pad"):
             self.data_collator = self._usual_collator()
-        self._check_generation()
+        self.check_generation()
 
     # ------------------------------------------------------------------------------------------------ the loss
 
@@ -95,20 +95,22 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     # ------------------------------------------------------------------------------------------------ data
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """As the core's, with the decoder's inputs where the model cannot make them itself."""
+        inputs = super().prepare_inputs(inputs)
         # Where a loss of the trainer keeps the labels from the model, it cannot make its decoder's inputs of them.
         keeps = self.label_smoother is not None or self.compute_loss_func is not None
         return self._with_decoder_inputs(inputs) if keeps else inputs
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
-    def _loss_is_scaled(self) -> bool | None:
+    def loss_is_scaled(self) -> bool | None:
         return None  # it depends on where the loss is taken, which the first batch shows
 
-    def _set_model(self, model: nn.Module) -> None:
-        super()._set_model(model)
-        self._lean = LeanGenerator(model)
+    def set_model(self, model: nn.Module) -> None:
+        """As the core's; looks up how to generate with `model`, and whether its loss is taken in its head."""
+        super().set_model(model)
+        self.lean_generator = LeanGenerator(model)
         self._has_loss_in_head: bool | None = None
         self._said_whole = False
 
@@ -123,7 +125,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         """The summed cross-entropy, shape (), taken in the head, so that the logits are never held whole."""
         inputs = self._with_decoder_inputs(dict(inputs))
         labels = inputs.pop("labels")
-        options = {"shifted": not self._loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
+        options = {"shifted": not self.loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
         with lm_head.loss_in_head(model, labels, **options):
             return model(**inputs).logits.sum()
 
@@ -146,20 +148,20 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
             logger.info("The logits of each batch are held whole: the loss of this model is not taken in its head.")
         return bool(self._has_loss_in_head)
 
-    def _without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
-        pad = getattr(self._tokenizer, "pad_token_id", None)
+    def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+        pad = getattr(self.text_tokenizer, "pad_token_id", None)
         if collator is not None and pad is not None:
-            collator = MasksPadding(collator, pad, is_eos=pad == self._tokenizer.eos_token_id)
-        return super()._without_unused_columns(dataset, collator, description)
+            collator = MasksPadding(collator, pad, is_eos=pad == self.text_tokenizer.eos_token_id)
+        return super().without_unused_columns(dataset, collator, description)
 
-    def _limits(self) -> dict[str, int]:
+    def id_limits(self) -> dict[str, int]:
         stock = getattr(self.compute_loss, "__qualname__", "") == "Seq2SeqTrainer.compute_loss"
         known = embeddings.id_limits(self.model)
-        return known if stock and self.compute_loss_func is None else super()._limits()
+        return known if stock and self.compute_loss_func is None else super().id_limits()
 
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
         if generate.is_encoder_decoder(self.model):
-            return DataCollatorForSeq2Seq(self._tokenizer, model=wrapping.base_model(self.model))
+            return DataCollatorForSeq2Seq(self.text_tokenizer, model=wrapping.base_model(self.model))
         parts = self.eval_dataset if self.train_dataset is None else self.train_dataset
         unclear = unclear_rows(next(iter(parts.values())) if isinstance(parts, dict) else parts)
         return PromptTargetCollator(generate.padding_id(self.processing_class, self.model), unclear=unclear)

@@ -86,7 +86,7 @@ class SFTTrainer(GeneratesText, Trainer):
     """
 
     config_class = SFTConfig
-    _tag_names = ("trl", "sft")
+    tag_names = ("trl", "sft")
     evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
@@ -126,7 +126,7 @@ class SFTTrainer(GeneratesText, Trainer):
             peft_config=peft_config, datasets={f"{name}_dataset": dataset for name, dataset in named},
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
         )  # fmt: skip
-        self._preflight(args, parts)
+        self.run_preflight(args, parts)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
             self.signature_columns = COLUMNS
@@ -162,7 +162,7 @@ class SFTTrainer(GeneratesText, Trainer):
         if eval_dataset is not None:
             ready = {name: self._prepare(part, name, args.eval_packing) for name, part in _named(eval_dataset)}
             self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
-        self._check_generation()
+        self.check_generation()
 
     @classmethod
     def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
@@ -208,9 +208,9 @@ class SFTTrainer(GeneratesText, Trainer):
             self._log_statistics(found, outputs, items)
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_is_scaled(self) -> bool | None:
+    def loss_is_scaled(self) -> bool | None:
         own_logits = self.compute_loss_func is not None or (self._needs_logits and not self._dft)
-        return super()._loss_is_scaled() if own_logits else True
+        return super().loss_is_scaled() if own_logits else True
 
     def _arranged(self, inputs: dict[str, Any], whole: bool) -> tuple[dict[str, Any], torch.Tensor | None]:
         """The inputs of the model, and (B, T) the number of each token's dataset where several are mixed."""
@@ -378,7 +378,7 @@ class SFTTrainer(GeneratesText, Trainer):
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_rows(
                 dataset,
-                self._tokenizer,
+                self.text_tokenizer,
                 self.args,
                 name=name,
                 packing=bool(packing),

@@ -134,7 +134,7 @@ def row_lengths(dataset: Any, length_column_name: str = "length", main_input: st
         raise DataError(
             f"train_sampling_strategy='group_by_length' needs the length of each row, and the rows hold neither "
             f"{length_column_name!r} nor {main_input!r}. Add a column {length_column_name!r}, name another one in "
-            "length_column_name, or return a sampler of your own from _get_train_sampler."
+            "length_column_name, or override train_sampler."
         ) from error
 
 

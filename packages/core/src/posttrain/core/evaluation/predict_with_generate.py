@@ -27,7 +27,7 @@ class GeneratesText:
     """
 
     #: Generates in place of ``model.generate`` where it can; see `posttrain.core.evaluation.generate.predict_batch`.
-    _lean: Any = None
+    lean_generator: Any = None
     #: The rows of the last evaluation that generated, as the log showed them.
     generated_samples: list[dict[str, str]] = []
     _given: dict[str, Any] = {}
@@ -64,8 +64,8 @@ class GeneratesText:
         if self.args.predict_with_generate:
             longest = getattr(getattr(dataloader, "sampler", None), "longest_target", None)
             self._gen_kwargs = generate.options(self.args, self._given, self.model, longest)
-            if self._lean is not None:
-                self._lean.refresh()
+            if self.lean_generator is not None:
+                self.lean_generator.refresh()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.args.predict_with_generate and self.dist.is_main:
             self._show_samples(dataloader, output, metric_key_prefix)
@@ -87,10 +87,10 @@ class GeneratesText:
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.prepare_inputs(inputs)
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         chosen = generate.options(self.args, gen_kwargs, model, None) if gen_kwargs else self._gen_kwargs
-        place = {"label_names": self.label_names, "pad_token_id": self.prediction_fill, "lean": self._lean}
+        place = {"label_names": self.label_names, "pad_token_id": self.prediction_fill, "lean": self.lean_generator}
         synced = self.is_fsdp_enabled or self.is_deepspeed_enabled
         with self.compute_loss_context_manager():
             return generate.predict_batch(model, inputs, compute_loss, chosen, synced=synced, **place)
@@ -117,16 +117,18 @@ class GeneratesText:
 
     # ------------------------------------------------------------------------------------------------ behind the doors
 
-    def _set_model(self, model: nn.Module) -> None:
-        super()._set_model(model)
+    def set_model(self, model: nn.Module) -> None:
+        """As the core's, with the generation config that the arguments name."""
+        super().set_model(model)
         if self.args.generation_config is not None:
             wrapping.base_model(model).generation_config = self.load_generation_config(self.args.generation_config)
 
     @property
-    def _tokenizer(self) -> Any:
+    def text_tokenizer(self) -> Any:
+        """The tokenizer: `processing_class`, or the one in it."""
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
-    def _check_generation(self) -> None:
+    def check_generation(self) -> None:
         """What an evaluation would fail on, before training. For the end of a constructor."""
         if not self.args.predict_with_generate:
             return
@@ -144,10 +146,10 @@ class GeneratesText:
         for known, order in self._orders:
             if known is dataset:
                 return order
-        tokenizer = self._tokenizer
+        tokenizer = self.text_tokenizer
         pad = getattr(tokenizer, "pad_token_id", None)
         pad = None if pad == getattr(tokenizer, "eos_token_id", None) else pad
-        order = generate.longest_first(dataset, self._main_input, pad)
+        order = generate.longest_first(dataset, self.main_input, pad)
         self._orders = (*self._orders[-7:], (dataset, order))
         return order
 
@@ -165,9 +167,9 @@ class GeneratesText:
     def _show_samples(self, dataloader: Any, output: EvalLoopOutput, prefix: str) -> None:
         number, dataset = self.args.generation_samples, getattr(dataloader, "dataset", None)
         encodes = generate.is_encoder_decoder(self.model)
-        options = {"main_input": self._main_input, "encodes": encodes}
+        options = {"main_input": self.main_input, "encodes": encodes}
         self.generated_samples = generate.samples(
-            dataset, output.predictions, output.label_ids, self._tokenizer, number, **options
+            dataset, output.predictions, output.label_ids, self.text_tokenizer, number, **options
         )
         if self.generated_samples:
             shown = generate.table(self.generated_samples)

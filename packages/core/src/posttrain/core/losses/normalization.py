@@ -44,6 +44,7 @@ class Objective:
     def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
         #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
+        self._of_window: dict[str, torch.Tensor] = {}
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
         self._is_frozen = False
@@ -75,6 +76,23 @@ class Objective:
             return self._scalar(compute_loss(model, inputs)), True
         loss = self._scalar(compute_loss(model, inputs, num_items_in_batch=num_items))
         return loss, num_items is None or self.may_be_mean
+
+    def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
+        """Add the terms of the last loss to those of the accumulation window.
+
+        Args:
+            weight: that of the micro-batch, shape (), where the loss was a mean.
+            scale: what its loss was multiplied with.
+        """
+        terms, self.terms = self.terms, None
+        for name, value in (terms or {}).items():
+            value = (value if weight is None else value * weight) * scale
+            self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
+
+    def take_terms(self) -> dict[str, torch.Tensor]:
+        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then start afresh."""
+        terms, self._of_window = self._of_window, {}
+        return terms
 
     def _scalar(self, loss: Any) -> torch.Tensor:
         if isinstance(loss, torch.Tensor):

@@ -1,7 +1,9 @@
-"""What scripts ask of a trainer: sizes, rates, metrics on paper. Nothing here changes a run, so nothing here is a door."""
+"""What scripts for transformers' `Trainer` call on a trainer besides training: accessors, old names, the Hub."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,33 +11,60 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core import hub
 from posttrain.core.data import pipeline
+from posttrain.core.errors import did_you_mean
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Metrics, formatted, save_metrics, table
+from posttrain.core.models import wrapping
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
+    from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.distributed import Distributed
+    from posttrain.core.state import TrainerState
     from posttrain.core.training.plan import Plan
 
 
-class Questions:
-    """The half of `Trainer` that only answers, from the attributes named here."""
+class HFCompat:
+    """The part of `Trainer` that no training step goes through. It reads the attributes named here."""
 
     args: TrainingArguments
     dist: Distributed
     accelerator: Any
+    processing_class: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     make_plan: Callable[[Any], Plan]
-    _prepare_inputs: Callable[[Any], Any]
+    prepare_inputs: Callable[[Any], Any]
+    without_unused_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
+    uploader: hub.Uploader
+    state: TrainerState
+    callback_handler: CallbackHandler
+    save_model: Callable[..., None]
     is_in_train: bool
     _train_batch_size: int
-    #: Scripts ask for these. A search fills in the first two.
+    OLD_ARGUMENTS: dict[str, str]
+    #: Scripts read these; a hyperparameter search sets the first two.
     hp_name, hp_search_backend = None, None
     is_fsdp_xla_enabled = False
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of a micro-batch on each process."""
+        return self._train_batch_size
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of rows."""
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    @property
+    def tokenizer(self) -> Any:
+        """Earlier name of `processing_class`."""
+        return self.processing_class
 
     @property
     def current_flos(self) -> float:
@@ -53,7 +82,7 @@ class Questions:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the trainer moves the model to its device: unless the arguments say so, not where somebody has placed it."""
+        """Whether the trainer moves the model to its device; by default not one that was placed or quantized."""
         asked = self.args.place_model_on_device
         placed = getattr(self.model, "hf_device_map", None) or getattr(self.model, "is_quantized", False)
         return not placed if asked is None else asked
@@ -69,8 +98,17 @@ class Questions:
         return self.uploader.repo_id if self.args.push_to_hub else None
 
     def _prepare_input(self, data: Any) -> Any:
-        """`data` on the device; earlier name of what `_prepare_inputs` does to each part of a batch."""
-        return self._prepare_inputs(data)
+        """`data` on the device; earlier name of what `prepare_inputs` does to each part of a batch."""
+        return self.prepare_inputs(data)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return self.without_unused_columns(dataset, None, description)[0]
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return self.without_unused_columns(None, data_collator, description)[1]
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return self.args.output_dir
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""
@@ -81,7 +119,7 @@ class Questions:
         return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
 
     def get_tp_size(self) -> int:
-        """Processes that share one layer (tensor parallelism), as those of sequence and context parallelism below: 1."""
+        """Processes that share one layer (tensor parallelism): 1; so are those of sequence and context parallelism."""
         return 1
 
     get_sp_size = get_cp_size = get_tp_size
@@ -101,8 +139,8 @@ class Questions:
         return self.dist.engine is not None
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
-        """What `make_plan` makes of a loader: (epochs, updates of an epoch, rows of an epoch, rows of the run, rows of an
-        update, micro-batches of an epoch, updates of the run)."""
+        """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
+        step, micro-batches of an epoch, steps of the run)."""
         plan, rows_per_update = self.make_plan(dataloader), self.get_total_train_batch_size(args)
         total = rows = plan.max_steps * rows_per_update
         if plan.batches_per_epoch is not None:
@@ -156,5 +194,85 @@ class Questions:
         return self.dist.is_local_main
 
     def end(self) -> None:
-        """Take down the process group. The last call of a script: everything that needs other processes comes before."""
+        """Take down the process group. The last call of a script: nothing after it can reach other processes."""
         self.accelerator.end_training()
+
+    # -------------------------------------------------------------------------------------------- searching and sharing
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train again and again with other arguments, to find the best; see
+        `posttrain.core.training.hyperparameter_search.search`."""
+        from posttrain.core.training.hyperparameter_search import search
+
+        self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
+        return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload the model with its card; returns the address, or the upload under way where not `blocking`."""
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card)
+        if not self.dist.is_main:
+            return None
+        [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
+        place = {"revision": revision, "token": token, "private": private}
+        upload = self.uploader.push(folder, path, commit_message, ignore, blocking, **place)
+        return upload.url if blocking else upload
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> str | None:
+        """Make the repository on the Hub now; training itself makes it at the first upload."""
+        return self.uploader.create_repo(token, private) if self.dist.is_main else None
+
+    def create_model_card(self, model_name: str | None = None, finetuned_from: str | None = None, **card: Any) -> None:
+        """Write a README.md about the model into the output directory, unless a person wrote one there.
+
+        Args:
+            card: fields of `posttrain.core.hub.model_card`; those that describe the run are filled in.
+        """
+        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
+        about = {"log_history": self.state.log_history, "base_model": base or None}
+        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
+        about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
+        own = getattr(wrapping.base_model(self.model), "model_tags", None)
+        tags = [*hub.names(card.pop("tags", None)), *(own or ())]
+        if self.dist.is_main:
+            hub.write_model_card(
+                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
+            )
+
+
+def accept_old_names(owner: HFCompat, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
+    """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``, with one warning each.
+
+    Raises:
+        TypeError: `old` holds another name. ValueError: it got both the old and the new name.
+    """
+    name_of_trainer = type(owner).__name__
+    for name, value in old.items():
+        new = owner.OLD_ARGUMENTS.get(name)
+        current = processing_class if new == "processing_class" else callbacks
+        if new is None:
+            base = next(c for c in type(owner).__mro__ if c.__module__ == "posttrain.core.trainer")
+            known = [*inspect.signature(base.__init__).parameters][1:-1]
+            raise TypeError(f"{name_of_trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")
+        if current is not None:
+            raise ValueError(f"{name_of_trainer} got both {new}= and its earlier name {name}=; pass {new}= alone.")
+        warnings.warn(f"{name_of_trainer}: {name}= is now {new}=; both work.", FutureWarning, stacklevel=4)
+        processing_class, callbacks = (value, callbacks) if name == "tokenizer" else (processing_class, value)
+    return processing_class, callbacks

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # On an accelerator a step is checked this many steps later, when the device has finished it, so nothing waits.
 LAG = 4
-ROWS_NAMED = 16
 
 
 @dataclass
@@ -103,7 +102,8 @@ class FiniteGuard:
     Args:
         policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
         limit: the run stops after this many such steps in a row in any case.
-        report: ``(update, stops, steps since) -> text``: the message about a step. Called on all processes together.
+        report: ``(update, stops, steps since, is first) -> text``: the message about a step. Called on all processes
+            together.
         total: the sum of a number or a tensor over all processes.
         lag: steps after which a flag is read.
     """
@@ -112,12 +112,13 @@ class FiniteGuard:
         self,
         policy: str = "stop",
         limit: int = 5,
-        report: Callable[[Update, bool, int], str] | None = None,
+        report: Callable[[Update, bool, int, bool], str] | None = None,
         total: Callable[[Any], Any] | None = None,
         lag: int = LAG,
     ) -> None:
         self.policy, self.limit, self.lag = policy, limit, lag
-        self._report, self._total = report or (lambda update, stops, late: describe(update, policy, late)), total
+        self._report = report or (lambda update, stops, late, is_first: describe(update, policy, late))
+        self._total = total
         self._pending: deque[tuple[_Flag, Update]] = deque()
         self._flagged: torch.optim.Optimizer | None = None
         self.in_a_row = self.since_log = self.count = 0
@@ -190,7 +191,7 @@ class FiniteGuard:
         self._seen_labels = True
         self.in_a_row, self.since_log, self.count = self.in_a_row + 1, self.since_log + 1, self.count + 1
         stops = self.policy == "stop" or self.in_a_row >= self.limit
-        text = self._report(update, stops, late)
+        text = self._report(update, stops, late, self.count == 1)
         if stops:
             if self.policy != "stop":
                 text += f" The run stops: max_nonfinite_steps={self.limit} of them came in a row."
@@ -206,7 +207,7 @@ class FiniteGuard:
     def _leave_out(self, update: Update, late: int) -> bool:
         """Counts windows without a label: labels may be drawn at random, so only many in a row are an error."""
         self.in_a_row += 1
-        self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late)
+        self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late, False)
         if self.in_a_row >= self.limit:
             raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
         logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
@@ -284,37 +285,6 @@ def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
         )
     loss, norm = float(update.loss), float(update.grad_norm)
     return f"Step {update.step + 1}: the loss is {loss:.4g} and the gradient norm {norm:.4g}. {fate}"
-
-
-REMEDY = (
-    "Lower the learning rate, check the rows of this batch, or use bf16 if fp16 overflows; on_nonfinite='skip' skips "
-    "such steps."
-)
-
-
-def name_batches(update: Update, rows_of: Callable[[int], list[int] | None]) -> str:
-    """The non-finite micro-batches of `update`, with their rows: ``"batch 7 of epoch 0 (rows 3, 19)"``.
-
-    Args:
-        rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: unknown.
-    """
-    named = []
-    for number in dict.fromkeys(update.first_batch + update.origin(bad) for bad in update.bad_batches()):
-        rows = rows_of(number)
-        shown = ", ".join(map(str, (rows or [])[:ROWS_NAMED])) + (", ..." if len(rows or []) > ROWS_NAMED else "")
-        named.append(f"batch {number} of epoch {update.epoch}{f' (rows {shown})' if rows else ''}")
-    return "; ".join(named)
-
-
-def plain_batch(batch: Any) -> Any:
-    """`batch` as dicts, lists, tensors and numbers alone, for a file; anything else as its text."""
-    if isinstance(batch, torch.Tensor):
-        return batch.detach()
-    if isinstance(batch, Mapping):
-        return {str(name): plain_batch(value) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [plain_batch(value) for value in batch]
-    return batch if isinstance(batch, (str, bool, int, float, type(None))) else str(batch)
 
 
 # ------------------------------------------------------------------------------------------------------ float16 weights

@@ -69,6 +69,15 @@ class Progress:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
 
+    def add_losses(self, total: float, count: int) -> None:
+        """Add the losses of a record to those of the run, unless their sum is not finite."""
+        if math.isfinite(total):
+            self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + count
+
+    def mean_loss(self, had_losses: bool) -> float:
+        """The mean loss of the run; without a finite one, NaN where there were losses, else 0."""
+        return self.loss_sum / self.loss_count if self.loss_count else math.nan if had_losses else 0.0
+
 
 def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs: float, max_steps: int) -> Plan:
     """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.

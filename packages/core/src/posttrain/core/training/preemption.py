@@ -61,6 +61,23 @@ class InterruptArguments:
                 yield f"max_time={self.max_time!r} must be more than nothing"
 
 
+def saves_on_signal(args: Any) -> bool:
+    """Whether a signal makes the run save a checkpoint."""
+    if args.save_on_signal is None:
+        return args.save_strategy != "no" or args.enable_jit_checkpoint
+    return args.save_on_signal
+
+
+def may_save(args: Any) -> bool:
+    """Whether the arguments let the run save a checkpoint at all."""
+    return args.save_strategy != "no" or saves_on_signal(args) or args.save_on_exception or args.max_time is not None
+
+
+def unanswered(control: Any) -> list[str]:
+    """The flags of `LEFT_TO_DO` that are set."""
+    return [flag for flag in LEFT_TO_DO if getattr(control, flag)]
+
+
 def seconds(duration: float | str) -> float:
     """``"1:30:00"`` -> 5400.0; a number, or its text, is seconds already.
 

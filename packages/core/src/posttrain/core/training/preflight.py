@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.errors import ConfigError, missing
@@ -133,6 +134,24 @@ def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exc
         yield error
 
 
+def check_types(name: str, config_class: type, model: Any, model_init: Any, args: Any) -> None:
+    """Raise where a trainer's constructor got no model, or model or arguments of another type.
+
+    Args:
+        name: of the trainer, for the messages. config_class: of its arguments.
+    """
+    if (model is None) == (model_init is None):
+        given = "neither was given" if model is None else "both were given"
+        raise ValueError(f"{name} needs a model or a model_init, and {given}.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is of type {type(model).__name__}; {name} takes a loaded one, for instance from "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    if args is not None and not isinstance(args, TrainingArguments):
+        raise TypeError(f"args is of type {type(args).__name__}; pass {config_class.__name__}(output_dir=...).")
+
+
 def of_arguments(*configs: Any) -> Iterator[Problem]:
     """Problems: packages, files, folders and hardware that are missing on this machine."""
     for config in configs:
@@ -216,7 +235,7 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
             )
     rows = parts.train_dataset
     if args.train_sampling_strategy == "group_by_length" and rows is not None and not isinstance(rows, Mapping):
-        if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler"):
+        if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler", "train_sampler"):
             yield (
                 f"train_sampling_strategy='group_by_length' has no effect on a stream ({type(rows).__name__}), whose "
                 "rows come in their own order: leave it out, or pass rows that can be read by index"

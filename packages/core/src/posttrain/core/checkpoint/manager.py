@@ -1,0 +1,297 @@
+"""The checkpoints of a run: what they hold, when they are there, which are kept, and what a resume reads of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, rng, sharded, weights
+from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint.transaction import Outcome, Saver
+from posttrain.core.models import ema, wrapping
+from posttrain.core.optim import builder
+from posttrain.core.state import TrainerState, lossy
+
+logger = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint holds."""
+
+    def state_dict(self) -> Any:
+        """Plain containers, numbers and tensors."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """The inverse of `state_dict`."""
+
+
+@dataclass
+class Contents:
+    """The objects that a checkpoint holds the state of, beside the weights and `TrainerState`.
+
+    Attributes:
+        model: not wrapped.
+        trainer: has state on every process.
+        lr_scheduler, ema: have the same state on every process.
+        scaler: of a mixed-precision run in float16.
+        rows_per_step: rows of an optimizer step, over all processes.
+        parts: more objects by the name of their file; the same state on every process.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    ema: ema.EMA | None
+    trainer: Stateful
+    scaler: Any
+    rows_per_step: int
+    parts: dict[str, Stateful] = field(default_factory=dict)
+
+    def position(self) -> dict[str, Any]:
+        """What this process alone must remember."""
+        return {
+            "rng": rng.rng_state(),
+            "trainer": self.trainer.state_dict(),
+            "rows_per_update": self.rows_per_step,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+
+class CheckpointManager:
+    """Finds, writes, reads and rotates the checkpoints of one run.
+
+    Args:
+        args: `CheckpointArguments` with seeds and timeouts; see `TrainingArguments`.
+        dist: the processes, `posttrain.core.distributed.Distributed`.
+
+    Attributes:
+        saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
+        boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
+        state_at_save: the `TrainerState` that the last save wrote.
+    """
+
+    def __init__(self, args: Any, dist: Any, store: Store) -> None:
+        self.args, self.dist, self.store = args, dist, store
+        place = {"rank": dist.rank, "world_size": dist.world_size, "gather": dist.gather_patiently}
+        place["leader"] = dist.rank - dist.local_rank if args.save_on_each_node else 0
+        self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
+        self.saved_step: int | None = None
+        self.boundary: dict[str, Any] | None = None
+        self.state_at_save: TrainerState | None = None
+        self._positions: dict[int, dict[str, Any]] = {}
+        self._parts: dict[str, Any] = {}
+        self._adapters_checked = False
+
+    # ---- before a run ----
+
+    def find(self, wanted: str | bool | Path | None) -> Path | None:
+        """The checkpoint that `train` was asked to resume from, verified; None: start from the beginning."""
+        if wanted is None:
+            wanted = asked_for(self.args.resume_from_checkpoint)
+        self._on_savers(self.store.clean)
+        if wanted:
+            return self.dist.on_main(lambda: self.store.resolve(wanted), "the check of the checkpoint")
+        if self.store.checkpoints() and not self.args.overwrite_output_dir:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
+                "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True.",
+                self.args.output_dir,
+            )  # fmt: skip
+        return None
+
+    def check_space(self, contents: Contents, saves: int) -> None:
+        """Warn before training that the disk is too small for the `saves` checkpoints of this run."""
+        args = self.args
+        if args.save_strategy == "no" or not self.dist.is_main:
+            return
+        limit = args.most_checkpoints
+        count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
+        is_saved = weights.is_saved(contents.model)
+        least = sum(p.nbytes for name, p in contents.model.named_parameters() if is_saved(name))
+        each = least if args.save_only_model else least + builder.state_bytes(contents.optimizer)
+        if (problem := check_space(self.store.output_dir, each * count, count, least)) is not None:
+            logger.warning("%s", problem)
+
+    def check_state(self, contents: Contents, state: TrainerState, callbacks: list[Any]) -> None:
+        """Raise before training, rather than at the first save, where a state cannot be saved."""
+        if not self.args.save_only_model:
+            self.check_optimizer_state(contents.optimizer)
+            codec.check_tree(contents.lr_scheduler.state_dict(), _name("lr_scheduler", contents.lr_scheduler))
+            try:
+                mine = contents.trainer.state_dict()
+            except (AttributeError, KeyError):
+                mine = None  # that of a subclass may hold what its first step makes
+            codec.check_tree(mine, _name("trainer", contents.trainer))
+        state.collect(callbacks)
+        for where, value in lossy(state.stateful_callbacks):
+            logger.warning(
+                "The state of the callback %s is of type %s, which JSON cannot hold: a checkpoint holds it as text, "
+                "and a resumed run gets the text. Return plain numbers, strings, lists and dicts from state().",
+                where, type(value).__name__,
+            )  # fmt: skip
+
+    def check_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """As `check_state`; once more after the first step, with which most optimizers begin their state."""
+        if not self.args.save_only_model and self.dist.engine is None:
+            state = optimizer.state_dict()
+            codec.check_tree(sharded.part(state) if self.dist.shards else state, _name("optimizer", optimizer))
+
+    # ---- writing ----
+
+    @property
+    def pending(self) -> int | None:
+        """The step of a save whose outcome `settle` has not given yet."""
+        return self.saver.pending
+
+    def save(self, state: TrainerState, contents: Contents, write: Callable[[Path], None]) -> None:
+        """Save at this optimizer step; `settle` gives the outcome.
+
+        Args:
+            write: writes this process' files into a directory; with `save_async`, their bytes are written later.
+        """
+        later = self.args.save_async
+        self.state_at_save = copy.copy(state) if later else state
+        keeps = not self.args.save_only_model
+        self._positions = self._of_processes(contents) if keeps else {}
+        self._parts = {name: part.state_dict() for name, part in contents.parts.items()} if keeps else {}
+        self.saver.save(state.global_step, write, later)
+
+    def write(
+        self,
+        directory: Path,
+        contents: Contents,
+        state: TrainerState,
+        callbacks: list[Any],
+        save_model: Callable[[Path], None],
+        save_beside: Callable[[Path], None],
+    ) -> None:
+        """Write this process' files of a checkpoint into `directory`.
+
+        Args:
+            save_model: writes the weights as ``from_pretrained`` reads them. save_beside: what belongs to them.
+        """
+        self._write_model(directory, contents.model, save_model, save_beside)
+        if not self.args.save_only_model:
+            for rank, position in self._positions.items():
+                codec.save_tree(position, directory / f"rank-{rank}")
+            self._write_optimizer(directory, contents.optimizer)
+        if self.args.should_save:
+            if not self.args.save_only_model:
+                codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
+            ema.save(contents.ema, directory)
+            state.collect(callbacks)
+            state.save_to_json(directory / "trainer_state.json")
+        if self.dist.is_main:
+            for name, part in self._parts.items():
+                codec.save_tree(part, directory / name)
+
+    def settle(self, wait: bool = True) -> Outcome | None:
+        """The outcome of the last save, once; None where there is none, or not yet and `wait` is False."""
+        outcome = self.saver.settle(wait)
+        if outcome is not None and outcome.path is not None:
+            self.saved_step = outcome.step
+        return outcome
+
+    def rotate(self, keep: list[Path]) -> None:
+        """Remove the oldest checkpoints over the limit, but for those to `keep`."""
+        self._on_savers(lambda: self.store.rotate(self.args.most_checkpoints, keep=keep))
+
+    def close(self) -> None:
+        """Let the save under way and the removals end, also after an error."""
+        self.saver.leave()
+        self.store.settle()
+
+    # ---- reading ----
+
+    def read(self, checkpoint: Path, contents: Contents, seed: int, step: int, set_seed: Callable[[int], Any]) -> Any:
+        """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process.
+
+        With another number of processes than saved it, the random numbers are drawn anew, from `seed` and `step`.
+        """
+        self._read_optimizer(checkpoint, contents.optimizer)
+        contents.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+        self.saved_step = step
+        position = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
+        if position["rng"] is None:
+            position["rng"] = elastic.fresh_random_numbers(seed, step, self.dist.rank, set_seed)
+        if contents.scaler is not None and position.get("scaler"):
+            contents.scaler.load_state_dict(position["scaler"])
+        return position
+
+    # ---- files ----
+
+    def _write_model(self, directory: Path, model: nn.Module, save_model: Any, save_beside: Any) -> None:
+        """The weights: as ``from_pretrained`` reads them, or of each process its part."""
+        is_peft = wrapping.is_peft_model(model)
+        if self.dist.saves_in_parts and not is_peft:
+            stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
+            codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
+            if self.dist.is_main:
+                weights.save_description(model, directory)
+                save_beside(directory)
+            return
+        save_model(directory)
+        if is_peft and weights.has_encoder(model):
+            whole = self.dist.whole_state_dict(model, weights.is_saved(model))
+            if self.args.should_save:
+                weights.save_encoder(model, directory, whole)
+        if is_peft and not self._adapters_checked:
+            self._check_adapters(model, directory)
+
+    def _check_adapters(self, model: nn.Module, directory: Path) -> None:
+        """Read the first checkpoint of a PEFT model back: what was saved must be what is trained."""
+        state = self.dist.whole_state_dict(model, weights.is_saved(model))
+        if self.dist.is_main:
+            weights.check_adapters(model, directory, state)
+        self._adapters_checked = True
+
+    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
+        rank, world_size = self.dist.rank, self.dist.world_size
+        if self.dist.engine is not None:
+            codec.save_tree(self.dist.engine.state_dict(), directory / sharded.stem("engine", rank, world_size))
+        elif self.dist.shards:
+            stem = sharded.stem("optimizer", rank, world_size)
+            codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
+        elif self.args.should_save:
+            codec.save_tree(optimizer.state_dict(), directory / "optimizer")
+
+    def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+        if self.dist.engine is not None:
+            state = sharded.own(checkpoint, "engine", self.dist.rank, self.dist.world_size)
+            return self.dist.engine.load_state_dict(state)
+        # Whole tensors of which this process needs a part are mapped rather than read.
+        saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
+        optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))
+
+    def _of_processes(self, contents: Contents) -> dict[int, dict[str, Any]]:
+        """The positions that this process writes, by rank: its own. Where each machine saves for itself, its main
+        process writes those of all: each disk then holds what any number of processes needs."""
+        mine = self.boundary or contents.position()
+        if not self.args.save_on_each_node:
+            return {self.dist.rank: mine}
+        positions = dict(enumerate(self.dist.gather_object(mine)))
+        return positions if self.args.should_save else {}
+
+    def _on_savers(self, work: Callable[[], Any]) -> None:
+        """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
+        if not self.args.save_on_each_node:
+            return self.dist.on_main(lambda: work() and None)
+        if self.args.should_save:
+            work()
+        self.dist.meet("the process of each machine that writes")
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether `checkpoint` holds an optimizer that can be read, and not the weights alone."""
+    return any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine"))
+
+
+def _name(part: str, value: Any) -> str:
+    return f"the state_dict() of the {part} ({type(value).__name__})"

@@ -1,0 +1,60 @@
+"""What one run of `Trainer.train` knows, beside the `TrainerState` that callbacks see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.checkpoint import rng
+from posttrain.core.models.ema import EMA
+from posttrain.core.training.nonfinite import FiniteGuard
+from posttrain.core.training.oom import BatchSplitter
+from posttrain.core.training.plan import Plan, Progress
+from posttrain.core.training.preemption import Watch
+
+
+@dataclass
+class RunState:
+    """Made at the start of a run; that of the last run stays until the next.
+
+    Attributes:
+        plan: its length.
+        loader: of the training micro-batches.
+        progress: where it stands in its data and its log; saved in checkpoints.
+        parameters: those of the wrapped model.
+        guard: keeps steps that are not finite from the weights.
+        splitter: splits micro-batches that do not fit into memory.
+        watch: notices signals and the time limit.
+        ema: the averaged weights, where there are any.
+        first_step: the optimizer step it started from.
+        rows_read: over all processes, since it started.
+        rng: random numbers of the checkpoint, until the first row is read.
+        epoch_stopped: a callback had ended the epoch when the checkpoint was saved.
+        is_stepping: the optimizer is changing the weights: no checkpoint can be saved now.
+        records_before_evaluation: length of the log history while an evaluation may be interrupted.
+        memory: metrics of the memory that training took, once it is done.
+    """
+
+    plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
+    loader: Any = None
+    progress: Progress = field(default_factory=Progress)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    guard: FiniteGuard = field(default_factory=FiniteGuard)
+    splitter: BatchSplitter = field(default_factory=BatchSplitter)
+    watch: Watch = field(default_factory=lambda: Watch(on_signals=False))
+    ema: EMA | None = None
+    first_step: int = 0
+    rows_read: int = 0
+    rng: dict[str, Any] | None = None
+    epoch_stopped: bool = False
+    is_stepping: bool = False
+    records_before_evaluation: int | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def restore_rng(self) -> None:
+        """Set the random numbers of the checkpoint, once: the first row that is read must find them."""
+        if self.rng is not None:
+            rng.set_rng_state(self.rng)
+            self.rng = None
