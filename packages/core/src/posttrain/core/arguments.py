@@ -144,7 +144,7 @@ class RunArguments:
                 "one that has run out of memory. Find the size with one process, then set per_device_train_batch_size"
             )
 
-    def _preflight(self) -> Iterator[str]:
+    def _preflight(self) -> Iterator[str | Exception]:
         if self.should_save and (problem := disk.folder_problem(self.output_dir)):
             yield f"output_dir={self.output_dir!r} {problem}; set another output_dir"
 

@@ -87,6 +87,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     """
 
     config_class = CPOConfig
+    args: CPOConfig
     tag_names = ("trl", "cpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:

@@ -340,6 +340,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
+    args: DPOConfig
     tag_names = ("trl", "dpo")
 
     @property

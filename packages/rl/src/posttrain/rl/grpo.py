@@ -133,6 +133,7 @@ class GRPOTrainer(RolloutTrainer):
     """
 
     config_class = GRPOConfig
+    args: GRPOConfig
     tag_names = ("trl", "grpo")
 
     @functools.wraps(RolloutTrainer.__init__)

@@ -140,6 +140,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class = KTOConfig
+    args: KTOConfig
     tag_names = ("trl", "kto")
     data_kind = "unpaired_preference"
     signature_columns = ("prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps")

@@ -49,6 +49,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     """
 
     config_class = ORPOConfig
+    args: ORPOConfig
     tag_names = ("trl", "orpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:

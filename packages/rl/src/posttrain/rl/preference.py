@@ -54,6 +54,7 @@ class PreferenceTrainer(Trainer):
     """
 
     config_class = PreferenceConfig
+    args: PreferenceConfig
     evaluation_metrics = None
     signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
     fixed_at_construction = (

@@ -41,6 +41,7 @@ class ReinforcePlusPlusTrainer(GRPOTrainer):
     """Trains a policy by REINFORCE with PPO's clip and one normalisation for all prompts."""
 
     config_class = ReinforcePlusPlusConfig
+    args: ReinforcePlusPlusConfig
     tag_names = ("trl", "reinforce++")
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:

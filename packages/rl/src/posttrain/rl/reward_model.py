@@ -99,6 +99,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     """
 
     config_class = RewardConfig
+    args: RewardConfig
     tag_names = ("trl", "reward-trainer")
     signature_columns = ("chosen_ids", "rejected_ids", "margin")
 

@@ -36,6 +36,7 @@ class RLOOTrainer(RolloutTrainer):
     """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`."""
 
     config_class = RLOOConfig
+    args: RLOOConfig
     tag_names = ("trl", "rloo")
     average = "sequences"
     needs_kl_of_samples = True

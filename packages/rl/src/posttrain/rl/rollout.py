@@ -70,6 +70,7 @@ class RolloutTrainer(Trainer):
     """
 
     config_class = RolloutConfig
+    args: RolloutConfig
     evaluation_metrics = None
     signature_columns = ("prompt", "image", "images")
     fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")

@@ -93,7 +93,7 @@ class GenerationArguments:
                 "or use use_vllm with a server if the model does not fit on one GPU"
             )
 
-    def _preflight(self) -> Iterator[ImportError]:
+    def _preflight(self) -> Iterator[str | Exception]:
         if self.use_vllm and (error := missing("vllm", "vllm", "use_vllm=True")):
             yield error
         yield from self._engine_problems()

@@ -103,7 +103,7 @@ class Encoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
         """That of `model`; None where it has no encoder."""
-        config = getattr(wrapping.base_model(model), "config", None)
+        config: Any = getattr(wrapping.base_model(model), "config", None)
         if not getattr(config, "is_encoder_decoder", False):
             return None
         start = config.decoder_start_token_id
@@ -229,12 +229,10 @@ def score_completions(
 
 
 def _completion_labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    labels, known = ids.masked_fill(mask == 0, IGNORE_INDEX), (host_copy(ids), host_copy(mask))
-    return (
-        labels
-        if any(copy is None for copy in known)
-        else know(labels, known[0].masked_fill(known[1] == 0, IGNORE_INDEX))
-    )
+    labels, known, known_mask = ids.masked_fill(mask == 0, IGNORE_INDEX), host_copy(ids), host_copy(mask)
+    if known is None or known_mask is None:
+        return labels
+    return know(labels, known.masked_fill(known_mask == 0, IGNORE_INDEX))
 
 
 def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:

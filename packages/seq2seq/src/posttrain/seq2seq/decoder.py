@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,14 @@ class Linear:
 
     @classmethod
     def of(cls, *modules: nn.Module) -> Linear:
+        plain = [module for module in modules if type(module) is nn.Linear]
         for module in modules:
             if type(module) is not nn.Linear:
                 raise Unsupported(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
-        if len(modules) == 1:
-            return cls(modules[0].weight, modules[0].bias)
-        bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-        return cls(torch.cat([module.weight for module in modules]), bias)
+        if len(plain) == 1:
+            return cls(plain[0].weight, plain[0].bias)
+        bias = None if plain[0].bias is None else torch.cat([module.bias for module in plain])
+        return cls(torch.cat([module.weight for module in plain]), bias)
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Layer:
     down: Linear
 
 
-def fused(*modules: nn.Module) -> list[Linear]:
+def fused(*modules: Any) -> list[Linear]:
     """One joined projection where that is cheap, else one of each module."""
     joins = len(modules) > 1 and sum(module.weight.numel() for module in modules) <= FUSE_BELOW
     return [Linear.of(*modules)] if joins else [Linear.of(module) for module in modules]
@@ -113,7 +115,7 @@ def read_decoder(model: nn.Module) -> DecoderWeights:
     Raises:
         Unsupported: the decoder has an unknown architecture.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = getattr(model, "get_decoder", lambda: None)()
     try:
         if hasattr(decoder, "block"):
             return _read_t5(model, decoder)
@@ -124,8 +126,8 @@ def read_decoder(model: nn.Module) -> DecoderWeights:
     raise Unsupported("its decoder has an unknown architecture")
 
 
-def _read_t5(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
-    def norm(module: nn.Module) -> Norm:
+def _read_t5(model: Any, decoder: Any) -> DecoderWeights:
+    def norm(module: Any) -> Norm:
         return Norm(module.weight, None, module.variance_epsilon, rms=True)
 
     layers = []
@@ -152,9 +154,13 @@ def _read_t5(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
     )  # fmt: skip
 
 
-def _read_bart(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
-    def norm(module: nn.Module | None) -> Norm | None:
-        return None if module is None else Norm(module.weight, module.bias, module.eps, rms=False)
+def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
+    def norm(module: Any) -> Norm:
+        return Norm(module.weight, module.bias, module.eps, rms=False)
+
+    def optional_norm(name: str) -> Norm | None:
+        module = getattr(decoder, name, None)
+        return None if module is None else norm(module)
 
     layers = []
     for layer in decoder.layers:
@@ -182,11 +188,11 @@ def _read_bart(model: nn.Module, decoder: nn.Module) -> DecoderWeights:
         return decoder.embed_positions(places[None], 0, position_ids=places).reshape(-1, embedding.embedding_dim)
 
     bias = getattr(model, "final_logits_bias", None)
-    final_norm = norm(getattr(decoder, "layer_norm", None))
+    final_norm = optional_norm("layer_norm")
     head = Linear(model.lm_head.weight, None if bias is None else bias[0])
     return DecoderWeights(
         layers=layers, embedding=embedding.weight, embedding_scale=float(scale),
-        embedding_norm=norm(getattr(decoder, "layernorm_embedding", None)), positions=positions, position_bias=None,
+        embedding_norm=optional_norm("layernorm_embedding"), positions=positions, position_bias=None,
         # The layers of the family differ in nothing but the order of norm and sum, which the norm at the end goes with.
         pre_norm=final_norm is not None, final_norm=final_norm, final_scale=1.0, head=head,
         num_heads=attention.num_heads, scale=attention.scaling,

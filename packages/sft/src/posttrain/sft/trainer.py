@@ -86,6 +86,7 @@ class SFTTrainer(GeneratesText, Trainer):
     """
 
     config_class = SFTConfig
+    args: SFTConfig
     tag_names = ("trl", "sft")
     evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
     fixed_at_construction = (

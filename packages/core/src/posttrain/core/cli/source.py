@@ -76,7 +76,7 @@ class DataSource(metaclass=ConfigMeta):
         if self.eval_share and self.dataset_streaming:
             yield "eval_share cannot be taken from a stream; set dataset_streaming=False or give eval_dataset_name"
 
-    def _preflight(self) -> Iterator[ImportError]:
+    def _preflight(self) -> Iterator[str | Exception]:
         if error := missing("datasets", "posttrain-core[datasets]", "reading datasets"):
             yield error
 

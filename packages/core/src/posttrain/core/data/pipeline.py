@@ -162,7 +162,7 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
     """
     if isinstance(loader, Loader):
         return loader
-    place = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
     if type(loader).__module__.partition(".")[0] == "accelerate":
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:

@@ -103,7 +103,7 @@ class Loader(DataLoader):
         self._seed, self._rank, self._world_size, self._advance = seed, rank, world_size, advance
         self._any_rank: Callable[[bool], bool] | None = None
         self._stream: _Stream | None = None
-        dealt = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
+        dealt: dict[str, Any] = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "seed": seed}
         self._generator = torch.Generator()
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
         if engine["num_workers"]:
@@ -116,7 +116,8 @@ class Loader(DataLoader):
             if getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
                 dealt["rank"], dealt["world_size"] = 0, 1
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
-            self._stream = source = _Stream(dataset, batch_size, **dealt)
+            source: _Stream | _Rows = _Stream(dataset, batch_size, **dealt)
+            self._stream = source
             self._unit = source.group
             sampler, engine["batch_size"] = None, None
         else:
@@ -132,7 +133,7 @@ class Loader(DataLoader):
             self._unit = self._draws.group
             engine["batch_sampler"] = self._draws
         if batch_sampler is not None:
-            shown = {"batch_sampler": batch_sampler}
+            shown: dict[str, Any] = {"batch_sampler": batch_sampler}
         else:
             shown = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last and batch_size is not None}
         # This DataLoader only has the attributes that users read; an inner one reads rows and batches.

@@ -74,7 +74,7 @@ class DistributedArguments:
             self.fsdp = "full_shard" if self.fsdp else None
         settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         if settings is not None and not problems and settings.activation_checkpointing:
-            self.activation_checkpointing = self.gradient_checkpointing = True
+            vars(self).update(activation_checkpointing=True, gradient_checkpointing=True)
 
     def _problems(self) -> Iterator[str]:
         if self.bf16 and self.fp16:

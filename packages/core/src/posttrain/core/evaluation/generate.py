@@ -60,7 +60,7 @@ class GenerationArguments:
         if given is not None and not (isinstance(given, (str, Path, Mapping)) or hasattr(given, "validate")):
             yield f"generation_config={given!r} is no GenerationConfig, dict, path or name"
 
-    def _preflight(self) -> Iterator[Exception]:
+    def _preflight(self) -> Iterator[str | Exception]:
         given = self.generation_config
         if isinstance(given, Mapping) or (isinstance(given, (str, Path)) and str(given).startswith((".", "/", "~"))):
             try:

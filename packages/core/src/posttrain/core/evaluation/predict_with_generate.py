@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,15 @@ from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
+else:
+    Trainer = object  # a mixin: the trainer is a base class beside it
+
 logger = logging.getLogger(__name__)
 
 
-class GeneratesText:
+class GeneratesText(Trainer):
     """Adds ``predict_with_generate`` to a trainer: `evaluate` and `predict` generate, and take arguments of
     ``generate``.
     """

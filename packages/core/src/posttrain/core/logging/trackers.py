@@ -82,7 +82,7 @@ class LoggingArguments:
         if self.trackio_static_space_id is True:
             yield "trackio_static_space_id=True names no Space; give its name, None for one made up, or False for none"
 
-    def _preflight(self) -> Iterator[Exception]:
+    def _preflight(self) -> Iterator[str | Exception]:
         for name in dict.fromkeys(self.report_to):
             if name != "all" and not _is_installed(name):
                 try:

@@ -43,7 +43,9 @@ def _by_torch(query, key, value, bounds, longest, scale, window, softcap) -> tor
 
     sees = (-1 if window is None else window - 1, 0)
     options = {"scale": scale, "window_size": sees, "enable_gqa": query.shape[1] != key.shape[1]}
-    return varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    out = varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    assert isinstance(out, torch.Tensor)  # a pair only if the logarithms of the normalisers are asked for
+    return out
 
 
 @functools.lru_cache(maxsize=8)

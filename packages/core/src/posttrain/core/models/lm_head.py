@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,9 @@ from posttrain.core.losses.language_modeling import (
     token_logps,
 )
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
@@ -61,7 +64,7 @@ def causal_head(model: nn.Module) -> CausalHead | None:
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
     """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
-    wrapped = model
+    wrapped = cast("PretrainedModel", model)
     while wrapped is not unwrap(wrapped):
         if hasattr(wrapped, "_orig_mod"):
             return "The model is compiled: its head is part of the compiled graph."
@@ -226,12 +229,13 @@ def _behind_virtual_tokens(
 @contextlib.contextmanager
 def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHead], torch.Tensor]) -> Iterator[None]:
     """Let the head return ``function(hidden, head)`` as the logits."""
-    if reason := supports_loss_in_head(model):
+    head, reason = _find_head(model)
+    reason = supports_loss_in_head(model) or reason
+    if head is None or reason:
         raise ValueError(reason)
-    head, _ = _find_head(model)
     linear = head.linear
     config = base_model(model).config.get_text_config()
-    if head.softcap is not None:
+    if head.softcap is not None and head.softcap_switch is not None:
         setattr(config, head.softcap_switch, None)
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
     name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
@@ -240,13 +244,13 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
         with _forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
             yield
     finally:
-        if head.softcap is not None:
+        if head.softcap is not None and head.softcap_switch is not None:
             setattr(config, head.softcap_switch, head.softcap)
 
 
 def output_embedding(base: nn.Module) -> nn.Module | None:
     """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
-    embedding = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    embedding: Any = getattr(base, "get_output_embeddings", lambda: None)()
     if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's trained copy next to the original
         if embedding.disable_adapters:
             return embedding.original_module
@@ -279,7 +283,7 @@ def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
 
 
 @torch.no_grad()
-def _try_head(base: nn.Module, linear: nn.Linear) -> tuple[float | None, float, str | None, str | None]:
+def _try_head(base: PretrainedModel, linear: nn.Linear) -> tuple[float | None, float, str | None, str | None]:
     """(softcap, scale, switch of the softcap, None), or the reason why logits do not follow from the head."""
     name, config = type(base).__name__, base.config.get_text_config()
 
@@ -295,13 +299,13 @@ def _try_head(base: nn.Module, linear: nn.Linear) -> tuple[float | None, float, 
         expected = given * scale if softcap is None else softcap * torch.tanh(given * scale / softcap)
         if not torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
             continue
-        if softcap is not None and not _turns_off(base, linear, switch, scale, tolerance):
+        if softcap is not None and switch is not None and not _turns_off(base, linear, switch, scale, tolerance):
             switch = None
         return softcap, scale, switch, None
     return None, 1.0, None, f"{name} computes its logits from its head's output in an unknown way."
 
 
-def _turns_off(base: nn.Module, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:
+def _turns_off(base: PretrainedModel, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:
     """Whether the logits are not capped while the config field `switch` is None."""
     config = base.config.get_text_config()
     softcap = getattr(config, switch)

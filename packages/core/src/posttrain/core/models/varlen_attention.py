@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,9 @@ from posttrain.core.data.segments import Segments
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.document_kernels import bounds_of, document_kernel
 from posttrain.core.models.wrapping import base_model, unwrap
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 # ---------------------------------------------------------------------------------------- how a model is made to use it
 
@@ -92,7 +95,7 @@ def _underlying(model: nn.Module) -> str:
     return (base_model(model).config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
-def _set_implementation(base: nn.Module, name: str) -> None:
+def _set_implementation(base: PretrainedModel, name: str) -> None:
     if name.startswith(PREFIX):
         _register(name.removeprefix(PREFIX))
     if base.config._attn_implementation != name:
@@ -111,7 +114,7 @@ def _register(underlying: str) -> None:
 
 
 @torch.no_grad()
-def _try(model: nn.Module, base: nn.Module) -> str | None:
+def _try(model: nn.Module, base: PretrainedModel) -> str | None:
     name, before = type(base).__name__, base.config._attn_implementation
     parameter = next(base.parameters())
     lengths, parents, texts = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2), ((0,), (1,), (1, 2), (1, 3), (1, 2, 4))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 from torch import nn
 
+if TYPE_CHECKING:
 
-def unwrap(model: nn.Module) -> nn.Module:
+    class PretrainedModel(nn.Module):
+        """A model of transformers or peft. Their attributes have no common typed base, unlike those of `nn.Module`."""
+
+        config: Any
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def unwrap(model: nn.Module) -> PretrainedModel:
     """`model` without the wrappers of torch.compile, DDP, FSDP and DeepSpeed; adapters stay."""
     wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+    inner = cast("PretrainedModel", model)
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif wrappers & {kind.__name__ for kind in type(model).__mro__}:
-            model = model.module
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif wrappers & {kind.__name__ for kind in type(inner).__mro__}:
+            inner = inner.module
         else:
-            return model
+            return inner
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -27,7 +39,7 @@ def has_virtual_tokens(model: nn.Module) -> bool:
     return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: nn.Module) -> PretrainedModel:
     """The model of transformers below all wrappers and adapters."""
-    model = unwrap(model)
-    return unwrap(model.get_base_model()) if is_peft_model(model) else model
+    inner = unwrap(model)
+    return unwrap(inner.get_base_model()) if is_peft_model(inner) else inner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, filters
 from posttrain.rl.generation.transformers import cut, evaluating, is_float32
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 
 class ContinuousGenerator:
@@ -71,11 +74,13 @@ class ContinuousGenerator:
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
-        settings = ContinuousBatchingConfig(**{"seed": seed} | self.settings)
-        base = base_model(self.model)
+        options: dict[str, Any] = {"seed": seed} | self.settings
+        settings = ContinuousBatchingConfig(**options)
+        model = self._model()
+        base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if p.device.type == "cuda"]
         # It seeds and draws from the generators that training draws its dropout from.
-        with evaluating(self.model), _plain_attention(base), torch.random.fork_rng(devices):
+        with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices):
             done = base.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=config,
@@ -96,11 +101,16 @@ class ContinuousGenerator:
         if draws and not filters(sampling) and all(len(result.logprobs or ()) for result in results):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
             check_logps(logps)
-        return Completions(ids, logps, finished, is_exact=logps is not None and is_float32(self.model))
+        return Completions(ids, logps, finished, is_exact=logps is not None and is_float32(model))
+
+    def _model(self) -> nn.Module:
+        if self.model is None:
+            raise RuntimeError("There is no model yet: call sync_weights before generate.")
+        return self.model
 
 
 @contextlib.contextmanager
-def _plain_attention(model: nn.Module) -> Iterator[None]:
+def _plain_attention(model: PretrainedModel) -> Iterator[None]:
     """Within this context `model` has its original attention, which continuous batching supports."""
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
