@@ -130,8 +130,8 @@ def test_accelerate_launch_on_the_cpu_starts_one_process_and_is_told_so(script):
 def test_lost_processes_are_noticed_by_the_command_line_alone():
     asked = {"ACCELERATE_MIXED_PRECISION": "no"}
     command = ["/usr/bin/python", "/usr/bin/accelerate", "launch", "--cpu", "--num_processes", "4", "train.py"]
-    assert "asked for 4" in environment.lost_processes(asked, command)
-    assert "asked for 4" in environment.lost_processes(asked, [*command[:4], "-n", "4", "train.py"])
+    assert "instead of 4" in environment.lost_processes(asked, command)
+    assert "instead of 4" in environment.lost_processes(asked, [*command[:4], "-n", "4", "train.py"])
     assert environment.lost_processes(asked, [*command[:4], "train.py"]) is None
     assert environment.lost_processes(asked | {"RANK": "0"}, command) is None
     assert environment.lost_processes({}, command) is None
