@@ -467,11 +467,11 @@ class Trainer(HFCompat):
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self.make_dataloader(dataset, "Evaluation", self.args.eval_batch_size, dataloader_key=name)
+        return self.make_dataloader(dataset, "Evaluation", self.eval_batch_size, dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
-        return self.make_dataloader(test_dataset, "test", self.args.eval_batch_size)
+        return self.make_dataloader(test_dataset, "test", self.eval_batch_size)
 
     def make_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
@@ -526,11 +526,16 @@ class Trainer(HFCompat):
         return window, self.count_window(window) if window else None
 
     def prepare_inputs(self, inputs: Any) -> Any:
-        """A micro-batch as the model gets it, on the device."""
+        """A micro-batch as the model gets it, on the device. Override `_prepare_inputs`, as in transformers."""
         return self._prepare_inputs(inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return pipeline.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
+        inputs = pipeline.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
+        return self.complete_inputs(inputs)
+
+    def complete_inputs(self, inputs: Any) -> Any:
+        """`inputs`, on the device, with columns that the collator does not make. Extend it for columns of yours."""
+        return inputs
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         """(`dataset`, `collator`) without the columns that nobody reads (`remove_unused_columns`)."""

@@ -275,13 +275,10 @@ class RolloutTrainer(Trainer):
             return None
         return GroupSampler(len(dataset), self.layout, self.data_seed, bool(self.args.shuffle_dataset))
 
-    def make_dataloader(
-        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
-    ):
-        if not is_training:  # its batches hold prompts, and the sizes that are set count completions
-            batch_size = max(batch_size // self.num_generations_eval, 1)
-        """As the core's; an evaluation's batches hold as many completions as its batch size says."""
-        return super().make_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+    @property
+    def eval_batch_size(self) -> int:
+        """Prompts of an evaluation batch on each process: the size that is set counts their completions."""
+        return max(self.args.eval_batch_size // self.num_generations_eval, 1)
 
     def make_plan(self, loader: Any) -> Plan:
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""

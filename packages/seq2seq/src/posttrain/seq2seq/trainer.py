@@ -95,9 +95,9 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
 
     # ------------------------------------------------------------------------------------------------ data
 
-    def prepare_inputs(self, inputs: Any) -> Any:
+    def complete_inputs(self, inputs: Any) -> Any:
         """As the core's, with the decoder's inputs where the model cannot make them itself."""
-        inputs = super().prepare_inputs(inputs)
+        inputs = super().complete_inputs(inputs)
         # Where a loss of the trainer keeps the labels from the model, it cannot make its decoder's inputs of them.
         keeps = self.label_smoother is not None or self.compute_loss_func is not None
         return self._with_decoder_inputs(inputs) if keeps else inputs

@@ -57,6 +57,11 @@ class HFCompat:
         return self._train_batch_size
 
     @property
+    def eval_batch_size(self) -> int:
+        """Rows of an evaluation batch on each process."""
+        return self.args.eval_batch_size
+
+    @property
     def data_seed(self) -> int:
         """The seed of the order of rows."""
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
