@@ -5,9 +5,12 @@ replaced.
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.models import lm_head
-from posttrain.rl.generation import Sampling
+from posttrain.rl.generation import Sampling, local
+from posttrain.rl.generation.decoder_step import DecoderStep
+from posttrain.rl.generation.group_cache import decoding_attention
 from posttrain.rl.generation.local import LocalGenerator, problem
 from posttrain.rl.generation.transformers import TransformersGenerator
 from tests import tiny
@@ -196,3 +199,77 @@ def test_generation_leaves_the_model_as_it_was():
     before = model.config._attn_implementation
     made.generate(PROMPTS, 1, Sampling(3))
     assert model.training and model.config._attn_implementation == before
+
+
+# ------------------------------------------------------------------------------------------------ the step of a decoder
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
+def test_models_of_llamas_kind_take_the_short_step(arch):
+    made, model = make(arch)
+    with decoding_attention(model):
+        assert isinstance(local._step_of(model), DecoderStep)
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3", "gpt2", "gpt-oss", "phi3"])
+def test_other_models_do_not(arch):
+    made, model = make(arch)
+    with decoding_attention(model):
+        assert local._step_of(model) is None
+
+
+def test_a_model_that_someone_listens_to_runs_its_own_modules():
+    made, model = make()
+    model.model.layers[0].register_forward_hook(lambda *args: None)
+    with decoding_attention(model):
+        assert local._step_of(model) is None
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_an_adapter_is_part_of_the_step(precision):
+    from peft import LoraConfig, get_peft_model
+
+    made, model = make(tie_word_embeddings=True)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    if precision == "bfloat16":
+        model.bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", enabled=precision == "autocast"), decoding_attention(model):
+        texts = local._texts(384)
+        expected = local._written(model, texts, torch.device("cpu"))
+        found = local._written(model, texts, torch.device("cpu"), DecoderStep.of(model))
+        with model.disable_adapter():
+            without = local._written(model, texts, torch.device("cpu"))
+    assert local._gap(expected, found) < (1e-5 if precision == "float32" else 4e-2)
+    assert local._gap(expected, without) > 0.2
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[5] * 40] * 2, [[5] * size for size in (10, 20, 30, 40)]], ids=["equal", "ragged"]
+)
+def test_a_token_costs_less_than_seven_tenths_of_the_operations_of_generate(prompts):
+    made, model = make(num_hidden_layers=4)
+    new = 64
+    made.generate(prompts, 8, Sampling(2))
+    with Operations() as mine:
+        made.generate(prompts, 8, Sampling(new))
+    width = max(map(len, prompts))
+    rows = [row for row in prompts for _ in range(8)]
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    config = transformers.GenerationConfig(
+        max_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None
+    )
+    with Operations() as theirs, torch.no_grad():
+        assert model.generate(ids, attention_mask=mask, generation_config=config).shape[1] == width + new
+    assert mine.count <= 0.7 * theirs.count, f"{mine.count / new:.0f} and {theirs.count / new:.0f} a token"

@@ -16,9 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from posttrain.core.data.host_copies import send
 from posttrain.core.models.lm_head import packed_head
 from posttrain.core.models.varlen_attention import LAYER_TYPES
 from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
@@ -30,11 +32,11 @@ MAX_ROWS = 256
 """Completions in a batch, unless one prompt needs more."""
 MAX_TOKENS_READ = 16_384
 """Tokens of prompts that are read in one forward, unless one prompt is longer."""
-PADDING = 1.25
+PADDING = 4.0
 """Prompts share a block while the longest is at most this many times the shortest."""
 REFILL = 0.25
 """Prompts are read for places that became free when this share of all is: each reading is one more forward."""
-LOOK_EVERY = 8
+LOOK_EVERY = 16
 """Tokens generated on a GPU between two checks for finished completions: each check waits for the device."""
 
 
@@ -86,7 +88,9 @@ class _Run:
         self.model, self.tokenizer, self.prompts, self.n, self.sampling = model, tokenizer, prompts, n, sampling
         parameter = next(model.parameters())
         self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
-        self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(self.device, torch.float32)
+        self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(
+            self.device, torch.float32, non_blocking=True
+        )
         self.tokens = torch.zeros(size, longest, dtype=torch.long, device=self.device)
         self.logps = torch.zeros(size, longest, device=self.device)
         self.lengths, self.finished = [0] * size, [False] * size
@@ -96,6 +100,7 @@ class _Run:
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
         self.decoding = Decoding(self.device)
+        self.step = _step_of(model)
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()
@@ -121,21 +126,16 @@ class _Run:
             logits = read_prompts(self.model, self.decoding, [self.prompts[number] for number in numbers])
         self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
         self.looked.append(0)
-        index = torch.tensor(self.rows[-1], device=self.device)
+        index = send(torch.tensor(self.rows[-1]), self.device)
         self._draw(logits[block.owners], index, torch.zeros_like(index))
         self._look()
 
     def _go_on(self) -> None:
         """Write one more token of each row."""
         blocks = self.decoding.blocks
-        steps = torch.cat([block.step + torch.zeros_like(block.owners) for block in blocks])
-        positions = torch.cat([block.positions for block in blocks]).unsqueeze(1)
-        logits = self.model(
-            input_ids=self.tokens[self.index, steps].unsqueeze(1),
-            position_ids=positions,
-            use_cache=False,
-            decoding=self.decoding,
-        ).logits[:, -1]
+        steps = _joined([torch.full_like(block.owners, block.step) for block in blocks])
+        positions = _joined([block.positions for block in blocks])
+        logits = _logits(self.model, self.step, self.decoding, self.tokens[self.index, steps], positions)
         for block in blocks:
             block.advance()
         self._draw(logits, self.index, steps + 1)
@@ -157,7 +157,7 @@ class _Run:
             written, looked = block.step + 1, self.looked[place]
             if written < longest and written - looked < every:
                 continue
-            new = self.tokens[torch.tensor(rows, device=self.device), looked:written].tolist()
+            new = self.tokens[send(torch.tensor(rows), self.device), looked:written].tolist()
             left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
             self.looked[place] = written
             if written == longest:
@@ -172,7 +172,8 @@ class _Run:
             self._place()
 
     def _place(self) -> None:
-        self.index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long, device=self.device)
+        index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
+        self.index = send(index, self.device)
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within its newest `tokens`; takes down where."""
@@ -186,6 +187,21 @@ class _Run:
                 self.finished[row] = True
                 return True
         return False
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _logits(
+    model: nn.Module, step: DecoderStep | None, decoding: Decoding, tokens: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """(R, V) logits behind one more token of each row."""
+    if step is not None:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return step(tokens, positions, max(block.longest for block in decoding.blocks), decoding.attend_rows)
+    ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
+    return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
 
 
 def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int) -> list[int]:
@@ -202,9 +218,9 @@ def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int)
 def read_prompts(model: nn.Module, decoding: Decoding, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """(P, V) logits behind the last token of each prompt. Within `Decoding.read`."""
     device = decoding.device
-    row = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    row = send(torch.tensor([[token for prompt in prompts for token in prompt]]), device)
     positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts]).unsqueeze(0)
-    last = torch.tensor([len(prompt) for prompt in prompts], device=device).cumsum(0) - 1
+    last = send(torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1, device)
     options = {}
     if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
         options["logits_to_keep"] = last
@@ -252,9 +268,7 @@ _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKe
 def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
     base, device = base_model(model), parameter.device
     before = base.config._attn_implementation
-    size = base.config.vocab_size
-    prompts = [[(7 * i + 3) % size for i in range(7)], [(5 * i + 2) % size for i in range(4)]]
-    texts = [prompts[i // 2] + [(11 * i + 3 * j + 1) % size for j in range(3)] for i in range(4)]
+    texts = _texts(base.config.vocab_size)
     try:
         with evaluating(model):
             expected = []
@@ -264,33 +278,72 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
             with decoding_attention(model):
                 if base.config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
-                found = _written(model, prompts, texts, device)
+                found = _written(model, texts, device)
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
     finally:
         if base.config._attn_implementation != before:
             base.set_attn_implementation(before)
-    wrong = max(float((expected[row][step] - logits).abs().max()) for (row, step), logits in found.items())
-    wrong /= max(float(logits.abs().max()) for logits in expected) or 1.0
-    is_exact = parameter.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(device.type)
-    if not wrong < (5e-5 if is_exact else 5e-2):
-        return f"the logits of {name} differ by {wrong:.2g} of the largest from those of the whole text."
+    gap, limit = _gap({place: expected[place[0]][place[1]] for place in found}, found), _tolerance(parameter)
+    if not gap < limit:
+        return f"the logits of {name} differ by {gap:.2g} of the largest from those of the whole text."
     return None
 
 
-def _written(model, prompts, texts, device) -> dict[tuple[int, int], torch.Tensor]:
+@torch.no_grad()
+def _step_of(model: nn.Module) -> DecoderStep | None:
+    """The `DecoderStep` of `model`, if it has one whose logits are those of the model. Within `decoding_attention`.
+
+    Whether they are is tried once for each precision, as in `problem`.
+    """
+    parameter = next(base_model(model).parameters())
+    autocast = torch.get_autocast_dtype if torch.is_autocast_enabled(parameter.device.type) else lambda kind: None
+    key = parameter.device.type, parameter.dtype, autocast(parameter.device.type)
+    tried = _HAVE_STEPS.setdefault(unwrap(model), {})
+    if not tried.get(key, True):
+        return None
+    step = DecoderStep.of(model)
+    if step is not None and key not in tried:
+        texts = _texts(base_model(model).config.vocab_size)
+        gap = _gap(_written(model, texts, parameter.device), _written(model, texts, parameter.device, step))
+        tried[key] = gap < _tolerance(parameter)
+        return step if tried[key] else None
+    return step
+
+
+_HAVE_STEPS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
+_NEW = 3
+
+
+def _texts(vocabulary: int) -> list[list[int]]:
+    """Two completions of each of two prompts, with it."""
+    prompts = [[(7 * i + 3) % vocabulary for i in range(7)], [(5 * i + 2) % vocabulary for i in range(4)]]
+    return [prompts[i // 2] + [(11 * i + 3 * j + 1) % vocabulary for j in range(_NEW)] for i in range(4)]
+
+
+def _tolerance(parameter: torch.Tensor) -> float:
+    exact = parameter.dtype in (torch.float32, torch.float64)
+    return 5e-5 if exact and not torch.is_autocast_enabled(parameter.device.type) else 5e-2
+
+
+def _gap(expected: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest logit."""
+    wrong = max(float((expected[place] - logits).abs().max()) for place, logits in found.items())
+    return wrong / (max(float(logits.abs().max()) for logits in expected.values()) or 1.0)
+
+
+def _written(model, texts, device, step: DecoderStep | None = None) -> dict[tuple[int, int], torch.Tensor]:
     """The logits of each (text, step) after that many tokens. The third text leaves after the first token."""
     decoding, found, rows = Decoding(device), {}, [0, 1, 2, 3]
+    prompts = [texts[2 * i][:-_NEW] for i in range(2)]
     with decoding.read([len(prompt) for prompt in prompts], 2) as block:
         logits = read_prompts(model, decoding, prompts)
     found |= {(row, 0): logits[row // 2].float() for row in rows}
-    for step in range(3):
-        tokens = torch.tensor([[texts[row][len(prompts[row // 2]) + step]] for row in rows], device=device)
-        logits = model(
-            input_ids=tokens, position_ids=block.positions[:, None], use_cache=False, decoding=decoding
-        ).logits[:, -1]
+    for place in range(_NEW):
+        tokens = torch.tensor([texts[row][len(prompts[row // 2]) + place] for row in rows], device=device)
+        logits = _logits(model, step, decoding, tokens, block.positions)
         block.advance()
-        found |= {(row, step + 1): logits[place].float() for place, row in enumerate(rows)}
-        if step == 0:
-            rows = [rows[place] for place in block.keep([0, 1, 3])]
+        found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}
+        if place == 0:
+            rows = [rows[number] for number in block.keep([0, 1, 3])]
     return found
