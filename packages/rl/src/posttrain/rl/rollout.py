@@ -77,6 +77,10 @@ class RolloutTrainer(Trainer):
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
     average = "sequences"
     INSTEAD = ROLLOUT_METHODS
+    args: RolloutConfig
+    _shown: list[dict[str, Any]]  # samples of the current evaluation
+    _rollout: Rollout | None  # the one whose micro-batches are being trained on
+    _synced_at: int | None  # the optimizer step whose weights the generator has
 
     def __init__(
         self,
@@ -723,10 +727,10 @@ class RolloutTrainer(Trainer):
         return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
 
     def _forget_rollout(self, keep_count: bool = False) -> None:
-        self._shown: list[dict[str, Any]] = []  # of the current evaluation
-        self._rollout: Rollout | None = None
+        self._shown = []
+        self._rollout = None
         self._used = 0
-        self._synced_at: int | None = None
+        self._synced_at = None
         if not keep_count:
             self._num_rollouts = self._num_tokens = 0
 
