@@ -350,7 +350,11 @@ class DPOTrainer(PreferenceTrainer):
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""
         args, pairs = self.args, self.pairs(chosen, rejected)
-        options = {"beta": self.beta, "label_smoothing": args.label_smoothing, "discopop_tau": args.discopop_tau}
+        options: dict[str, Any] = {
+            "beta": self.beta,
+            "label_smoothing": args.label_smoothing,
+            "discopop_tau": args.discopop_tau,
+        }
         if self._pairs_per_token is None:
             options["pairs_per_token"] = len(chosen.logp) / chosen.lengths.sum().clamp_min(1)
         else:

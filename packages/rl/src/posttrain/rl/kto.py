@@ -143,8 +143,10 @@ class KTOTrainer(PreferenceTrainer):
     args: KTOConfig
     tag_names = ("trl", "kto")
     data_kind = "unpaired_preference"
-    signature_columns = ("prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps")
-    fixed_at_construction = (*PreferenceTrainer.fixed_at_construction, "loss_type")
+    signature_columns: tuple[str, ...] | None = (
+        "prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps",
+    )  # fmt: skip
+    fixed_at_construction: tuple[str, ...] = (*PreferenceTrainer.fixed_at_construction, "loss_type")
 
     _kl: torch.Tensor | None = None
 
@@ -166,13 +168,13 @@ class KTOTrainer(PreferenceTrainer):
             kl = self.divergence(model, [inputs])
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
-        if self.router_aux_loss_coef:
+        if scores.aux_loss is not None and self.router_aux_loss_coef:
             losses = losses + self.router_aux_loss_coef * scores.aux_loss
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = self.rewards(side).detach()
         if not pipeline.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
-            if self.router_aux_loss_coef:
+            if scores.aux_loss is not None and self.router_aux_loss_coef:
                 self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
 
@@ -215,6 +217,7 @@ class KTOTrainer(PreferenceTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of the completions, and of the others' completions if `inputs` has them."""
+        assert self.reference is not None  # `needs_reference`
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             own = self.completion_logp(score_completions(asked, _own(inputs)))
@@ -223,6 +226,7 @@ class KTOTrainer(PreferenceTrainer):
     def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
         if "ref_kl_logps" in inputs:
             return inputs["ref_kl_logps"]
+        assert self.reference is not None  # `needs_reference`
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs["kl"]))
 
@@ -283,7 +287,7 @@ class KTOTrainer(PreferenceTrainer):
         """(loss, rewards (B,), verdicts (B,))."""
         inputs = self.prepare_inputs(inputs)
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs))
-        options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options

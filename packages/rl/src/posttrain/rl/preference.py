@@ -56,8 +56,10 @@ class PreferenceTrainer(Trainer):
     config_class = PreferenceConfig
     args: PreferenceConfig
     evaluation_metrics = None
-    signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
-    fixed_at_construction = (
+    signature_columns: tuple[str, ...] | None = (
+        "prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps",
+    )  # fmt: skip
+    fixed_at_construction: tuple[str, ...] = (
         "disable_dropout", "faulty_rows", "long_rows", "max_length", "pad_to_multiple_of", "padding_free",
         "precompute_ref_log_probs", "shared_prefix", "sync_ref_model", "truncation_mode",
     )  # fmt: skip
@@ -228,7 +230,8 @@ class PreferenceTrainer(Trainer):
             tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
         self._check_start(*sides)
-        return *sides, scores.aux_loss if self.router_aux_loss_coef else None
+        chosen, rejected = sides
+        return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion under the reference."""
@@ -238,6 +241,7 @@ class PreferenceTrainer(Trainer):
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
+        assert self.reference is not None  # `needs_reference`
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             return self.completion_logp(score_completions(asked, inputs)).chunk(2)
@@ -257,7 +261,7 @@ class PreferenceTrainer(Trainer):
         inputs = self.prepare_inputs(inputs)
         pairs = self.count_items(inputs)
         compute_loss = normalization.with_items(self.compute_loss, pairs)
-        options = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options
@@ -427,7 +431,7 @@ class PreferenceTrainer(Trainer):
         if found is not None:
             if self.dist.is_main:
                 logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
-        elif self.reference.is_gone:
+        elif self.reference is None or self.reference.is_gone:
             raise ValueError(
                 f"{name}: Cannot compute reference log-probs for a dataset passed after training has begun: with "
                 "precompute_ref_log_probs=True the reference was the untrained policy, which no longer exists. Pass "
@@ -461,10 +465,14 @@ class PreferenceTrainer(Trainer):
         if not all(owner.__module__.startswith("posttrain.") for owner in (*owners, type(self.data_collator))):
             return None
         if self._model_hash is None:  # before sharding and before training
-            if self.reference.is_gone:
+            if self.reference is None or self.reference.is_gone:
                 return None
             self._model_hash = precomputed.of_reference(self.reference)
-        facts = {"trainer": type(self).__qualname__, "model": self._model_hash, "precision": self.dist.precision}
+        facts: dict[str, Any] = {
+            "trainer": type(self).__qualname__,
+            "model": self._model_hash,
+            "precision": self.dist.precision,
+        }
         facts |= {"ld_alpha": getattr(self.args, "ld_alpha", None), "max_length": self.args.max_length}
         facts["columns"] = self.reference_columns
         return precomputed.place_of(dataset, self.args.output_dir, facts)

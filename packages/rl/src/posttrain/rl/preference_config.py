@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
-from posttrain.core.config import Removed
+from posttrain.core.config import Removed, Renamed
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.rl.preference_rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)
 
 #: Names that the configs of trainers without a reference had in earlier versions of the field.
-WITHOUT_REFERENCE = {
+WITHOUT_REFERENCE: dict[str, Renamed | Removed] = {
     "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
     "max_completion_length": Removed("a row is cut as a whole, by max_length."),
     "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),

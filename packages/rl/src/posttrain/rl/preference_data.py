@@ -143,7 +143,8 @@ def prepare_preferences(
     from torch.utils.data import IterableDataset
 
     check_dataset(dataset, f"{name}_dataset")
-    options = {"max_length": max_length, "truncation": truncation, "long_rows": long_rows, "faulty_rows": faulty_rows}
+    options: dict[str, Any] = {"max_length": max_length, "truncation": truncation}
+    options |= {"long_rows": long_rows, "faulty_rows": faulty_rows}
     prepare = PreferencePreparation(tokenizer, kind, chat_template_kwargs=chat_template_kwargs, **options)
     report = PreferenceReport(name)
     if isinstance(dataset, Iterator):

@@ -238,6 +238,7 @@ class PreferencePreparation:
         else:
             before = [] if self.before and ids[: len(self.before)] == self.before else self.before
             after = [] if self.after and ids[-len(self.after) :] == self.after else self.after
+        assert encoding.mask is not None  # spans were given
         first = int(encoding.mask.argmax()) if encoding.mask.any() else len(ids)
         draft.completions.append([*before, *ids[doubled:], *after])
         draft.edges.append(len(before) + first - doubled)

@@ -148,7 +148,7 @@ class AdapterReference:
             for name, p in peft_model.named_parameters()
             if active in name.split(".")
         }
-        return cls(policy, earlier=fingerprint(copied))
+        return cls(policy, earlier=fingerprint({**copied}))
 
     @property
     def model(self) -> AdapterReference:

@@ -77,7 +77,7 @@ class RewardCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         texts = [list(row[side]) for side in ("chosen_ids", "rejected_ids") for row in rows]
-        options = {"pad_to_multiple_of": self.pad_to_multiple_of}
+        options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(texts, self.pad_token_id, **options),
             "attention_mask": pad_rows([[1] * len(text) for text in texts], 0, **options),
@@ -101,7 +101,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     config_class = RewardConfig
     args: RewardConfig
     tag_names = ("trl", "reward-trainer")
-    signature_columns = ("chosen_ids", "rejected_ids", "margin")
+    signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(
         self,

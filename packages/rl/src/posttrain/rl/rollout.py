@@ -72,8 +72,8 @@ class RolloutTrainer(Trainer):
     config_class = RolloutConfig
     args: RolloutConfig
     evaluation_metrics = None
-    signature_columns = ("prompt", "image", "images")
-    fixed_at_construction = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
+    signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
+    fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
     average = "sequences"
     INSTEAD = ROLLOUT_METHODS

@@ -42,7 +42,7 @@ class PromptTargetCollator:
         unclear = self._unclear(rows, kinds)
         kinds = [unclear if kind is None else kind for kind in kinds]
         ids, labels = zip(*(self._join(row, kind) for row, kind in zip(rows, kinds, strict=True)), strict=True)
-        options = {"pad_to_multiple_of": self.pad_to_multiple_of}
+        options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(ids, self.pad_token_id, **options),
             "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, **options),
@@ -78,7 +78,7 @@ class PromptTargetCollator:
         return ids + labels, [IGNORE_INDEX] * len(ids) + labels
 
 
-def is_joined(row: dict[str, Any]) -> bool | None:
+def is_joined(row: Mapping[str, Any]) -> bool | None:
     """Whether the ``input_ids`` of a row include its target; None if ambiguous."""
     if row.get("labels") is None:
         return None

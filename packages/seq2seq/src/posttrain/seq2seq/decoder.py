@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,9 +243,9 @@ class Steps:
             x = w.embedding_norm(x)
         bias = None if self.bias is None else self.bias[:, :, t : t + 1, : t + 1].to(x.dtype)
         for number, layer in enumerate(w.layers):
-            x = self._part(x, layer.self_norm, lambda y, n=number, b=bias: self._attend_self(y, n, b))
-            x = self._part(x, layer.cross_norm, lambda y, n=number: self._attend_encoder(y, n))
-            x = self._part(x, layer.feed_norm, lambda y, one=layer: _feed(y, one))
+            x = self._part(x, layer.self_norm, partial(self._attend_self, number=number, bias=bias))
+            x = self._part(x, layer.cross_norm, partial(self._attend_encoder, number=number))
+            x = self._part(x, layer.feed_norm, partial(_feed, layer=layer))
         if w.final_norm is not None:
             x = w.final_norm(x)
         if w.final_scale != 1.0:

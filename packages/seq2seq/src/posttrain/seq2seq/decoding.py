@@ -46,7 +46,7 @@ class LeanGenerator:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: Any = model
         self.refused: str | None = None
         self._weights: DecoderWeights | None = None
         self._proved: dict[str, bool] = {}
@@ -139,5 +139,6 @@ class LeanGenerator:
             num_beams=config.num_beams, num_return_sequences=config.num_return_sequences,
             length_penalty=config.length_penalty, early_stopping=config.early_stopping,
         )  # fmt: skip
+        assert self._weights is not None  # read at the first call
         steps = Steps(self._weights, states, inputs.get("attention_mask"), search.num_beams, search.max_length)
         return (greedy if search.num_beams == 1 else beam)(steps, batch, search)

@@ -125,7 +125,11 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         """The summed cross-entropy, shape (), taken in the head, so that the logits are never held whole."""
         inputs = self._with_decoder_inputs(dict(inputs))
         labels = inputs.pop("labels")
-        options = {"shifted": not self.loss_shifts_labels, "label_smoothing": label_smoothing, "return_stats": False}
+        options: dict[str, Any] = {
+            "shifted": not self.loss_shifts_labels,
+            "label_smoothing": label_smoothing,
+            "return_stats": False,
+        }
         with lm_head.loss_in_head(model, labels, **options):
             return model(**inputs).logits.sum()
 

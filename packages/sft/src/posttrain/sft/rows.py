@@ -122,7 +122,7 @@ class Preparation:
             self.takes_batches = self._reads_batches(row)
         given = {key: [value] for key, value in row.items()} if self.takes_batches else dict(row)
         try:
-            result = self.formatting_func(given)
+            result = self._formatted(given)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             name = getattr(self.formatting_func, "__name__", type(self.formatting_func).__name__)
             raise FormattingError(
@@ -133,15 +133,19 @@ class Preparation:
             return [{self.text_field: text} for text in result]
         return [{"messages" if isinstance(result, list) else self.text_field: result}]
 
+    def _formatted(self, given: dict[str, Any]) -> Any:
+        assert self.formatting_func is not None
+        return self.formatting_func(given)
+
     def _reads_batches(self, row: Mapping[str, Any]) -> bool:
         """Whether the function expects a batch, a dict of lists, as in older trainers."""
         try:
-            if not isinstance(self.formatting_func(dict(row)), list):
+            if not isinstance(self._formatted(dict(row)), list):
                 return False
         except (TypeError, IndexError, KeyError):
             pass
         try:
-            result = self.formatting_func({key: [value] for key, value in row.items()})
+            result = self._formatted({key: [value] for key, value in row.items()})
         except (TypeError, AttributeError, KeyError):
             return False
         return isinstance(result, list) and len(result) == 1 and isinstance(result[0], str)
@@ -231,7 +235,9 @@ class Preparation:
         return chat_template.Template(self.tokenizer, None, self.chat_template_kwargs)
 
     def _label(self, draft: Draft, encoding: chat_template.Encoding) -> None:
-        ids, before, after, dropped = encoding.ids, [], [], 0
+        ids, dropped = encoding.ids, 0
+        before: list[int] = []
+        after: list[int] = []
         if draft.is_chat:  # a template writes its own bos and ends of turns
             draft.doubled_bos = chat_template.has_doubled_bos(self.tokenizer, ids)
             dropped = int(draft.doubled_bos)

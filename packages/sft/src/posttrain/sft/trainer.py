@@ -130,7 +130,7 @@ class SFTTrainer(GeneratesText, Trainer):
         self.run_preflight(args, parts)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
-            self.signature_columns = COLUMNS
+            self.signature_columns = COLUMNS  # type: ignore[assignment]  # fewer columns
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
@@ -231,7 +231,7 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> tuple[torch.Tensor, Any, _Statistics]:
         """(summed loss, outputs without logits, statistics) from one pass over the vocabulary, tile by tile."""
         labels, inputs = inputs["labels"], {name: value for name, value in inputs.items() if name != "labels"}
-        options = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
+        options: dict[str, Any] = {"label_smoothing": self.args.label_smoothing_factor, "dft": self._dft}
         with lm_head.loss_in_head(model, labels, groups=sources, num_groups=len(self._sources), **options):
             outputs = model(**inputs)
         loss, correct, entropy, *by_source = outputs.logits
@@ -340,10 +340,10 @@ class SFTTrainer(GeneratesText, Trainer):
             entropy = entropy - (logps.exp() * logps).sum()
         if sources is None or not losses:
             return _Statistics(correct, entropy)
-        losses = torch.cat(losses)
-        losses = losses * dynamic_weights(losses) if self._dft else losses
+        joined = torch.cat(losses)
+        joined = joined * dynamic_weights(joined) if self._dft else joined
         groups = sources[:, 1:].to(logits.device)[targets != -100]
-        return _Statistics(correct, entropy, *group_sums(losses, groups, len(self._sources)))
+        return _Statistics(correct, entropy, *group_sums(joined, groups, len(self._sources)))
 
     def _log_statistics(self, found: _Statistics | None, outputs: Any, items: torch.Tensor | int) -> None:
         if self._aux_loss_coef:

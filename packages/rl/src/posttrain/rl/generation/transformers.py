@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 STOP_WINDOW = 32
 """Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""
@@ -30,7 +33,7 @@ class TransformersGenerator:
 
     def __init__(self, tokenizer: Any, generation_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, dict(generation_kwargs or {})
-        self.model: nn.Module | None = None
+        self.model: PretrainedModel | None = None
 
     def sync_weights(self, model: nn.Module) -> None:
         """Generate with `model` itself, so there is nothing to copy."""
@@ -43,20 +46,24 @@ class TransformersGenerator:
         """See `Generator.generate`. Prompts of different lengths are padded on the left."""
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        device = next(self.model.parameters()).device
+        if (model := self.model) is None:
+            raise RuntimeError("There is no model yet: call sync_weights before generate.")
+        device = next(model.parameters()).device
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
         width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
-        with evaluating(self.model):
-            output = self._generate(ids, mask, sampling, drawing)
+        with evaluating(model):
+            output = self._generate(model, ids, mask, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
         logps = drawing.logps_of(completions)
         check_logps(logps or ())
-        return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(self.model))
+        return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(model))
 
-    def _generate(self, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing) -> torch.Tensor:
+    def _generate(
+        self, model: PretrainedModel, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing
+    ) -> torch.Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         beams = self.kwargs.get("num_beams", 1) > 1
@@ -68,10 +75,10 @@ class TransformersGenerator:
         stopping = StoppingCriteriaList(
             [_StopStrings(self.tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
         )
-        base = base_model(self.model)
+        base = base_model(model)
         own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
         try:
-            return self.model.generate(
+            return model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=config,
