@@ -230,7 +230,7 @@ def test_changes_are_piled_up_where_none_is_enough_and_it_says_when_nothing_is(p
     [
         (["--memory", "24 apples"], "--memory 24 apples must be a size such as 24GiB"),
         (["--length", "0"], "--length 0 must be a number above 0"),
-        (["--max_length", "null"], "say it, as in --length 2048"),
+        (["--max_length", "null"], "set it, as in --length 2048"),
         (["--model_name_or_path", "./none"], "The model folder './none' does not exist"),
     ],
 )
