@@ -795,9 +795,11 @@ def main() -> None:
     from results import RESULTS, write
 
     known = json.loads(RESULTS.joinpath("faults.json").read_text()) if RESULTS.joinpath("faults.json").exists() else {}
+    current = {(group, library, name) for group, name, wanted, _ in ROWS for library in wanted}
     for group, results in known.get("table", {}).items():  # the table is long: its parts may be run one by one
         for library, rows in results.items():
-            table[group][library] = rows | table[group][library]
+            kept = {name: verdict for name, verdict in rows.items() if (group, library, name) in current}
+            table[group][library] = kept | table[group][library]
     print("\n| group | " + " | ".join(LIBRARIES) + " |\n|---|" + "---|" * len(LIBRARIES))
     for group, results in sorted(table.items()):
         cells = [results.get(library) for library in LIBRARIES]

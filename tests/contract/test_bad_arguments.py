@@ -11,8 +11,21 @@ import pytest
 from posttrain.core import TrainingArguments
 from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError
-from posttrain.rl import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from posttrain.sft import SFTConfig
+from posttrain.rl import (
+    CPOConfig,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    ORPOConfig,
+    ReinforcePlusPlusConfig,
+    RewardTrainer,
+    RLOOConfig,
+)
+from posttrain.seq2seq import Seq2SeqTrainer
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
 from tests.contract.test_every_field import CONFIGS
 from tests.contract.trainers import TRAINERS
 
@@ -141,3 +154,16 @@ def test_extremes_that_are_accepted_train(arguments, tmp_path):
     trainer.train()
     assert trainer.state.global_step >= 1
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer, Seq2SeqTrainer])
+def test_a_config_of_another_package_is_named_with_its_home_and_with_ours(trainer):
+    foreign = type("TrainingArguments", (), {"__module__": "transformers.training_args"})()
+    wanted = trainer.config_class
+    home = ".".join(wanted.__module__.split(".")[:2])
+    said = rf"args is of type transformers\.TrainingArguments; pass .*from {home} import {wanted.__name__}\."
+    rewards = {"reward_funcs": len} if trainer is GRPOTrainer else {}
+    with pytest.raises(TypeError, match=said):
+        trainer(model=tiny.causal_lm(), args=foreign, train_dataset=[{"prompt": "a"}], **rewards)
+    with pytest.raises(TypeError, match="args is of type dict; pass"):
+        trainer(model=tiny.causal_lm(), args={}, train_dataset=[{"prompt": "a"}], **rewards)

@@ -45,6 +45,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f", did you mean {near[0]!r}?" if near else ""
 
 
+def wrong_args(args: object, config_class: type) -> TypeError:
+    """The error for `args` that are no config of posttrain, such as transformers' class of the same name."""
+    name, package = config_class.__name__, ".".join(config_class.__module__.split(".")[:2])
+    root = type(args).__module__.partition(".")[0]
+    found = type(args).__name__ if root == "builtins" else f"{root}.{type(args).__name__}"
+    return TypeError(f"args is of type {found}; pass {name}(output_dir=...), from {package} import {name}.")
+
+
 def require(module: str, extra: str, why: str = "") -> ModuleType:
     """Import an optional package, or raise an error with the command that installs it.
 

@@ -14,7 +14,7 @@ import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
 from posttrain.core.config import Removed, Renamed
-from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.rl.preference_rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> A
     """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
     config_class = trainer.config_class
     if args is not None and not isinstance(args, TrainingArguments):
-        raise TypeError(f"args is of type {type(args).__name__}; pass a {config_class.__name__}(output_dir=...).")
+        raise wrong_args(args, config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
     moved = {name: old_names.pop(name) for name in list(old_names) if name in fields}
     known = [*inspect.signature(trainer.__init__).parameters][1:-1]

@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core import Trainer
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import mix
+from posttrain.core.errors import wrong_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
 from posttrain.core.models import varlen_attention, wrapping
@@ -103,8 +104,7 @@ class RolloutTrainer(Trainer):
     ) -> None:
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
-            wanted = self.config_class.__name__
-            raise TypeError(f"args is of type {type(args).__name__}; pass {wanted}(output_dir=...).")
+            raise wrong_args(args, self.config_class)
         parts = Parts.of(
             others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class,

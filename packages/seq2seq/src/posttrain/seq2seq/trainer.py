@@ -11,6 +11,7 @@ from torch import nn
 
 from posttrain.core import Trainer
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
+from posttrain.core.errors import wrong_args
 from posttrain.core.evaluation import eval_loop, generate
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
@@ -52,8 +53,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         **others: Any,
     ) -> None:
         if args is not None and not isinstance(args, Seq2SeqTrainingArguments):
-            kind = type(args).__name__
-            raise TypeError(f"args is of type {kind}; pass Seq2SeqTrainingArguments(output_dir=...).")
+            raise wrong_args(args, Seq2SeqTrainingArguments)
         super().__init__(
             model=model,
             args=args,

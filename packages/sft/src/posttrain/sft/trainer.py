@@ -19,7 +19,7 @@ from posttrain.core.data import chat_template
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.data.segments import with_segments, without_padding
-from posttrain.core.errors import ConfigError, DataError, did_you_mean
+from posttrain.core.errors import ConfigError, DataError, did_you_mean, wrong_args
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
 from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
@@ -402,10 +402,7 @@ class SFTTrainer(GeneratesText, Trainer):
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
     """The `SFTConfig` from `args` and the constructor arguments of earlier versions."""
     if args is not None and not isinstance(args, TrainingArguments):
-        raise TypeError(
-            f"args is of type {type(args).__name__}; pass an SFTConfig, such as SFTConfig(output_dir=...), or "
-            "TrainingArguments."
-        )
+        raise wrong_args(args, SFTConfig)
     if args is None:
         args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
     elif not isinstance(args, SFTConfig):
