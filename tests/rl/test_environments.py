@@ -221,7 +221,8 @@ def test_environments_can_be_chosen_by_the_row():
     assert [set(environments.tools_of(s)) for s in samples] == [{"step"}, {"look"}]
     assert samples[0].prompt == [{"role": "user", "content": " from 0"}]
     assert environments.reward_functions[0]([s.environment for s in samples]) == [0, None]
-    with pytest.raises(DataError, match="'cuont', did you mean 'count'"):
+    assert [tool.__name__ for tool in environments.all_tools()] == ["step", "look"]
+    with pytest.raises(DataError, match=r"'cuont', which is not among .* \(count, other\), did you mean 'count'\?"):
         environments.begin([Sample({"environment": "cuont"}, None, [])])
 
 

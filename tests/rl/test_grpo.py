@@ -414,6 +414,29 @@ def test_tools_are_called_in_training(tmp_path):
     assert logged(run, "tools/call_frequency") == [1] and math.isfinite(logged(run, "grad_norm")[0])
 
 
+class Door:
+    def reset(self, **row):
+        return "A door."
+
+    def knock(self):
+        """Knock."""
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_the_tools_of_the_trainer_are_those_that_were_passed_and_those_of_the_environments(tmp_path):
+    options = {"tools": [double], "environment_factory": Door}
+    run = trainer(tmp_path, reward=None, rows=None, max_steps=1, options=options)
+    assert [tool.__name__ for tool in run.tools] == ["double", "knock"]
+    assert trainer(tmp_path).tools == []
+
+
+def test_several_environments_without_rows_that_choose_are_refused_when_the_trainer_is_made(tmp_path):
+    with pytest.raises(ValueError, match="requires a `train_dataset` with a column 'environment'"):
+        trainer(tmp_path, rows=None, max_steps=1, options={"environment_factory": {"a": Door, "b": Door}})
+
+
 def test_tools_are_called_no_longer_than_the_positions_of_the_model_last(tmp_path):
     class Caller(Scripted):
         def generate(self, prompts, n, sampling, seeds):

@@ -67,9 +67,14 @@ class Environments:
             name = sample.row.get("environment") if self.by_name else None
             if name not in self.pools:
                 raise DataError(
+<<<<<<< HEAD
                     f"A row has environment={name!r}, which does not "
                     f"exist{did_you_mean(str(name), map(str, self.pools))}; there are: "
                     f"{', '.join(map(str, self.pools))}."
+=======
+                    f"A row asks for environment={name!r}, which is not among the environments ("
+                    f"{', '.join(map(str, self.pools))}){did_you_mean(str(name), map(str, self.pools)) or '.'}"
+>>>>>>> 1e75682 (Show the tools of the environments; refuse several environments without rows that choose)
                 )
             if taken[name] == len(self.pools[name]):
                 self.pools[name].append(self.factories[name]())
@@ -117,6 +122,13 @@ class Environments:
         kind = type(sample.environment)
         names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
         return self.tools | {name: getattr(sample.environment, name) for name in names if name not in NOT_TOOLS}
+
+    def all_tools(self) -> list[Callable[..., Any]]:
+        """The tools for all, and those of every kind of environment."""
+        found = dict(self.tools)
+        for pool in self.pools.values():
+            found |= self.tools_of(Sample({}, None, [], environment=pool[0]))
+        return list(found.values())
 
     def schemas_of(self, sample: Sample) -> list[dict[str, Any]]:
         """The description of one sample's tools in the chat template."""

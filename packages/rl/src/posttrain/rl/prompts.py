@@ -147,6 +147,11 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
             "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes "
             "prompts, or an eval_dataset to evaluate alone."
         )
+    elif isinstance(parts.others["environment_factory"], Mapping) and parts.eval_dataset is None:
+        yield ValueError(
+            "environment_factory is a dict, and rows say which of its environments they are for: it requires a "
+            "`train_dataset` with a column 'environment'. Pass one, or a single factory."
+        )
     elif environments and args.max_steps <= 0:
         yield ValueError(
             "Without a train_dataset, prompts come from reset() of the environments, and their number is unknown: "

@@ -711,6 +711,11 @@ class RolloutTrainer(Trainer):
         return False
 
     @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the policy may call, the tools of every kind of environment included."""
+        return self.environments.all_tools()
+
+    @property
     def reward_weights(self) -> torch.Tensor:
         """(F,) the weight of each reward function, those of environments among them."""
         return self.rewards.weights
