@@ -124,10 +124,22 @@ def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, tmp
 # ---- runs that a callback stopped ----
 
 
-def stops(straight):
-    """Where a callback may stop a run: (event, step at which it is heard, updates done when the run has ended)."""
-    total = straight.state.global_step
-    edge, last = total // 2, total - 1
+class EpochEnds(TrainerCallback):
+    """Records the steps after which epochs end: with dynamic sampling it depends on the rewards."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+
+
+def stops(straight, edge):
+    """Where a callback may stop a run whose first epoch ends with step `edge`.
+
+    Each place is (event, step at which it is heard, updates done when the run has ended).
+    """
+    last = straight.state.global_step - 1
     places = [
         ("on_substep_end", 0, 1), ("on_step_begin", 1, 2), ("on_log", 3, 3), ("on_epoch_end", edge, edge),
         ("on_evaluate", 4, 4), ("on_save", edge + 1, edge + 1), ("on_optimizer_step", edge + 1, edge + 2),
@@ -153,9 +165,10 @@ def stopped_again_and_again(make, out, places, **changes):
 
 
 def assert_goes_on_wherever_it_is_stopped(name, folder, first=0, every=1):
-    straight = TRAINERS[name](folder / "straight", **ARGS)
+    ends = EpochEnds()
+    straight = TRAINERS[name](folder / "straight", callbacks=[ends], **ARGS)
     straight.train()
-    places = stops(straight)[first::every]
+    places = stops(straight, ends.steps[0])[first::every]
     assert_same_run(stopped_again_and_again(TRAINERS[name], folder / "stopped", places, **ARGS), straight)
 
 

@@ -67,14 +67,8 @@ class Environments:
             name = sample.row.get("environment") if self.by_name else None
             if name not in self.pools:
                 raise DataError(
-<<<<<<< HEAD
-                    f"A row has environment={name!r}, which does not "
-                    f"exist{did_you_mean(str(name), map(str, self.pools))}; there are: "
-                    f"{', '.join(map(str, self.pools))}."
-=======
-                    f"A row asks for environment={name!r}, which is not among the environments ("
+                    f"A row has environment={name!r}, which is not among the environments ("
                     f"{', '.join(map(str, self.pools))}){did_you_mean(str(name), map(str, self.pools)) or '.'}"
->>>>>>> 1e75682 (Show the tools of the environments; refuse several environments without rows that choose)
                 )
             if taken[name] == len(self.pools[name]):
                 self.pools[name].append(self.factories[name]())
