@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 BLOCK = 32 * 2**20
 """Bytes that one checksum is of."""
 
-KINDS = {"sha256": hashlib.sha256, "xxh128": xxhash.xxh3_128}
+KINDS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh128": xxhash.xxh3_128}
 """The hash functions. SHA-256 is cryptographic. XXH128 (https://xxhash.com) is ten times as fast and misses random
 damage with a probability of 2**-128.
 """

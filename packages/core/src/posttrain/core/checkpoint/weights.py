@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def _written_here() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_this_process(model: nn.Module) -> Iterator[None]:
+def _on_this_process(model: Any) -> Iterator[None]:
     """transformers saves on rank 0 only; with `save_on_each_node` other ranks save too."""
     decides = hasattr(model, "should_save_on_this_rank")
     if decides:
@@ -80,11 +81,13 @@ def _on_this_process(model: nn.Module) -> Iterator[None]:
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
     """Write the files that ``from_pretrained`` needs in addition to the weights."""
-    if hasattr(model, "config"):
-        model.config.architectures = [sharding.plain_class(model).__name__]
-        model.config.save_pretrained(str(directory))
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(str(directory))
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.architectures = [sharding.plain_class(model).__name__]
+        config.save_pretrained(str(directory))
+    generation_config: Any = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(str(directory))
 
 
 def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:

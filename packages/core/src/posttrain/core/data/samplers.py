@@ -58,7 +58,7 @@ class SeededRandomSampler(EpochSampler):
         self.population, self.replacement = len(sampler.data_source), sampler.replacement
 
     def order(self) -> torch.Tensor:
-        options = {"replacement": self.replacement, "num_samples": self.num_rows}
+        options: dict[str, Any] = {"replacement": self.replacement, "num_samples": self.num_rows}
         drawn = RandomSampler(range(self.population), generator=self.generator(), **options)
         return torch.tensor(list(drawn), dtype=torch.long)
 

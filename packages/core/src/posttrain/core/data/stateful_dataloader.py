@@ -116,9 +116,9 @@ class Loader(DataLoader):
             if getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
                 dealt["rank"], dealt["world_size"] = 0, 1
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
-            source: _Stream | _Rows = _Stream(dataset, batch_size, **dealt)
-            self._stream = source
-            self._unit = source.group
+            stream = _Stream(dataset, batch_size, **dealt)
+            source: _Stream | _Rows = stream
+            self._stream, self._unit = stream, stream.group
             sampler, engine["batch_size"] = None, None
         else:
             if type(sampler) is RandomSampler:

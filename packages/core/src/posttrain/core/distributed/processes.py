@@ -210,7 +210,8 @@ class Distributed:
             return model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             return model
-        args, options = self.args, {}
+        args = self.args
+        options: dict[str, Any] = {}
         unused = args.ddp_find_unused_parameters
         options["find_unused_parameters"] = not gradient_checkpointing if unused is None else unused
         for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):

@@ -202,7 +202,7 @@ def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, 
 
 
 def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: int | None) -> dict[str, int]:
-    own = model.generation_config if config is None else config
+    own: Any = model.generation_config if config is None else config
     encodes = is_encoder_decoder(model)
     asked = config is not None or args.generation_config is not None
     if args.generation_max_length is not None:

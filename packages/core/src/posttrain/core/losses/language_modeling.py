@@ -14,7 +14,7 @@ Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ def cross_entropy(
     labels = shift_labels(labels, ignore_index) if shift else labels
     labels = labels.reshape(-1).to(logits.device)
     logits = logits.reshape(-1, logits.shape[-1]).to(_statistics_dtype(logits.dtype))
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if dft:
         losses = F.cross_entropy(logits, labels, reduction="none", **options)
         total = (losses * dynamic_weights(losses)).sum()

@@ -43,7 +43,7 @@ def compiled(model: nn.Module, backend: str | None = None, mode: str | None = No
     import torch._inductor.config
 
     parts = [part for part in compiled_parts(model) if "forward" not in vars(part)]  # hooks there move weights
-    options = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
+    options: dict[str, Any] = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
     forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in {type(part) for part in parts}}
     for part in parts:
         part._compiled_call_impl = _call_of(part, forwards[type(part)])

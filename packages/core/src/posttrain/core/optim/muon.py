@@ -41,7 +41,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         groups = split_groups(params, matrices, algorithm="muon")
         by_muon = [group for group in groups if "algorithm" in group]
         by_adamw = [group for group in groups if "algorithm" not in group]
-        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        muon: dict[str, Any] = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
         self._parts: dict[str | None, torch.optim.Optimizer] = {}
         if by_muon:
             self._parts["muon"] = torch.optim.Muon(by_muon, lr=lr, weight_decay=0.0, **muon)

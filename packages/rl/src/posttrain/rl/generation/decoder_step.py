@@ -11,13 +11,16 @@ What a model computes otherwise is not guessed from its name: `DecoderStep.of` l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from posttrain.core.models.varlen_attention import layer_window
 from posttrain.core.models.wrapping import base_model
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 #: Kinds of rotary embeddings whose angles hang on the position alone, and not on the length of the text.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -58,7 +61,7 @@ class _Layer(NamedTuple):
 class DecoderStep:
     """The weights of a model, ready for the steps of one rollout. The model must not change meanwhile."""
 
-    def __init__(self, base: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, base: PretrainedModel, dtype: torch.dtype) -> None:
         body, config = base.model, base.config
         self.dtype, self.eps = dtype, float(config.rms_norm_eps)
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
@@ -87,7 +90,7 @@ class DecoderStep:
             dtype = torch.get_autocast_dtype(device)
         return cls(base, dtype)
 
-    def _layer(self, layer: nn.Module) -> _Layer:
+    def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         of_heads = None
         if getattr(attention, "q_norm", None) is not None:
@@ -96,18 +99,20 @@ class DecoderStep:
         norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         folds = self.dtype == norms[0].dtype == torch.float32  # in 16 bits it would round in another place
         inputs = norms if folds else (None, None)
+        before_attention, before_mlp = (None, None) if folds else norms
         return _Layer(
             self._joined(attention.q_proj, attention.k_proj, attention.v_proj, norm=inputs[0]),
             self._joined(attention.o_proj),
             self._joined(mlp.gate_proj, mlp.up_proj, norm=inputs[1]),
             self._joined(mlp.down_proj),
-            *((None, None) if folds else norms),
+            before_attention,
+            before_mlp,
             of_heads,
             attention.scaling,
             layer_window(attention, _window(attention)),
         )
 
-    def _joined(self, *linears: nn.Module, norm: torch.Tensor | None = None) -> _Projection:
+    def _joined(self, *linears: Any, norm: torch.Tensor | None = None) -> _Projection:
         weights = [_weight(linear).to(self.dtype) for linear in linears]
         biases = [_plain(linear).bias for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -166,8 +171,9 @@ def _window(attention: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def _is_known(model: nn.Module, base: nn.Module) -> bool:
-    body, config = getattr(base, "model", None), base.config
+def _is_known(model: nn.Module, base: PretrainedModel) -> bool:
+    body: Any = getattr(base, "model", None)
+    config = base.config
     if any(not hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return False
     if any(not hasattr(config, name) for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads")):
@@ -184,7 +190,7 @@ def _is_known(model: nn.Module, base: nn.Module) -> bool:
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-def _is_known_layer(layer: nn.Module) -> bool:
+def _is_known_layer(layer: Any) -> bool:
     if {name for name, _ in layer.named_children()} != _CHILDREN:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -200,12 +206,12 @@ def _is_known_layer(layer: nn.Module) -> bool:
     )
 
 
-def _plain(linear: nn.Module) -> Any:
+def _plain(linear: Any) -> Any:
     """The layer itself, or the one that an adapter is put around."""
     return linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
 
 
-def _can_be_read(linear: nn.Module) -> bool:
+def _can_be_read(linear: Any) -> bool:
     plain = _plain(linear)
     if type(plain) is not nn.Linear or type(plain.weight) is not nn.Parameter or "forward" in vars(plain):
         return type(plain) is nn.Linear and "forward" not in vars(plain) and not hasattr(plain.weight, "placements")
@@ -216,7 +222,7 @@ def _can_be_read(linear: nn.Module) -> bool:
     return known and not any(getattr(linear, "use_dora", {}).get(name) for name in names)
 
 
-def _weight(linear: nn.Module) -> torch.Tensor:
+def _weight(linear: Any) -> torch.Tensor:
     weight = _plain(linear).weight.detach()
     if _plain(linear) is linear or linear.merged or linear.disable_adapters:
         return weight

@@ -186,8 +186,8 @@ class Block:
         keys, values = self.prompts[layer]
         query = query.reshape(rows, groups, heads // groups, size)
         if softcap or sinks is not None or (window is not None and self.width + self.step >= window):
-            own = own_keys, own_values
-            return self._under_a_rule(query, keys, values, *own, scale, window, softcap, sinks).reshape(rows, -1)
+            pair = own_keys, own_values
+            return self._under_a_rule(query, keys, values, *pair, scale, window, softcap, sinks).reshape(rows, -1)
         out, sums = _attention(self._by_prompt(query), keys, values, self._prompt_bias(query.dtype), scale)
         own, own_sums = _attention(query, own_keys, own_values, None, scale)
         # Both are softmaxes of their own; what they were divided by joins them.
