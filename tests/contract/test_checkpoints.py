@@ -131,7 +131,7 @@ def test_an_adapter_of_another_rank_or_of_other_layers_is_refused(straight, tmp_
     for rank, layers, reason in (
         (8, ["q_proj", "v_proj"], "of another shape .*lora_A"),
         (4, ["q_proj", "v_proj", "k_proj"], "missing .*k_proj"),
-        (4, ["q_proj"], "not known to the model .*v_proj"),
+        (4, ["q_proj"], "not in the model .*v_proj"),
     ):
         model = get_peft_model(tiny.causal_lm(), LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"))
         with pytest.raises(CheckpointError, match=f"not those of the adapter 'default': {reason}"):

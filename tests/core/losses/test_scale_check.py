@@ -118,7 +118,7 @@ def test_a_loss_that_neither_halves_nor_stays_is_an_error_that_says_what_to_set(
 
     with pytest.raises(ValueError, match="Mixed.loss_is_scaled_for_ga = True") as caught:
         fit(Mixed, tmp_path)
-    assert "times what it was" in str(caught.value)
+    assert "times the original" in str(caught.value)
     Mixed.loss_is_scaled_for_ga = True
     scaled = fit(Mixed, tmp_path / "scaled", max_steps=1)
     assert losses(scaled)[0] == pytest.approx(losses(fit(Scaled, tmp_path / "plain", max_steps=1))[0] + 4, rel=1e-5)
