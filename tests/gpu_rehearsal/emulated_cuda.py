@@ -148,6 +148,7 @@ class EmulatedCuda(TorchDispatchMode):
         waits: each `Wait` so far.
         phase: what the host does now; anything. Copied into each wait.
         operations: how often each operation ran on the device, views left out.
+        flops: floating-point operations of kernels that `ran` was told of.
         live, peak: bytes of the device that are in use, and the most that were.
         largest, largest_on_host: bytes of the largest tensor that was made, there and on the CPU.
     """
@@ -158,6 +159,7 @@ class EmulatedCuda(TorchDispatchMode):
         self.phase = ""
         self.operations: Counter[str] = Counter()
         self.dispatched = self.live = self.peak = self.largest = self.largest_on_host = 0
+        self.flops = 0
         self._known: set[int] = set()
         self._to_host = False
         self._callers = _Callers()
@@ -246,6 +248,12 @@ class EmulatedCuda(TorchDispatchMode):
             self.operations[name] += 1
         wrapped = {id(_host(tensor)): tensor for tensor in on_device}
         return tree_map(lambda leaf: self._wrap(leaf, wrapped), out)
+
+    def ran(self, name: str, flops: float) -> None:
+        """A kernel that is no operation of torch's was run."""
+        self.operations[name] += 1
+        self.dispatched += 1
+        self.flops += int(flops)
 
     def _wrap(self, value: Any, known: dict[int, CudaTensor]) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -512,16 +520,42 @@ def _autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
+class _OneKernel(torch.autograd.Function):
+    """A function of host tensors that the device runs as one operation, in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, function, pairs, *tensors):
+        ctx.kept, ctx.pairs = [tensor.host.detach().requires_grad_() for tensor in tensors], pairs
+        with torch.enable_grad():
+            ctx.out = function(*ctx.kept)
+        _active.ran("attention", 2.0 * pairs)
+        return _active._wrap(ctx.out.detach().contiguous(), {})
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            found = torch.autograd.grad(ctx.out, ctx.kept, gradient.host)
+        _active.ran("attention_backward", 5.0 * ctx.pairs)
+        return None, None, *(_active._wrap(part.contiguous(), {}) for part in found)
+
+
 def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable_gqa=False):
     """What flex attention computes, from the rule alone, for rows that are short."""
     places = torch.arange(query.shape[2], device=query.device)
-    seen = block_mask.mask_mod(None, None, places[:, None], places[None, :])
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
-    if score_mod is not None:
-        scores = score_mod(scores, None, None, None, None)
-    return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
+    counted = _active.dispatched
+    seen = block_mask.mask_mod(None, None, places[:, None], places[None, :]).host
+    _active.dispatched = counted
+    pairs = int(seen.sum()) * query.shape[1] * (query.shape[3] + value.shape[3])
+
+    def attend(query, key, value):
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+        scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
+        if score_mod is not None:
+            scores = score_mod(scores, None, None, None, None)
+        return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
+
+    return _OneKernel.apply(attend, pairs, query, key, value)
 
 
 def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -529,16 +563,23 @@ def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, windo
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"torch's varlen_attn takes no {query.dtype}")
     bounds, (left, right) = cu_seq_q.host.tolist(), window_size
-    if cu_seq_k is not cu_seq_q or right != 0 or max_q != max_k != max(torch.tensor(bounds).diff().tolist()):
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    if cu_seq_k is not cu_seq_q or right != 0 or not max_q == max_k == max(lengths):
         raise ValueError("not causal attention of documents to themselves")
-    done = []
-    for start, stop in itertools.pairwise(bounds):
-        parts = (tensor[start:stop].transpose(0, 1) for tensor in (query, key, value))
-        distance = torch.arange(stop - start, device=query.device)
-        distance = distance[:, None] - distance
-        seen = (distance >= 0) & (distance <= (stop - start if left < 0 else left))
-        done.append(F.scaled_dot_product_attention(*parts, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
-    return torch.cat(done)
+    pairs = sum(length * (length + 1) // 2 for length in lengths) * query.shape[1] * (query.shape[2] + value.shape[2])
+
+    def attend(query, key, value):
+        done = []
+        for start, stop in itertools.pairwise(bounds):
+            parts = (tensor[start:stop].transpose(0, 1) for tensor in (query, key, value))
+            distance = torch.arange(stop - start)
+            distance = distance[:, None] - distance
+            seen = (distance >= 0) & (distance <= (stop - start if left < 0 else left))
+            out = F.scaled_dot_product_attention(*parts, seen, scale=scale, enable_gqa=enable_gqa)
+            done.append(out.transpose(0, 1))
+        return torch.cat(done)
+
+    return _OneKernel.apply(attend, pairs, query, key, value)
 
 
 def _encode(encoder: Any, value: Any, where: str, path: tuple[Any, ...], _original=codec._Encoder.encode) -> Any:

@@ -603,7 +603,7 @@ class RolloutTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     values = self.logps(model, self.prepare_inputs(part), with_entropy, training=False)
                 found[0].append(values.logps)
-                found[1] += [values.entropies] if with_entropy else []
+                found[1] += [values.entropies] if values.entropies is not None else []
         width = rollout.loss_mask.shape[1]  # read back once, not with each part
         whole = [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
         return [values.cpu() for values in whole]
