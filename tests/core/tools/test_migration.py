@@ -390,7 +390,7 @@ def test_a_renamed_argument(call, today):
     [
         ("TrainingArguments(save_safetensors=False)", "save_safetensors has no effect: weights are always written as"),
         ("TrainingArguments(group_by_length=flag)", "group_by_length is now train_sampling_strategy, which may want"),
-        ("TrainingArguments(group_by_length=False)", "group_by_length=False says nothing; leave it out"),
+        ("TrainingArguments(group_by_length=False)", "group_by_length=False has no meaning; leave it out"),
         ("TrainingArguments(no_cuda=1, use_cpu=1)", "no_cuda is the old name of use_cpu, given too; keep use_cpu"),
         ("TrainingArguments(learning_rte=1)", "unknown argument 'learning_rte', did you mean 'learning_rate'?"),
         ("TrainingArguments(num_generations=1)", "unknown argument 'num_generations', which GRPOConfig"),

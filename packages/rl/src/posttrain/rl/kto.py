@@ -239,7 +239,7 @@ class KTOTrainer(PreferenceTrainer):
         finally:
             self._is_precomputing = False
 
-    # ------------------------------------------------------------------------------------------------ the doors
+    # ---------------------------------------------------------------------------------------------- overridable methods
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """Computes the reference point of the window before its micro-batches."""

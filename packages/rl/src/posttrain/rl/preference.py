@@ -181,7 +181,7 @@ class PreferenceTrainer(Trainer):
         """Prepared rows plus whatever else the collator needs; called before anything is computed from them."""
         return dataset
 
-    # ------------------------------------------------------------------------------------------------ the doors
+    # ---------------------------------------------------------------------------------------------- overridable methods
 
     def train(
         self,
@@ -293,7 +293,7 @@ class PreferenceTrainer(Trainer):
         """As the core's; the rows are prepared here."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test"))
 
-    # ------------------------------------------------------------------------------------------------ behind the doors
+    # ------------------------------------------------------------------------------------------------ internals
 
     def loss_is_scaled(self) -> bool:
         return True

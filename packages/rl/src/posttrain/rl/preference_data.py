@@ -97,7 +97,7 @@ class PreferenceReport:
         return lines
 
     def tell(self, logger: logging.Logger) -> None:
-        """Write the report to the log, as a warning where rows were at fault."""
+        """Write the report to the log, as a warning if rows were faulty."""
         logger.log(logging.WARNING if self.dropped or self.kept else logging.INFO, "%s", "\n".join(self.lines()))
 
 

@@ -259,7 +259,7 @@ class RolloutTrainer(Trainer):
     #: The share of most uncertain tokens that are learned from.
     top_entropy_quantile = 1.0
 
-    # ------------------------------------------------------------------------------------------------ the loop's doors
+    # ---------------------------------------------------------------------------------- overridable methods of the loop
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""

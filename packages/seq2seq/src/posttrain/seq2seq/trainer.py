@@ -102,7 +102,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         keeps = self.label_smoother is not None or self.compute_loss_func is not None
         return self._with_decoder_inputs(inputs) if keeps else inputs
 
-    # ------------------------------------------------------------------------------------------------ behind the doors
+    # ------------------------------------------------------------------------------------------------ internals
 
     def loss_is_scaled(self) -> bool | None:
         return None  # it depends on where the loss is taken, which the first batch shows

@@ -48,7 +48,7 @@ class Packing:
         return len(self.bounds) - 1
 
     def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
-        """The pieces of bin `i` as (row, start, stop)."""
+        """The parts of rows in bin `i` as (row, start, stop)."""
         if not 0 <= i < len(self):
             raise IndexError(i)
         pieces = slice(self.bounds[i], self.bounds[i + 1])

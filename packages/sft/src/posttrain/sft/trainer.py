@@ -264,7 +264,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """Prepares the rows, without packing, so that each has its prediction."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
 
-    # ------------------------------------------------------------------------------------------------ behind the doors
+    # ------------------------------------------------------------------------------------------------ internals
 
     def _load(
         self, model: nn.Module | str, tokenizer: Any, args: SFTConfig, quantization_config: Any, peft_config: Any

@@ -22,7 +22,7 @@ _FIRST_WORD = 60.0  # seconds after which a wait is logged
 
 
 class LostProcessError(RuntimeError):
-    """The process that this one waited for has ended; its own error says why."""
+    """The process that this one waited for has ended; see its error."""
 
 
 def _machine() -> str:

@@ -120,7 +120,7 @@ class GeneratesText(Trainer):
             return super()._get_eval_sampler(eval_dataset)
         return self._longest_first(eval_dataset)
 
-    # ------------------------------------------------------------------------------------------------ behind the doors
+    # ------------------------------------------------------------------------------------------------ internals
 
     def set_model(self, model: nn.Module) -> None:
         """As the core's, with the generation config that the arguments name."""

@@ -394,7 +394,7 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
                 else f"{name} is now {old.new}, which may want another value; the old name still works"
             )
         if value in old.ignore:
-            return f"{name}={value!r} says nothing; leave it out"
+            return f"{name}={value!r} has no meaning; leave it out"
         return old.new, old.convert(value)
     literal = {name: value for name, value in given.items() if value is not UNKNOWN}
     accepted = getattr(config_class, "accept_old_names", dict)(dict(literal))

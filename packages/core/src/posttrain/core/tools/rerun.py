@@ -49,8 +49,8 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
         raise ConfigError(
             "rerun",
             [
-                "the run was started by a program of its own, which says itself where its output goes: in "
-                f"{first['directory']}, with another output folder, run: {shlex.join(first['command'])}"
+                f"the run was started by another program, which sets its own output folder: in {first['directory']}, "
+                f"with another output folder, run: {shlex.join(first['command'])}"
             ],
         )
     folder = Path(folders[0]).resolve()
@@ -81,7 +81,7 @@ def compare(before: Path, after: Path) -> list[str]:
     common = sorted(losses[0].keys() & losses[1].keys())
     apart = next((step for step in common if losses[0][step] != losses[1][step]), None)
     if apart is not None:
-        return [*found, f"the losses differ from update {apart} on: {losses[0][apart]} and {losses[1][apart]}"]
+        return [*found, f"the losses differ from optimizer step {apart} on: {losses[0][apart]} and {losses[1][apart]}"]
     return [*found, f"the {len(common)} losses that both logs hold are equal"]
 
 

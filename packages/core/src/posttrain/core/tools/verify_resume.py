@@ -39,9 +39,9 @@ def run(words: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         straight, stopped = folder / "straight", folder / "stopped"
-        print(f"1/3  {2 * steps} updates from start to end", flush=True)
+        print(f"1/3  {2 * steps} optimizer steps from start to end", flush=True)
         _train(words, straight, steps)
-        print(f"2/3  killed in update {steps + 2}, after checkpoint-{steps}", flush=True)
+        print(f"2/3  killed in optimizer step {steps + 2}, after checkpoint-{steps}", flush=True)
         _train(words, stopped, steps, kill_at=steps + 1)
         print(f"3/3  on from checkpoint-{steps} to the end", flush=True)
         _train(words, stopped, steps, resume=True)
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
         )
     )
     if not any(parts.values()):
-        print("The run that was killed and gone on with is the straight run, bit by bit.")
+        print("The killed and resumed run equals the uninterrupted run, bit by bit.")
         return 0
     print(
         "The resumed run is another run. On a GPU see first whether two straight runs are equal, with "
@@ -83,7 +83,7 @@ def compare(one: Path, other: Path) -> dict[str, str]:
 
 
 def die_at(step: int) -> None:
-    """Let the trainers of this process be killed as the update after `step` begins."""
+    """Kill the trainers of this process when the optimizer step after `step` begins."""
     from posttrain.core import trainer
     from posttrain.core.callbacks import TrainerCallback
 

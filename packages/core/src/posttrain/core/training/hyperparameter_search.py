@@ -141,7 +141,7 @@ def search(
             with contextlib.suppress(optuna.TrialPruned, *borne):
                 run(optuna.trial.FixedTrial(params, number), name, values)
         if message[1] is None:
-            raise RuntimeError("The search failed on the main process; its message says why.")
+            raise RuntimeError("The search failed on the main process; see its error.")
         return message[1]
     try:
         study = optuna.create_study(**goal, **kwargs)
