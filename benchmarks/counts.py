@@ -262,13 +262,16 @@ def main() -> None:
     if options.one:
         print("RESULT", json.dumps(measure(*options.one, options.size)))
         return
-    figures = {task: compare(task, options.size) for task in options.tasks}
-    print(table(figures))
-    if options.output:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from results import write
+    sys.path.insert(0, str(Path(__file__).parent))
+    from results import write
 
-        print(write(options.output, {"size": options.size, "tasks": figures}))
+    figures: dict[str, Any] = {}
+    for task in options.tasks:
+        figures[task] = compare(task, options.size)
+        print(table({task: figures[task]}).splitlines()[-1], flush=True)
+        if options.output:
+            write(options.output, {"size": options.size, "tasks": figures})
+    print(table(figures))
 
 
 if __name__ == "__main__":
