@@ -1233,7 +1233,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_taken_in_part(tmp_path, c
     resumed = fit(tmp_path, **options)
     resumed.train(resume_from_checkpoint=True)
     assert "checkpoint-4" in caplog.text and "optimizer.json" in caplog.text
-    assert "from update 3" in caplog.text
+    assert "from step 3" in caplog.text
     assert_equal(weights(resumed), weights(straight))
     (tmp_path / "checkpoint-4" / "scheduler.json").unlink()
     with pytest.raises(CheckpointError, match="scheduler.json"):
@@ -1379,7 +1379,7 @@ def test_two_processes_give_the_weights_of_one_with_twice_the_batch(pair, tmp_pa
 
 @pytest.mark.mission("S037")
 def test_only_the_main_process_says_what_it_does(pair):
-    assert (pair[0].stderr + pair[0].stdout).count("for 3 updates of") == 2  # one for each of two runs
+    assert (pair[0].stderr + pair[0].stdout).count("for 3 steps of") == 2  # one for each of two runs
 
 
 # ------------------------------------------------------------------------------------- scripts, as tutorials print them

@@ -126,4 +126,4 @@ def test_a_larger_update_reads_on_where_the_data_stood(tmp_path, caplog):
     epochs = [record["epoch"] for record in found["log"] if "loss" in record]
     assert epochs[:3] == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=1e-6)
     assert epochs[3:] == pytest.approx([3 / 3, 3 / 3, 4 / 3, 5 / 3, 6 / 3], abs=0.34)
-    assert "An update holds 8 rows" in caplog.text and "held 4" in caplog.text
+    assert "A step holds 8 rows" in caplog.text and "held 4" in caplog.text

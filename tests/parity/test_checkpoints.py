@@ -42,7 +42,7 @@ def test_a_checkpoint_of_transformers_is_gone_on_from_where_it_stands(step, tmp_
     straight.train()
     resumed = ours(tmp_path / "ours")
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    assert "written by another trainer" in caplog.text and f"The schedule continues at update {step}" in caplog.text
+    assert "written by another trainer" in caplog.text and f"The schedule continues at step {step}" in caplog.text
     assert resumed.state.global_step == 8 and resumed.state.epoch == pytest.approx(straight.state.epoch)
     assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)  # theirs are rounded
     for name, value in weights(straight).items():  # this optimizer has no state that could be lacking

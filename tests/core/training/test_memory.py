@@ -48,8 +48,8 @@ def test_a_step_that_does_not_fit_is_made_in_smaller_parts(error, since, tmp_pat
         torch.testing.assert_close(weights(trainer)[name], value, rtol=0, atol=1e-6, msg=name)
     losses = [[r["loss"] for r in t.state.log_history if "loss" in r] for t in (trainer, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert trainer.state.train_batch_size == 2 and caplog.text.count("auto_find_batch_size: update") == 2
-    assert f"update {since + 1} did not fit" in caplog.text and "gradient_accumulation_steps=4 to start" in caplog.text
+    assert trainer.state.train_batch_size == 2 and caplog.text.count("auto_find_batch_size: step") == 2
+    assert f"step {since + 1} did not fit" in caplog.text and "gradient_accumulation_steps=4 to start" in caplog.text
     assert trainer.state.global_step == expected.state.global_step == 6
     assert trainer.seen[-1] <= 3
     rows = {r["step"]: r["rows"] for r in trainer.state.log_history if "rows" in r}

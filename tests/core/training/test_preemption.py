@@ -262,7 +262,7 @@ def test_an_error_leaves_the_last_whole_update(event, tmp_path, caplog):
     failing = TRAINERS["dropout"](tmp_path / "run", callbacks=[At(event, step, raising)], **changes)
     with pytest.raises(ValueError, match="broken"), caplog.at_level(logging.WARNING, "posttrain"):
         failing.train()
-    assert f"checkpoint-{step} holds the last whole update" in caplog.text
+    assert f"checkpoint-{step} holds the last whole step" in caplog.text
     resumed = TRAINERS["dropout"](tmp_path / "run", **changes)
     resumed.train(resume_from_checkpoint=True)
     if event != "on_evaluate":  # there the evaluation was in the log when the error came, and is made again

@@ -215,7 +215,7 @@ def test_a_best_checkpoint_that_is_gone_is_said_when_the_run_goes_on(tmp_path, c
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4 and resumed.state.best_model_checkpoint is None
     assert "checkpoint-2 (loss=0), is no longer there" in caplog.text
-    assert "there is no checkpoint of the best update (2, 0" in caplog.text
+    assert "there is no checkpoint of the best step (2, 0" in caplog.text
 
 
 # finding_D8

@@ -837,9 +837,9 @@ class Trainer(HFCompat):
         handler.train_dataloader = loader
         self.is_in_train = True
         logger.info(
-            "Training %s parameters for %d updates of %d x %d x %d rows (batch x accumulation x processes)%s.",
+            "Training %s parameters for %d steps of %d x %d x %d rows (batch x accumulation x processes)%s.",
             f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}", plan.max_steps,
-            self.train_batch_size, plan.accumulation, self.dist.world_size, f", from update {first}" if first else "",
+            self.train_batch_size, plan.accumulation, self.dist.world_size, f", from step {first}" if first else "",
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         try:
@@ -1026,12 +1026,12 @@ class Trainer(HFCompat):
         step, epochs = self.state.global_step, range(self.run.progress.epoch, plan.num_epochs)
         if self.control.should_training_stop:
             logger.warning(
-                "A callback asked to stop in on_train_begin: training ends at update %d, where it began.", step
+                "A callback asked to stop in on_train_begin: training ends at step %d, where it began.", step
             )
             return range(0)
         if step >= plan.max_steps:
             logger.warning(
-                "The checkpoint is of update %d and the run has %d: nothing is left to train. To train on, set a "
+                "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
                 "larger max_steps or num_train_epochs.", step, plan.max_steps,
             )  # fmt: skip
         return epochs
@@ -1449,7 +1449,7 @@ class Trainer(HFCompat):
                     self.store_flos()
                 self._save_checkpoint(self.model_wrapped)
                 self._settle_save()
-                what = f"{self.store.path(self.state.global_step)} holds the last whole update; resume from it"
+                what = f"{self.store.path(self.state.global_step)} holds the last whole step; resume from it"
             except Exception as another:
                 what = f"no checkpoint could be saved ({type(another).__name__}: {another})"
         else:
@@ -1491,8 +1491,8 @@ class Trainer(HFCompat):
             ema.load(self.run.ema, folder)
         elif self.args.load_best_model_at_end and state.best_metric is not None:
             logger.warning(
-                "load_best_model_at_end: there is no checkpoint of the best update (%s, %s), so the model stays that "
-                "of update %d.", state.best_global_step, state.best_metric, state.global_step,
+                "load_best_model_at_end: there is no checkpoint of the best step (%s, %s), so the model stays that "
+                "of step %d.", state.best_global_step, state.best_metric, state.global_step,
             )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class BatchSplitter:
             window = self._halved(window, step, failure)
             self.cuts += 1
             logger.warning(
-                "auto_find_batch_size: update %d did not fit into memory (%s). From here on each micro-batch is split "
+                "auto_find_batch_size: step %d did not fit into memory (%s). From here on each micro-batch is split "
                 "into %d: at most %d rows, and %d micro-batches in this optimizer step, whose result stays the same. "
                 "Set per_device_train_batch_size=%d and gradient_accumulation_steps=%d to start like this.",
                 step, failure, 2**self.cuts, self.rows, len(window), self.rows, self.accumulation * 2**self.cuts,
@@ -98,7 +98,7 @@ class BatchSplitter:
                     origins.append(origin)
                     continue
                 raise torch.OutOfMemoryError(
-                    f"auto_find_batch_size: update {step} did not fit into memory ({failure}), and {reason}. Set "
+                    f"auto_find_batch_size: step {step} did not fit into memory ({failure}), and {reason}. Set "
                     "gradient_checkpointing=True, shorter rows, or a smaller model."
                 ) from None
         self.origins = origins

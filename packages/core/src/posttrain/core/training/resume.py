@@ -36,8 +36,8 @@ def resume_plan(
     batches = 0 if ended else sum(position["given"]) // rows_per_batch
     changed = resumed(plan, step, progress["epoch"] + ended, batches, by_steps)
     logger.warning(
-        "An update holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
-        "at which the checkpoint stands, %d updates are left, and the schedule ends at update %d.",
+        "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
+        "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d.",
         rows_per_step, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
     )  # fmt: skip
     return changed
@@ -67,7 +67,7 @@ def from_weights_alone(
     progress.last_logged = step
     logger.warning(
         "%s holds no optimizer and no random state that can be read (save_only_model=True, or another trainer "
-        "wrote it): both start anew. The schedule continues at update %d, and the data %s.", checkpoint, step, data,
+        "wrote it): both start anew. The schedule continues at step %d, and the data %s.", checkpoint, step, data,
     )  # fmt: skip
 
 
