@@ -197,6 +197,23 @@ def test_the_rest_of_an_epoch_in_which_a_callback_stopped_is_trained_when_the_ru
     assert_same_run(stopped_again_and_again(TRAINERS[name], tmp_path / "stopped", places, **changes), straight)
 
 
+@pytest.mark.parametrize("name", ["causal-lm", "sft-packed", "grpo-reused"])
+def test_the_rest_of_an_epoch_in_which_max_steps_ended_the_run_is_trained_with_a_larger_max_steps(name, tmp_path):
+    changes = ARGS | dict(save_strategy="epoch", eval_strategy="no", lr_scheduler_type="constant")
+    straight = TRAINERS[name](tmp_path / "straight", **changes)
+    straight.train()
+    total = straight.state.global_step
+    for step in sorted({1, total // 2, total - 1}):  # inside epochs, and where one ends
+        out = tmp_path / f"{step}"
+        TRAINERS[name](out, **changes | dict(max_steps=step)).train()
+        resumed = TRAINERS[name](out, **changes | dict(max_steps=total))
+        resumed.train(resume_from_checkpoint=True)
+        expected = weights(straight)
+        assert resumed.state.global_step == total and resumed.state.epoch == straight.state.epoch
+        assert [k for k, v in weights(resumed).items() if not torch.equal(v, expected[k])] == []
+        assert tree_equal(resumed.optimizer.state_dict()["state"], straight.optimizer.state_dict()["state"])
+
+
 @pytest.mark.parametrize("name", ["causal-lm", "grpo-reused"])
 def test_an_epoch_that_a_callback_ended_is_not_taken_up_again(name, tmp_path):
     def make(out, *callbacks):

@@ -233,3 +233,25 @@ def test_every_argument_of_trl_is_known_with_its_default(name, tmp_path):
     made = [package(output_dir=str(tmp_path), use_cpu=True, bf16=False) for package in (theirs, kind)]
     for argument in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps", "num_generations"):
         assert getattr(made[0], argument) == getattr(made[1], argument), argument
+
+
+def test_the_masks_of_tokens_and_completions_are_those_of_trl(tmp_path):
+    torch.manual_seed(0)
+    entropies, mask = torch.rand(6, 9), (torch.rand(6, 9) > 0.3).long()
+    args = dict(
+        max_completion_length=4, num_generations=2, per_device_train_batch_size=2, report_to="none", use_cpu=True
+    )
+    config = posttrain.rl.GRPOConfig(str(tmp_path), **args)
+    parts = {"reward_funcs": digit_sum, "processing_class": tiny.tokenizer()}
+    parts["train_dataset"] = Dataset.from_dict({"prompt": PROMPTS})
+    ours = posttrain.rl.GRPOTrainer(tiny.causal_lm(), args=config, **parts)
+    for threshold in (0.0, 0.3, 0.8, 1.0):
+        theirs = trl.GRPOTrainer.get_high_entropy_mask(ours, entropies, mask, threshold)
+        assert torch.equal(ours.get_high_entropy_mask(entropies, mask, threshold), theirs)
+        assert 0 < theirs.sum() <= mask.sum()
+    logps, sampled, advantages = torch.randn(6, 9), torch.randn(6, 9), torch.randn(6, 1)
+    found = [
+        kind.get_off_policy_mask(advantages, logps, sampled, mask.float(), 0.1)
+        for kind in (posttrain.rl.GRPOTrainer, trl.GRPOTrainer)
+    ]
+    assert torch.equal(*found) and 0 < found[0].sum() < 6

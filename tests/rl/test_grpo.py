@@ -190,6 +190,26 @@ def test_every_loss_trains(loss_type, level, tmp_path):
     assert any(not torch.equal(before[name], value) for name, value in run.model.state_dict().items())
 
 
+@pytest.mark.parametrize("hook", ["get_off_policy_mask", "get_high_entropy_mask"])
+def test_masks_of_a_subclass_decide_what_is_trained_on(hook, tmp_path):
+    class NothingTrains(GRPOTrainer):
+        pass
+
+    def nothing(*args):
+        mask = next(value for value in reversed(args) if isinstance(value, torch.Tensor))
+        return torch.zeros_like(mask[:, :1] if hook == "get_off_policy_mask" else mask)
+
+    setattr(
+        NothingTrains, hook, staticmethod(nothing) if hook == "get_off_policy_mask" else lambda self, *a: nothing(*a)
+    )
+    changes = dict(off_policy_mask_threshold=0.5, top_entropy_quantile=0.5, max_steps=2)
+    run = trainer(tmp_path, kind=NothingTrains, **changes)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    assert logged(run, "grad_norm") == [0, 0]
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+
+
 def test_equal_rewards_teach_nothing_and_that_is_said(tmp_path, caplog):
     run = trainer(tmp_path, reward=lambda completions: [1.0] * len(completions))
     before = {name: value.clone() for name, value in run.model.state_dict().items()}

@@ -1181,7 +1181,7 @@ class Trainer(HFCompat):
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
-        if not is_left:
+        if not is_left and not self._ends_inside_epoch(plan):
             progress.epoch_ended, progress.batches = True, 0
             self.run.loader.set_epoch(progress.epoch + 1)
         self._fire("on_epoch_end")
@@ -1194,6 +1194,12 @@ class Trainer(HFCompat):
             return False
         length = plan.batches_per_epoch
         return self.state.global_step < plan.max_steps and (length is None or self.run.progress.batches < length)
+
+    def _ends_inside_epoch(self, plan: Plan) -> bool:
+        """Whether max_steps ends the run inside an epoch, whose rest is trained by a run with more steps."""
+        length, batches = plan.batches_per_epoch, self.run.progress.batches
+        is_over = self.control.should_epoch_stop or (length is not None and batches >= length)
+        return self.state.global_step >= plan.max_steps and batches > 0 and not is_over
 
     def _save_inside_epoch(self, model: nn.Module, trial: Any) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""

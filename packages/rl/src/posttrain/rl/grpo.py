@@ -195,7 +195,7 @@ class GRPOTrainer(RolloutTrainer):
         if args.off_policy_mask_threshold is not None:
             sampled = inputs.get("sampling_logps", old_logps)
             threshold = args.off_policy_mask_threshold
-            loss = loss * policy_losses.off_policy_mask(logps, sampled, advantages, mask, threshold)
+            loss = loss * self.get_off_policy_mask(advantages, logps, sampled, mask, threshold)
         if "entropy_mask" in inputs:
             loss = loss * inputs["entropy_mask"]
         if correction is not None and not loss_type.corrects_itself:
@@ -207,6 +207,18 @@ class GRPOTrainer(RolloutTrainer):
             self.metrics.add_sum("kl", (kl.detach() * mask).sum(), mask.sum())
         self._log_loss(parts)
         return loss
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: torch.Tensor,
+        per_token_logps: torch.Tensor,
+        sampling_per_token_logps: torch.Tensor,
+        mask: torch.Tensor,
+        off_policy_threshold: float,
+    ) -> torch.Tensor:
+        """1 for completions to train on, 0 for those to leave out; see `posttrain.rl.policy_losses.off_policy_mask`."""
+        logps = per_token_logps, sampling_per_token_logps
+        return policy_losses.off_policy_mask(*logps, advantages, mask, off_policy_threshold)
 
     def _log_loss(self, parts: Policy) -> None:
         """The metrics of each kind of loss."""

@@ -18,6 +18,5 @@ ROLLOUT_METHODS = {
     "_generate_single_turn": "override generate", "_tool_call_loop": "override generate",
     "_tokenize_prompts": "override generate",
     "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
-    "get_high_entropy_mask": "override policy_loss", "get_off_policy_mask": "override policy_loss",
     "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",
 }  # fmt: skip

@@ -558,9 +558,9 @@ class RolloutTrainer(Trainer):
             found = self._logps_of(self.model, rollout, with_entropy=by_entropy)
             old = found[0]
             if by_entropy:
-                parts = self.dist.gather_object(found[1][rollout.loss_mask])
-                threshold = policy_losses.entropy_threshold(torch.cat(parts), self.top_entropy_quantile)
-                rollout = replace(rollout, entropy_mask=(found[1] >= threshold) & rollout.loss_mask)
+                entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
+                mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+                rollout = replace(rollout, entropy_mask=mask.cpu())
         if corrects:
             rollout = replace(rollout, correction=self._correction(rollout, old))
         reference = None
@@ -572,6 +572,13 @@ class RolloutTrainer(Trainer):
             kl = ((old - reference) * rollout.loss_mask).sum(1)
         keep = old if self.needs_old_logps or corrects else None
         return replace(rollout, old_logps=keep, ref_logps=reference), kl
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
+        local = entropies[mask.bool()].float()
+        everyone = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0, pad_index=-1))
+        least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
+        return (entropies >= least) & mask.bool()
 
     #: Whether completions of an engine that is not quite the policy are weighted, see
     # `policy_losses.engine_correction`.
