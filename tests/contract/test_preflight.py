@@ -76,6 +76,12 @@ PARTS = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def absent_packages(monkeypatch):
+    for name in ("liger_kernel", "optimi"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
 # finding_D1
 @pytest.mark.parametrize("trainer_class", [Trainer, Seq2SeqTrainer, *NAMED])
 def test_every_trainer_says_everything_at_once_before_a_model_is_there(trainer_class, make, tmp_path):
@@ -119,7 +125,6 @@ ALONE = [
 @pytest.mark.parametrize("trainer_class", [Trainer, SFTTrainer, DPOTrainer, GRPOTrainer])
 @pytest.mark.parametrize(("changes", "error", "parts"), ALONE, ids=[" ".join(changes) for changes, *_ in ALONE])
 def test_each_fault_alone_has_its_own_type(trainer_class, changes, error, parts, make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     if any(isinstance(value, dict) for value in changes.values()):
         monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(error) as caught:

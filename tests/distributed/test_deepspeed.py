@@ -50,7 +50,7 @@ def test_auto_follows_the_arguments(monkeypatch):
         ({"train_micro_batch_size_per_gpu": 5}, "per_device_train_batch_size is 3"),
         ({"gradient_clipping": 1.0}, "max_grad_norm is 0.5"),
         ({"bf16": {"enabled": True}}, "bf16 is False"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}, "learning_rate says 5e-05"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}, "learning_rate is 5e-05"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "name an optimizer in optim"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}, "set lr_scheduler_type"),
         ({"activation_checkpointing": {"number_checkpoints": "auto"}},

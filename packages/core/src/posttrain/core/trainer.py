@@ -958,7 +958,7 @@ class Trainer(HFCompat):
 
     def _number_of_saves(self, plan: Plan) -> int:
         every = {"steps": as_steps(self.args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
-        return -(-plan.max_steps // (every.get(str(self.args.save_strategy)) or plan.max_steps))
+        return -(-plan.max_steps // max(every.get(str(self.args.save_strategy)) or plan.max_steps, 1))
 
     def _contents(self) -> Contents:
         return Contents(
