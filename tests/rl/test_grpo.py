@@ -369,7 +369,7 @@ def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
     trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
-    assert ("weights each sequence by its length" in caplog.text) == (loss_type != "grpo")
+    assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
     page = (Path(__file__).parents[2] / "docs" / "online-rl.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"this is\s+GSPO\. (.*?) add up tokens", page, re.DOTALL)
     assert (f"`{loss_type}`" in said) == (loss_type != "grpo")  # the page and the warning agree

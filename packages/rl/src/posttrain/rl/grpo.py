@@ -150,8 +150,8 @@ class GRPOTrainer(RolloutTrainer):
             )
         if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
             logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its length, "
-                "because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
+                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
+                "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
                 "loss_type='grpo'.", config.loss_type,
             )  # fmt: skip
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
