@@ -155,7 +155,8 @@ class RolloutTrainer(Trainer):
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
         row = None if pipeline.is_stream(train_dataset) else train_dataset[0]
         if row is None:  # each process reads its own part of the stream, as trl notes in the same place
-            args.accelerator_config.dispatch_batches = False
+            accelerator_config: Any = args.accelerator_config
+            accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
