@@ -56,6 +56,17 @@ def test_the_head_of_usual_models_is_found(arch):
     assert all(module.training for module in model.modules()) and not head.linear._forward_hooks
 
 
+def assert_loss_and_gradients_in_head(model, ids, labels, expected):
+    """The loss taken in the head is `expected`, and so are its gradients."""
+    expected.backward()
+    wanted = gradients(model)
+    with lm_head.loss_in_head(model, labels):
+        loss = model(input_ids=ids).logits[0]
+    assert_close(loss, expected)
+    loss.backward()
+    assert_same_gradients(gradients(model), wanted)
+
+
 @pytest.mark.parametrize(
     ("arch", "config", "softcap", "scale"),
     [
@@ -74,13 +85,7 @@ def test_softcap_and_scale_are_found_and_give_the_models_loss(arch, config, soft
     expected = cross_entropy(output.logits, labels, num_items=1)
     given = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
     assert_close(linear_cross_entropy(output.hidden_states[-1], head.weight, shift_labels(labels), **given), expected)
-    expected.backward()
-    wanted = gradients(model)
-    with lm_head.loss_in_head(model, labels):
-        loss = model(input_ids=ids).logits[0]
-    assert_close(loss, expected)
-    loss.backward()
-    assert_same_gradients(gradients(model), wanted)
+    assert_loss_and_gradients_in_head(model, ids, labels, expected)
     assert torch.equal(model(input_ids=ids).logits, output.logits)
 
 
@@ -202,13 +207,7 @@ def test_virtual_tokens_of_prompt_tuning_carry_no_label():
     model, (ids, labels) = adapters.add_adapter(tiny.causal_lm(), config), batch()
     logits = model(input_ids=ids).logits
     expected = cross_entropy(logits[:, 3:], labels, num_items=1)
-    expected.backward()
-    wanted = gradients(model)
-    with lm_head.loss_in_head(model, labels):
-        loss = model(input_ids=ids).logits[0]
-    assert_close(loss, expected)
-    loss.backward()
-    assert_same_gradients(gradients(model), wanted)
+    assert_loss_and_gradients_in_head(model, ids, labels, expected)
     with lm_head.logps_in_head(model, labels), torch.no_grad():
         assert_close(model(input_ids=ids).logits.sum(), -expected.detach())
 

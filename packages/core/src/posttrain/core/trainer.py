@@ -45,7 +45,7 @@ from posttrain.core.models import (
     regularization,
     special_tokens,
     wrapping,
-)  # fmt: skip
+)
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import (
@@ -57,7 +57,7 @@ from posttrain.core.training import (
     preemption,
     preflight,
     resume,
-)  # fmt: skip
+)
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.memory import MemoryTracker
 from posttrain.core.training.oom import BatchSplitter
