@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
-        evaluation.predictions logging.input_counter logging.metrics logging.redaction losses.language_modeling
+        evaluation.predictions logging.input_counter logging.metrics logging.redaction losses.distillation
+        losses.language_modeling
         losses.normalization models.block_mask models.embeddings models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan data.host_copies

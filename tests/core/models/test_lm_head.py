@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import (
     count_targets,
     cross_entropy,
@@ -258,3 +259,32 @@ def test_the_head_takes_the_loss_through_ddp_and_fsdp(wrapper, one_process_group
         total.backward()
         found = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in gradients(model).items()}
         assert_same_gradients(found, wanted)
+
+
+# ----------------------------------------------------------------------------------------- a teacher and a student
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("Qwen3", "Llama"), ("Mistral", "Gemma2"), ("Gemma2", "Cohere")])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_divergence_in_the_head_is_that_of_whole_logits(student, teacher, beta):
+    options = {"Gemma2": {"final_logit_softcapping": 2.0, "hidden_size": 48}, "Cohere": {"logit_scale": 0.5}}
+    student, teacher = (special_arch(name, **options.get(name, {})) for name in (student, teacher))
+    student.train()
+    ids = torch.randint(4, 96, (3, 9))
+    labels = ids.masked_fill(torch.rand(3, 9) < 0.4, -100)
+    at = labels != -100
+    with torch.no_grad(), lm_head.states_in_head(teacher, labels) as found:
+        teacher(input_ids=ids)
+    with torch.no_grad():
+        expected_teacher = (teacher(input_ids=ids).logits[at] / 0.8).log_softmax(-1)
+    own = (student(input_ids=ids).logits[at] / 0.8).log_softmax(-1)
+    expected = divergence_terms(own, expected_teacher, beta).sum()
+    with lm_head.divergence_in_head(student, labels, found[0], Measure(beta, 0.8), chunk_size=5):
+        loss, entropy = student(input_ids=ids).logits
+    assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert_close(entropy, -(own.exp() * own).sum().detach(), rtol=1e-4, atol=1e-4)
+    loss.backward()
+    ours = gradients(student)
+    expected.backward()
+    for name, gradient in gradients(student).items():
+        assert (ours[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name

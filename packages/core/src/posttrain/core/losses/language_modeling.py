@@ -101,7 +101,7 @@ def cross_entropy(
     """
     labels = shift_labels(labels, ignore_index) if shift else labels
     labels = labels.reshape(-1).to(logits.device)
-    logits = logits.reshape(-1, logits.shape[-1]).to(_statistics_dtype(logits.dtype))
+    logits = logits.reshape(-1, logits.shape[-1]).to(statistics_dtype(logits.dtype))
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if dft:
         losses = F.cross_entropy(logits, labels, reduction="none", **options)
@@ -115,7 +115,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Te
     """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) ->
     (...).
     """
-    logits = logits.to(_statistics_dtype(logits.dtype))
+    logits = logits.to(statistics_dtype(logits.dtype))
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
@@ -192,15 +192,13 @@ def linear_cross_entropy(
         raise ValueError(
             f"dft weights a target by its probability; label_smoothing={label_smoothing} has several. Set it to 0."
         )
-    options = _Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft)
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
     function = _TokenLosses if wait else _SummedLoss
     names = ("correct", "entropy") if return_stats else ()
-    loss, *stats = function.apply(
-        hidden, weight, bias, targets, rows, options, names, _needs_grad(hidden, weight, bias)
-    )
+    loss, *stats = function.apply(hidden, weight, bias, targets, rows, options, names, needs_grad(hidden, weight, bias))
     if wait:
         losses = loss = loss * dynamic_weights(loss) if dft else loss
     else:
@@ -258,16 +256,16 @@ def token_logps(
         raise ValueError(f"stats holds {unknown[0]!r}, which is not one of {', '.join(TOKEN_STATS)}.")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be > 0.")
-    options = _Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0)
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     losses, *found = _TokenLosses.apply(
-        hidden, weight, bias, targets, rows, options, stats, _needs_grad(hidden, weight, bias)
+        hidden, weight, bias, targets, rows, options, stats, needs_grad(hidden, weight, bias)
     )
     logps = _scatter(-losses, rows, labels)
     return (logps, *(_scatter(stat, rows, labels) for stat in found)) if stats else logps
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     dtype: torch.dtype
     chunk_size: int
     softcap: float | None
@@ -295,7 +293,7 @@ def _targets(
     return hidden, labels[rows], rows
 
 
-def _needs_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+def needs_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
 
 
@@ -306,7 +304,7 @@ def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor
     return values.view(like.shape)
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -318,7 +316,7 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-class _Tiles:
+class Tiles:
     """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
 
     A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits. It is
@@ -331,7 +329,7 @@ class _Tiles:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        options: _Options,
+        options: Options,
         num_rows: int,
         rows: torch.Tensor | None,
     ) -> None:
@@ -345,7 +343,7 @@ class _Tiles:
         elements = BLOCK_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS_ON_DEVICES
         self.block_rows = min(max(elements // vocabulary, 1), self.tile_rows)
         block = self.block_rows, vocabulary
-        self.statistics_dtype = _statistics_dtype(self.dtype)
+        self.statistics_dtype = statistics_dtype(self.dtype)
         self.probabilities = new(block, dtype=self.statistics_dtype)
         self.converted = None if self.dtype == self.statistics_dtype else new(block, dtype=self.statistics_dtype)
 
@@ -398,7 +396,7 @@ class _Tiles:
 
 
 def _score(
-    logits: torch.Tensor, tiles: _Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
+    logits: torch.Tensor, tiles: Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
 ) -> None:
     """Write the losses of a block of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
 
@@ -445,10 +443,10 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
 
 
-class _Gradients:
+class Gradients:
     """Gradients of hidden, weight and bias, filled tile by tile; None where not needed."""
 
-    def __init__(self, tiles: _Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
+    def __init__(self, tiles: Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
         needs_hidden, needs_weight, needs_bias = needs
         statistics = tiles.statistics_dtype
         self.weight_dtype = weight.dtype
@@ -458,7 +456,7 @@ class _Gradients:
 
     def of_block(
         self,
-        tiles: _Tiles,
+        tiles: Tiles,
         products: torch.Tensor,
         labels: torch.Tensor,
         slope: torch.Tensor | None,
@@ -469,6 +467,17 @@ class _Gradients:
         gradient[torch.arange(len(labels), device=labels.device), labels] -= 1 - smoothing
         if smoothing:
             gradient.sub_(smoothing / gradient.shape[1])
+        self.write(tiles, products, gradient, slope, factor)
+
+    def write(
+        self,
+        tiles: Tiles,
+        products: torch.Tensor,
+        gradient: torch.Tensor,
+        slope: torch.Tensor | None,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Overwrite a block of a tile with the `gradient` of its (n, V) logits, which is changed, times `factor`."""
         if slope is not None:
             gradient.mul_(slope)
         if self.bias is not None:
@@ -479,7 +488,7 @@ class _Gradients:
 
     def of_tile(
         self,
-        tiles: _Tiles,
+        tiles: Tiles,
         start: int,
         stop: int,
         hidden: torch.Tensor,
@@ -524,8 +533,8 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
-            gradients = _Gradients(tiles, weight, needs)
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = Gradients(tiles, weight, needs)
             factor = options.scale / options.temperature
             scores = tiles.scores(1 + len(stats))
             weights = tiles.scores(1)[0] if options.dft else None
@@ -569,7 +578,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
             scores = tiles.scores(1 + len(stats))
             for start, stop in tiles:
                 tile = tiles.multiply(tiles.hidden_at(start, stop))
@@ -590,8 +599,8 @@ class _TokenLosses(torch.autograd.Function):
         options = ctx.options
         factors = grad_losses * (options.scale / options.temperature)
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden, weight, bias, options, len(labels), rows)
-            gradients = _Gradients(tiles, weight, ctx.needs)
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = Gradients(tiles, weight, ctx.needs)
             for start, stop in tiles:
                 states, factor = tiles.hidden_at(start, stop), factors[start:stop]
                 tile = tiles.multiply(states)

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.losses.distillation import HeadStates, Measure, TopK, linear_divergence
 from posttrain.core.losses.language_modeling import (
     IGNORE_INDEX,
+    labelled_places,
     linear_cross_entropy,
     product_dtype,
     shift_labels,
@@ -176,6 +178,63 @@ def logps_in_head(
         return (torch.stack(scores) if return_entropy or stats else scores)[..., aligned.shape[1] - targets.shape[1] :]
 
     with _head_replaced(model, logps):
+        yield
+
+
+@contextlib.contextmanager
+def states_in_head(
+    model: nn.Module, labels: torch.Tensor, *, ignore_index: int = IGNORE_INDEX
+) -> Iterator[list[HeadStates]]:
+    """Within this context the model's head computes no logits. What they would come from is left in the list.
+
+    Args:
+        labels: (B, T), aligned with the logits; the M positions that have one are kept, in their order.
+    """
+    found: list[HeadStates] = []
+    shares = _is_sharded(model)  # the weight is whole during the forward alone
+
+    def keep(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        aligned = _behind_virtual_tokens(model, labels, hidden, ignore_index)
+        rows = labelled_places(aligned, ignore_index).to(hidden.device)
+        states = hidden.detach().reshape(-1, hidden.shape[-1])[rows]
+        own = [None if part is None else part.detach() for part in (head.weight, head.bias)]
+        weight, bias = (part.clone() if shares and part is not None else part for part in own)
+        found.append(HeadStates(states, cast(torch.Tensor, weight), bias, head.softcap, head.scale))
+        return hidden[..., :1]
+
+    with _head_replaced(model, keep):
+        yield found
+
+
+@contextlib.contextmanager
+def divergence_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    teacher: HeadStates | TopK,
+    measure: Measure,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+) -> Iterator[None]:
+    """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
+    positions that have a label, with its graph; and the summed entropy in nats, detached. See
+    `posttrain.core.losses.distillation.linear_divergence`.
+
+    Args:
+        labels: (B, T), aligned with the logits.
+    """
+
+    def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        aligned = _behind_virtual_tokens(model, labels, hidden, ignore_index)
+        options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
+        return torch.stack(
+            linear_divergence(
+                hidden, head.weight, aligned, teacher, measure,
+                bias=head.bias, softcap=head.softcap, scale=head.scale, **options,
+            )
+        )  # fmt: skip
+
+    with _head_replaced(model, loss):
         yield
 
 
