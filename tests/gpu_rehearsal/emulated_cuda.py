@@ -558,7 +558,7 @@ def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable
     return _OneKernel.apply(attend, pairs, query, key, value)
 
 
-def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What torch's kernel for documents of different lengths computes; it takes 16 bits alone."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"torch's varlen_attn takes no {query.dtype}")
@@ -634,7 +634,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         for method in (torch.autocast.__enter__, torch.autocast.__exit__):
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
-        stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda: _flex))
+        stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
         _forget_device()
         stack.callback(_forget_device)

@@ -1,10 +1,14 @@
 """Attention of packed documents and shared prompts on an emulated GPU: the kernels it takes, and the bytes in use."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 
 from posttrain.core.data.segments import Segments
 from posttrain.core.models import document_kernels, varlen_attention
+from posttrain.core.models.block_mask import block_mask
 from tests import tiny
 from tests.contract.trainers import TRAINERS
 from tests.gpu_rehearsal import emulated_cuda
@@ -17,6 +21,7 @@ def test_packed_documents_in_bfloat16_take_the_kernel_for_documents(tmp_path, mo
     calls = []
     varlen = emulated_cuda._varlen
 
+    @functools.wraps(varlen)
     def counted(query, *args, **kwargs):
         calls.append(query.dtype)
         return varlen(query, *args, **kwargs)
@@ -49,8 +54,7 @@ def peak_of(segments, dtype, monkeypatch):
         return query * 1 + (key + value).repeat_interleave(groups, -3 if kwargs.get("block_mask") else -2)
 
     monkeypatch.setattr(document_kernels, "_choose", lambda *args: like_query)
-    with EmulatedCuda() as gpu:
-        monkeypatch.setattr(varlen_attention, "_flex_attention", lambda: like_query)
+    with EmulatedCuda() as gpu, mock.patch.object(varlen_attention, "_flex_attention", lambda kind: like_query):
         torch.manual_seed(0)
         model = tiny.causal_lm(num_hidden_layers=1, vocab_size=64, tie_word_embeddings=True).to("cuda", dtype)
         varlen_attention._set_implementation(model, "segments_sdpa")
@@ -76,3 +80,66 @@ def test_bytes_grow_with_the_tokens_and_not_with_their_square(layout, dtype, mon
     large, largest, on_host = peak_of(segments(tokens), dtype, monkeypatch)
     assert large < 4.4 * small
     assert max(largest, on_host) < 1000 * tokens  # a mask of bytes has 65,536 a token
+
+
+def test_a_kernel_of_documents_on_torch_2_11_which_knows_no_groups_of_heads():
+    def varlen_attn(
+        query, key, value, bounds, same, longest, also, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return emulated_cuda._varlen(
+            query, key, value, bounds, same, longest, also, scale=scale, window_size=window_size, enable_gqa=False
+        )
+
+    torch.manual_seed(0)
+    shapes = (12, 4, 16), (12, 2, 16), (12, 2, 16)
+    rows = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    with EmulatedCuda(), mock.patch.object(torch.nn.attention.varlen, "varlen_attn", varlen_attn):
+        there = [row.to("cuda").transpose(0, 1)[None].requires_grad_() for row in rows]
+        out = varlen_attention.segment_attention(*there, Segments.documents([5, 7]), scale=0.25, window=4)
+        out.float().sum().backward()
+        found = [out, *(tensor.grad for tensor in there)]
+        found = [tensor.detach().cpu().float() for tensor in found]
+    here = [row.float().transpose(0, 1)[None].requires_grad_() for row in rows]
+    mask = Segments.documents([5, 7]).dense_mask(4)
+    expected = torch.nn.functional.scaled_dot_product_attention(*here, mask, scale=0.25, enable_gqa=True)
+    expected.sum().backward()
+    for one, other in zip(found, [expected, *(tensor.grad for tensor in here)], strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=0.05, atol=0.05)
+
+
+def test_flex_attention_is_compiled_for_a_kind_of_input_and_not_for_each_batch():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    varlen_attention._flex_attention.cache_clear()
+    counters.clear()
+
+    def attend(segments, **rule):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, n, segments.num_tokens, 16) for n in (4, 2, 2))
+        window = rule.pop("window", None)
+        mask = block_mask(segments, window, torch.device("cpu"))
+        flex = varlen_attention._flex_attention((window is None, *rule), "aot_eager")
+        found = flex(query, key, value, block_mask=mask, scale=0.25, enable_gqa=True)
+        dense = segments.dense_mask(window)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dense, scale=0.25, enable_gqa=True
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    try:
+        batches = [[100, 30, 70], [5, 6, 7, 300, 411], [400], [64] * 20, [33, 200], [250, 290], [129], [300, 1, 1]]
+        for lengths in batches:
+            attend(Segments.documents(lengths))
+        attend(Segments.groups([(100, [30, 40]), (50, [60])]))
+        assert counters["stats"]["unique_graphs"] <= 2  # one for all sizes, if not for the very first as well
+        attend(Segments.documents([100, 27]))  # one block
+        assert counters["stats"]["unique_graphs"] <= 3
+        with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+            for window in (20, 50, 400):
+                attend(Segments.documents([100, 30, 70]), window=window)
+        assert counters["stats"]["unique_graphs"] <= 4
+    finally:
+        torch._dynamo.reset()
+        varlen_attention._flex_attention.cache_clear()

@@ -104,3 +104,12 @@ def test_a_run_on_the_emulated_gpu_is_that_of_the_cpu(name, tmp_path, monkeypatc
         )
         listed = "\n".join(f"{count} x {' | '.join(map(str, place))}" for place, count in places.most_common())
         pytest.fail(f"{(counted[WINDOW], counted[EVALUATION])} waits, and {WAITS[name]} are on record:\n{listed}")
+
+
+def test_a_trainer_on_the_cpu_and_one_on_the_gpu_follow_each_other_in_a_process(tmp_path):
+    with EmulatedCuda():
+        for number, use_cpu in enumerate((True, False, True, False)):
+            trainer = TRAINERS["causal-lm"](tmp_path / str(number), use_cpu=use_cpu, **SIZES | {"max_steps": 1})
+            trainer.train()
+            kind = "cpu" if use_cpu else "cuda"
+            assert trainer.dist.device.type == trainer.accelerator.device.type == trainer.model.device.type == kind

@@ -22,6 +22,7 @@ from posttrain.core.distributed import deepspeed, sharding
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
+    device,
     has_bfloat16_instructions,
     lost_processes,
     precision,
@@ -79,6 +80,18 @@ def _without_plugins() -> Iterator[None]:
         os.environ.update(hidden)
 
 
+def _forget_another_device(wanted: torch.device) -> None:
+    """Let this process, if it is the only one, use another kind of device than before: accelerate keeps the first that
+    it chose. It refuses the CPU after a GPU, and trains on the CPU when a GPU is asked for after that.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    before = getattr(PartialState._shared_state.get("device"), "type", None)
+    if before not in (None, wanted.type) and not grouped:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
     """Round the weights of `model` that its forward would round each time: those of matrix products under autocast, or
     `everything` under FSDP, which gathers weights in that type. Weights tied to an embedding stay.
@@ -113,6 +126,7 @@ class Distributed:
         # `autocast` below handles autocast, because accelerate would patch the forward of the user's model. Its
         # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
         # backward, which old training_steps call, would divide the loss again.
+        _forget_another_device(device(args.use_cpu))
         with _without_plugins():
             self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
         self.device: torch.device = self.accelerator.device

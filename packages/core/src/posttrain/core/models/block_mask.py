@@ -21,8 +21,11 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    parts = segments.segment_ids(), segments.position_ids()[0], segments.sees()
-    ids, positions, sees = (part.to(device, non_blocking=True) for part in parts)
+    sees = segments.sees()
+    if len(sees) == 1:  # a tensor of one element would be compiled for on its own
+        sees = sees.expand(2, 2)
+    parts = segments.segment_ids(), segments.position_ids()[0], sees
+    ids, positions, sees = (part.contiguous().to(device, non_blocking=True) for part in parts)
 
     def rule(batch, head, q, kv):
         distance = positions[q] - positions[kv]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 
@@ -42,10 +43,20 @@ def _by_torch(query, key, value, bounds, longest, scale, window, softcap) -> tor
     from torch.nn.attention import varlen
 
     sees = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": sees, "enable_gqa": query.shape[1] != key.shape[1]}
+    options = {"scale": scale, "window_size": sees}
+    if query.shape[1] != key.shape[1]:
+        if _takes_groups(varlen.varlen_attn):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     out = varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     assert isinstance(out, torch.Tensor)  # a pair only if the logarithms of the normalisers are asked for
     return out
+
+
+@functools.cache
+def _takes_groups(kernel: Kernel) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @functools.lru_cache(maxsize=8)

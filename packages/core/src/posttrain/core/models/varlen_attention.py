@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -470,14 +471,27 @@ def _on_cuda(query, key, value, segments, scale, window, softcap) -> torch.Tenso
         bounds, longest = bounds_of(segments, query.device), max(segments.lengths)
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)
-    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if softcap:
         options["score_mod"] = lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
-    return _flex_attention()(query, key, value, block_mask=block_mask(segments, window, query.device), **options)
+    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    sizes = (*query.shape[1::2], *key.shape[1::2], value.shape[3])
+    flex = _flex_attention((query.dtype, trained, window is None, softcap, scale, *sizes))
+    return flex(query, key, value, block_mask=block_mask(segments, window, query.device), **options)
 
 
 @functools.cache
-def _flex_attention() -> Callable[..., torch.Tensor]:
+def _flex_attention(kind: tuple[Any, ...], backend: str = "inductor") -> Callable[..., torch.Tensor]:
+    """Compiled flex attention for inputs of one `kind`, anything that needs a kernel of its own.
+
+    Each has its own code object, because torch compiles one of them 8 times at most; what comes later would run
+    uncompiled, with all N x N scores in memory.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    def attend(query, key, value, **options):
+        return flex_attention(query, key, value, **options)
+
+    code = attend.__code__.replace(co_name=f"flex_attention_{_flex_attention.cache_info().currsize}")
+    function = types.FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+    return torch.compile(function, dynamic=True, backend=backend)
