@@ -201,7 +201,7 @@ def heads_of(segments, dtype=torch.float32):
 def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(varlen_attention, "_flex_attention", lambda: flex_attention)  # not compiled
+    monkeypatch.setattr(varlen_attention, "_flex_attention", lambda kind: flex_attention)  # not compiled
     window, softcap = rule.get("window"), rule.get("softcap")
     found = varlen_attention._on_cuda(*heads_of(segments), segments, 0.3, window, softcap)
     expected = by_definition(*heads_of(segments), segments.dense_mask(window), 0.3, softcap)
