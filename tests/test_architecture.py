@@ -1,4 +1,4 @@
-"""What keeps the house a house: floors, no circles, siblings that never meet, short doors, cheap imports.
+"""The rules of the source tree: layers, no circles, siblings apart, short hooks, cheap imports.
 
 A failure names the import to move. When the plan itself changes, change the tables here and `docs/architecture.md`
 together.
@@ -68,14 +68,14 @@ LONG = {
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }
 # The methods that users override, under the names of transformers' Trainer.
-DOORS = """
+HOOKS = """
     get_train_dataloader get_eval_dataloader get_test_dataloader _get_train_sampler _get_eval_sampler create_optimizer
     get_decay_parameter_names get_optimizer_cls_and_kwargs create_scheduler create_optimizer_and_scheduler train
     get_batch_samples training_step compute_loss prediction_step evaluation_loop evaluate predict log save_model
     _save_checkpoint _load_from_checkpoint add_callback pop_callback remove_callback _prepare_inputs
     _set_signature_columns_if_needed log_metric state_dict load_state_dict count_items windows
 """.split()
-LONG_DOORS = {
+LONG_HOOKS = {
     "train": "the loop itself",
     "training_step": "the one place where a loss is scaled, with every case in sight",
     "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
@@ -282,12 +282,12 @@ def test_long_files_say_why():
     assert sorted(set(LONG) - set(sources())) == [], "a reason is given for a file that is gone"
 
 
-def test_doors_are_short():
+def test_hooks_are_short():
     trainer = next(n for n in tree("core/trainer.py").body if isinstance(n, ast.ClassDef) and n.name == "Trainer")
     lengths = {n.name: body_lines(n, "core/trainer.py") for n in trainer.body if isinstance(n, ast.FunctionDef)}
-    assert sorted(set(DOORS) - set(lengths)) == [], "a door that users of transformers know is missing"
-    doors = {*DOORS, *(name for name in lengths if not name.startswith("_"))}
-    assert {name: lengths[name] for name in doors if lengths[name] > 10 and name not in LONG_DOORS} == {}
+    assert sorted(set(HOOKS) - set(lengths)) == [], "a hook that users of transformers know is missing"
+    hooks = {*HOOKS, *(name for name in lengths if not name.startswith("_"))}
+    assert {name: lengths[name] for name in hooks if lengths[name] > 10 and name not in LONG_HOOKS} == {}
 
 
 def body_lines(function: ast.FunctionDef, where: str) -> int:

@@ -911,7 +911,7 @@ def test_a_subclass_of_the_arguments_is_parsed_and_saved(tmp_path):
     assert read["using_ema"] is True and read["max_steps"] == 1
 
 
-# ------------------------------------------------------------------------------------------------------- loss and doors
+# ------------------------------------------------------------------------------------------------------- loss and hooks
 
 
 def token_mean(outputs, labels, num_items_in_batch):
@@ -1066,7 +1066,7 @@ def test_evaluate_gives_metrics_and_predict_the_predictions(tmp_path):
 
 @pytest.mark.mission("S086", "S087", "S090")
 def test_each_step_and_each_record_passes_its_overridable_method(tmp_path):
-    class Doors(Trainer):
+    class Hooks(Trainer):
         trained, records = 0, 0
 
         def training_step(self, model, inputs, num_items_in_batch=None):
@@ -1081,7 +1081,7 @@ def test_each_step_and_each_record_passes_its_overridable_method(tmp_path):
             self.records += 1
             super().log(logs, *args)
 
-    trainer = fit(tmp_path, Doors, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer = fit(tmp_path, Hooks, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     trainer.train()
     assert trainer.trained == 4 and trainer.records == len(trainer.state.log_history) == 3
     assert trainer.evaluate()["eval_loss"] == 3 and trainer.predict(line(2)).predictions.tolist() == [5, 5]

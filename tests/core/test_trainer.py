@@ -1,4 +1,4 @@
-"""What users of a Trainer count on: events, logs, doors, checkpoints, evaluation."""
+"""What users of a Trainer count on: events, logs, hooks, checkpoints, evaluation."""
 
 import json
 import math

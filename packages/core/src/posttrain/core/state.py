@@ -218,7 +218,7 @@ class PredictionOutput(NamedTuple):
 
     predictions: np.ndarray | tuple[np.ndarray, ...]
     label_ids: np.ndarray | tuple[np.ndarray, ...] | None
-    metrics: dict[str, float] | None
+    metrics: dict[str, float]
 
 
 class EvalLoopOutput(NamedTuple):
@@ -226,8 +226,8 @@ class EvalLoopOutput(NamedTuple):
 
     predictions: np.ndarray | tuple[np.ndarray, ...]
     label_ids: np.ndarray | tuple[np.ndarray, ...] | None
-    metrics: dict[str, float] | None
-    num_samples: int | None
+    metrics: dict[str, float]
+    num_samples: int
 
 
 class EvalPrediction:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
 import time
 import weakref
@@ -42,6 +41,7 @@ from posttrain.core.models import (
     embeddings,
     gradient_checkpointing,
     liger,
+    loading,
     regularization,
     special_tokens,
     wrapping,
@@ -66,6 +66,9 @@ from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.run import RunState
 
 logger = logging.getLogger(__name__)
+
+#: What stands for a model, an optimizer or a schedule until the run makes it.
+NOT_MADE: Any = None
 
 DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback]
 
@@ -157,7 +160,7 @@ class Trainer(HFCompat):
         self.run = RunState()
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
-        self.checkpoints: CheckpointManager | None = None
+        self.checkpoints = CheckpointManager(args, self.dist, self.store)
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -209,8 +212,9 @@ class Trainer(HFCompat):
         self._look_up(model, wrapping.base_model(model))
         self._set_objective()
         self.dist.place(model, trained=True)
-        if getattr(model, "config", None) is not None:
-            model.config.use_cache = self.args.use_cache
+        config: Any = getattr(model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
 
     def _look_up(self, model: nn.Module, base: nn.Module) -> None:
         self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
@@ -221,14 +225,12 @@ class Trainer(HFCompat):
         self.main_input = getattr(base, "main_input_name", "input_ids")
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        pad, needs_padding = (
-            getattr(self.processing_class, "pad_token_id", None),
-            self.args.include_num_input_tokens_seen,
-        )
-        self._input_counter = InputCounter(self.main_input, pad, needs_padding == "non_padding")
+        pad, count = getattr(self.processing_class, "pad_token_id", None), self.args.include_num_input_tokens_seen
+        self._input_counter = InputCounter(self.main_input, pad, count == "non_padding")
         tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
-        if tags and hasattr(base, "add_model_tags"):
-            base.add_model_tags(tags)  # the model's own push_to_hub and the card use them
+        add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
+        if tags and add_tags is not None:
+            add_tags(tags)
 
     def _set_objective(self) -> None:
         """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
@@ -266,7 +268,7 @@ class Trainer(HFCompat):
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
         self.args.validate()  # what was assigned since construction
-        self.checkpoints = CheckpointManager(self.args, self.dist, self.store)
+        self.checkpoints = CheckpointManager(self.args, self.dist, self.store)  # as `args` are now
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
         plan = self.make_plan(loader)
@@ -395,11 +397,11 @@ class Trainer(HFCompat):
         count = num_items_in_batch is not None and self._objective.may_be_mean
         items = self.count_items(inputs) if count else None
         with self.compute_loss_context_manager():
-            if count and self._objective.is_open:
+            if num_items_in_batch is not None and self._objective.is_open:
                 self._find_out_scale(model, inputs, num_items_in_batch, items)
             loss, is_mean = self._objective(self.compute_loss, model, inputs, num_items_in_batch)
         weight = None
-        if is_mean and items is not None:
+        if is_mean and items is not None and num_items_in_batch is not None:
             loss, weight = normalization.weighted(loss, items, num_items_in_batch)
         if pipeline.is_filler(inputs):  # it only keeps the processes in step
             loss = loss * 0
@@ -430,10 +432,11 @@ class Trainer(HFCompat):
             num_items_in_batch: items in the window of this optimizer step, over all micro-batches and processes, shape
                 (). Return ``sum / num_items_in_batch``; or leave it alone and return a mean, which is then weighted.
         """
-        options = {"pass_count": self.model_accepts_loss_kwargs, "loss_func": self.compute_loss_func}
-        smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
-        options |= {"label_smoothing": smoothing, "shifted": self.loss_shifts_labels}
-        loss, outputs = normalization.model_loss(model, inputs, num_items_in_batch, **options)
+        loss, outputs = normalization.model_loss(
+            model, inputs, num_items_in_batch, pass_count=self.model_accepts_loss_kwargs,
+            loss_func=self.compute_loss_func, shifted=self.loss_shifts_labels,
+            label_smoothing=0.0 if self.label_smoother is None else self.label_smoother.epsilon,
+        )  # fmt: skip
         return (loss, outputs) if return_outputs else loss
 
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
@@ -495,12 +498,13 @@ class Trainer(HFCompat):
         collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         dataset, collator = self.without_unused_columns(dataset, collator, description)
-        place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "device_type": self.dist.device.type}
-        options = {"batch_size": batch_size, "collate_fn": collator, "sampler": sampler, "seed": self.data_seed}
-        options["limits"] = self.id_limits()
-        if self.dist.device.type == "cpu":  # an unknown id raises there; elsewhere it ends the process
-            options["limits"] = {name: n for name, n in options["limits"].items() if name == "labels_per_token"}
-        loader = build(dataset, args=self.args, **options, **place)
+        limits, device_type = self.id_limits(), self.dist.device.type
+        if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
+            limits = {name: n for name, n in limits.items() if name == "labels_per_token"}
+        loader = build(
+            dataset, batch_size=batch_size, collate_fn=collator, sampler=sampler, args=self.args, seed=self.data_seed,
+            rank=self.dist.rank, world_size=self.dist.world_size, device_type=device_type, limits=limits,
+        )  # fmt: skip
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)
         return loader
@@ -510,10 +514,11 @@ class Trainer(HFCompat):
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
         """The order of the training rows; None: that of the dataset."""
-        size = self.train_batch_size * self.args.gradient_accumulation_steps
-        options = {"strategy": self.args.train_sampling_strategy, "seed": self.data_seed, "batch_size": size}
-        names = {"length_column_name": self.args.length_column_name, "main_input": self.main_input}
-        return pipeline.make_train_sampler(dataset, **options, **names)
+        return pipeline.make_train_sampler(
+            dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
+            batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
+            length_column_name=self.args.length_column_name, main_input=self.main_input,
+        )  # fmt: skip
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
         return None
@@ -542,7 +547,9 @@ class Trainer(HFCompat):
         if not self.args.remove_unused_columns:
             return dataset, collator
         self._set_signature_columns_if_needed()
-        return pipeline.keep_columns(dataset, collator, self._signature_columns, description or "dataset")
+        if (columns := self._signature_columns) is None:  # an override may leave it open
+            return dataset, collator
+        return pipeline.keep_columns(dataset, collator, columns, description or "dataset")
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None and self.signature_columns is not None:
@@ -559,14 +566,9 @@ class Trainer(HFCompat):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from ``model_init``, called with the trial where it takes one."""
-        parameters = inspect.signature(self.model_init).parameters.values()
-        takes_trial = any(
-            p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD) for p in parameters
-        )
-        model = self.model_init(trial) if takes_trial else self.model_init()
-        if model is None:
-            raise RuntimeError("model_init returned None; it must return a model.")
-        return model
+        if self.model_init is None:
+            raise ValueError("The trainer was built without model_init; pass a function that makes a model.")
+        return loading.model_of(self.model_init, trial)
 
     # ------------------------------------------------------------------------------------------------ optimization
 
@@ -647,6 +649,7 @@ class Trainer(HFCompat):
         model = self.evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
         batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
+        of_all: Any = compute_metrics if batch_metrics is None else None
         self.callback_handler.eval_dataloader = dataloader
         with self._metrics_apart() as metrics, eval_loop.eval_mode(model, self.optimizer):
             kept, named, num_samples = eval_loop.run(
@@ -670,8 +673,8 @@ class Trainer(HFCompat):
                 fill=self.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
-        if compute_metrics is not None and batch_metrics is None and has_both:
-            named |= compute_metrics(kept)
+        if of_all is not None and has_both:
+            named |= of_all(kept)
         prefixed = {
             n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v
             for n, v in eval_loop.plain(named).items()
@@ -683,10 +686,12 @@ class Trainer(HFCompat):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
         inputs = self.prepare_inputs(inputs)
-        options = {"label_names": self.label_names, "can_return_loss": self.can_return_loss, "ignore_keys": ignore_keys}
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         with self.compute_loss_context_manager():
-            return eval_loop.predict_batch(model, inputs, compute_loss, loss_only=prediction_loss_only, **options)
+            return eval_loop.predict_batch(
+                model, inputs, compute_loss, loss_only=prediction_loss_only, label_names=self.label_names,
+                can_return_loss=self.can_return_loss, ignore_keys=ignore_keys,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ log and save
 
@@ -753,7 +758,7 @@ class Trainer(HFCompat):
         run.epoch_stopped = state.get("epoch_stops", False)
         for flag in state["left"]:
             setattr(self.control, flag, True)
-        self._seek(state["loader"])
+        run.seek(state["loader"], skip_data=not self.args.ignore_data_skip)
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """More objects that a checkpoint holds, by the name of their file; their state is the same on every process."""
@@ -887,10 +892,10 @@ class Trainer(HFCompat):
     def _drop_model(self) -> None:
         """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
         handler = self.callback_handler
-        self.model = self.model_wrapped = handler.model = None
+        self.model = self.model_wrapped = handler.model = NOT_MADE
         self.run = RunState()
         if self._owns_optimizer:
-            self.optimizer = handler.optimizer = None
+            self.optimizer = handler.optimizer = NOT_MADE
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training:
@@ -933,7 +938,7 @@ class Trainer(HFCompat):
 
     def _new_run(self, plan: Plan, loader: Any) -> RunState:
         args = self.args
-        limit = args.max_time and preemption.seconds(args.max_time)
+        limit = preemption.seconds(args.max_time) if args.max_time else None
         on_signals = preemption.saves_on_signal(args)
         return RunState(
             plan=plan,
@@ -949,12 +954,12 @@ class Trainer(HFCompat):
         args, dist, policy = self.args, self.dist, self.args.on_nonfinite
         if policy == "stop" and dist.scaler is None and nonfinite.has_float16(self.model):
             policy = "skip"  # as a loss scaler would: that one batch overflows in 16 bits is no fault of the run
-        place = {"rank": dist.rank, "world_size": dist.world_size, "gather": dist.gather_object}
-        calls = {"rows_of": _weakly(self, "_rows_of"), "find": _weakly(self, "_find_fault")}
-        report = nonfinite_report.Reporter(self.model, args.on_nonfinite, args.output_dir, **place, **calls)
-        return nonfinite.FiniteGuard(
-            policy, args.max_nonfinite_steps, report, dist.sum if dist.world_size > 1 else None
-        )
+        report = nonfinite_report.Reporter(
+            self.model, args.on_nonfinite, args.output_dir, rank=dist.rank, world_size=dist.world_size,
+            gather=dist.gather_object, rows_of=_weakly(self, "_rows_of"), find=_weakly(self, "_find_fault"),
+        )  # fmt: skip
+        total = dist.sum if dist.world_size > 1 else None
+        return nonfinite.FiniteGuard(policy, args.max_nonfinite_steps, report, total)
 
     def _number_of_saves(self, plan: Plan) -> int:
         every = {"steps": as_steps(self.args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
@@ -1008,18 +1013,6 @@ class Trainer(HFCompat):
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once. To be called when the first row after it is read."""
         self.run.restore_rng()
-
-    def _seek(self, position: dict[str, Any]) -> None:
-        """Let the data continue from `position`, or from the beginning of the epoch (`ignore_data_skip`)."""
-        progress, loader = self.run.progress, self.run.loader
-        if not self.args.ignore_data_skip:
-            loader.load_state_dict(position)
-        elif not progress.epoch_ended:
-            progress.batches = 0
-            loader.set_epoch(progress.epoch)
-        if progress.epoch_ended:
-            progress.epoch += 1
-            loader.set_epoch(progress.epoch)
 
     def _epochs_left(self, plan: Plan) -> range:
         """The epochs to train; none, with a warning, where a callback does not let the run begin."""
@@ -1141,9 +1134,8 @@ class Trainer(HFCompat):
 
     def _advance(self, plan: Plan, num_batches: int) -> None:
         run, state = self.run, self.state
-        before = run.progress.batches
-        run.progress.batches += num_batches
-        run.rows_read += self._rows_between(before, run.progress.batches)
+        as_read = override_checks.is_from(self, "windows", "Trainer")
+        run.advance(num_batches, self.train_batch_size * self.dist.world_size, as_read)
         state.global_step += 1
         run.is_stepping, self.checkpoints.boundary = False, None
         if run.splitter.cuts:
@@ -1157,13 +1149,6 @@ class Trainer(HFCompat):
         if every is not None and state.global_step % every == 0:
             self.dist.empty_cache()
 
-    def _rows_between(self, first: int, last: int) -> int:
-        """Rows in the micro-batches `first` to `last` of the epoch, on all processes; the last one may be short."""
-        size, loader = self.train_batch_size * self.dist.world_size, self.run.loader
-        as_read = loader.rows_per_batch == size and override_checks.is_from(self, "windows", "Trainer")
-        total = loader.total_rows if as_read else None
-        return (last - first) * size if total is None else min(last * size, total) - min(first * size, total)
-
     # ------------------------------------------------------------------------------------------------ a run: epochs
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -1172,8 +1157,11 @@ class Trainer(HFCompat):
         self._fire("on_epoch_begin")
 
     def _end_epoch(self, plan: Plan, model: nn.Module, trial: Any) -> None:
-        progress, is_left = self.run.progress, self._leaves_epoch(plan)
-        if progress.batches == 0 and self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+        progress, is_over = self.run.progress, self.state.global_step >= plan.max_steps
+        has_rest = self.run.is_inside_epoch and not self.control.should_epoch_stop
+        # Stopped by a callback, or ended by max_steps: a resumed run trains the rest of the epoch.
+        is_left, is_cut = has_rest and self.control.should_training_stop and not is_over, has_rest and is_over
+        if progress.batches == 0 and not is_over and not self.control.should_training_stop:
             if self.state.global_step == 0:
                 raise DataError(
                     "The training data gave not one batch, so nothing was trained. See whether the stream is empty or "
@@ -1181,25 +1169,12 @@ class Trainer(HFCompat):
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
-        if not is_left and not self._ends_inside_epoch(plan):
+        if not is_left and not (is_cut and progress.batches > 0):
             progress.epoch_ended, progress.batches = True, 0
             self.run.loader.set_epoch(progress.epoch + 1)
         self._fire("on_epoch_end")
         if is_left and self.control.should_save:
             self._save_inside_epoch(model, trial)
-
-    def _leaves_epoch(self, plan: Plan) -> bool:
-        """Whether a callback has stopped the run inside an epoch, whose rest is trained when it resumes."""
-        if not self.control.should_training_stop or self.control.should_epoch_stop:
-            return False
-        length = plan.batches_per_epoch
-        return self.state.global_step < plan.max_steps and (length is None or self.run.progress.batches < length)
-
-    def _ends_inside_epoch(self, plan: Plan) -> bool:
-        """Whether max_steps ends the run inside an epoch, whose rest is trained by a run with more steps."""
-        length, batches = plan.batches_per_epoch, self.run.progress.batches
-        is_over = self.control.should_epoch_stop or (length is not None and batches >= length)
-        return self.state.global_step >= plan.max_steps and batches > 0 and not is_over
 
     def _save_inside_epoch(self, model: nn.Module, trial: Any) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""
@@ -1264,7 +1239,7 @@ class Trainer(HFCompat):
     def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
         """Move what the steps since the last call have read from drained metrics to the state."""
         tokens, slots = pairs.pop(TOKENS, (0, 0))
-        self.state.num_input_tokens_seen += slots if self.args.include_num_input_tokens_seen == "all" else tokens
+        self.state.num_input_tokens_seen += int(slots if self.args.include_num_input_tokens_seen == "all" else tokens)
         flops = float(pairs.pop(FLOPS, (0, 0))[0])
         self.state.total_flos += flops
         self.clock.count(tokens, slots, flops)
@@ -1303,8 +1278,8 @@ class Trainer(HFCompat):
             self.dist.meet("the beginning of an evaluation")
         started, loader = time.perf_counter(), self._adopt(loader, is_training=False)
         loss_only = None if keep or self.compute_metrics is not None else True
-        averaged = self.is_in_train and self.run.ema is not None and self.args.ema_use != "final"
-        weights = self.run.ema.swapped_in() if averaged else contextlib.nullcontext()
+        average = self.run.ema if self.is_in_train and self.args.ema_use != "final" else None
+        weights = contextlib.nullcontext() if average is None else average.swapped_in()
         with weights, self._memory.stage(prefix) as memory, self._ending_workers(loader):
             output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
@@ -1357,7 +1332,7 @@ class Trainer(HFCompat):
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model, besides its weights."""
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        processor: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
         (directory / "training_args.json").write_text(self.args.to_json_string() + "\n", encoding="utf-8")
@@ -1376,10 +1351,8 @@ class Trainer(HFCompat):
             if self.state.best_global_step == outcome.step:
                 self.state.best_model_checkpoint = None
             return
-        now, self.state = (
-            self.state,
-            self.checkpoints.state_at_save,
-        )  # one written in the background is of an earlier step
+        # One that was written in the background is of an earlier step.
+        now, self.state = self.state, self.checkpoints.state_at_save
         try:
             self._upload(outcome.path)
             self._rotate(now.best_model_checkpoint)

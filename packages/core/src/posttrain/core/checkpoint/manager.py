@@ -84,7 +84,7 @@ class CheckpointManager:
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
         self.saved_step: int | None = None
         self.boundary: dict[str, Any] | None = None
-        self.state_at_save: TrainerState | None = None
+        self.state_at_save = TrainerState()
         self._positions: dict[int, dict[str, Any]] = {}
         self._parts: dict[str, Any] = {}
         self._adapters_checked = False

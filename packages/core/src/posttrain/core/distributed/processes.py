@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -364,7 +364,7 @@ class Distributed:
             (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def clip_gradients(
-        self, parameters: list[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
+        self, parameters: Sequence[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
     ) -> torch.Tensor:
         """Scale the gradients down to `max_norm` (None or 0: leave them) and return their norm before that, shape
         ().

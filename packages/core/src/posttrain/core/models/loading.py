@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,3 +176,19 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
+
+
+def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
+    """A fresh model from `model_init`, called with the trial where it takes one.
+
+    Raises:
+        RuntimeError: it returned None.
+    """
+    takes_trial = any(
+        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(model_init).parameters.values()
+    )
+    model = model_init(trial) if takes_trial else model_init()
+    if model is None:
+        raise RuntimeError("model_init returned None; it must return a model.")
+    return model

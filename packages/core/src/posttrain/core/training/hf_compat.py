@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class HFCompat:
     accelerator: Any
     processing_class: Any
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer
     make_plan: Callable[[Any], Plan]
     prepare_inputs: Callable[[Any], Any]
     without_unused_columns: Callable[..., tuple[Any, Any]]
@@ -46,7 +46,7 @@ class HFCompat:
     save_model: Callable[..., None]
     is_in_train: bool
     _train_batch_size: int
-    OLD_ARGUMENTS: dict[str, str]
+    OLD_ARGUMENTS: ClassVar[dict[str, str]]
     #: Scripts read these; a hyperparameter search sets the first two.
     hp_name, hp_search_backend = None, None
     is_fsdp_xla_enabled = False

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 Batch = TypeVar("Batch")
 
@@ -64,12 +67,12 @@ class Progress:
     epoch_ended: bool = False
     batches: int = 0
     loss_sum: float = 0.0
-    loss_count: int = 0
+    loss_count: float = 0
     last_logged: int = 0
-    grad_norm: float = 0.0
+    grad_norm: float | torch.Tensor = 0.0
     learning_rate: float = 0.0
 
-    def add_losses(self, total: float, count: int) -> None:
+    def add_losses(self, total: float, count: float) -> None:
         """Add the losses of a record to those of the run, unless their sum is not finite."""
         if math.isfinite(total):
             self.loss_sum, self.loss_count = self.loss_sum + total, self.loss_count + count

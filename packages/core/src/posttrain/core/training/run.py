@@ -53,6 +53,35 @@ class RunState:
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether micro-batches of the epoch are left; so it is assumed of data without a known length."""
+        length = self.plan.batches_per_epoch
+        return length is None or self.progress.batches < length
+
+    def advance(self, num_batches: int, rows: int, as_read: bool) -> None:
+        """Count the `num_batches` micro-batches of an optimizer step.
+
+        Args:
+            rows: rows of a micro-batch, over all processes.
+            as_read: micro-batches are trained as the loader gives them: the last one of an epoch may be short.
+        """
+        first, last = self.progress.batches, self.progress.batches + num_batches
+        total = self.loader.total_rows if as_read and self.loader.rows_per_batch == rows else None
+        self.progress.batches = last
+        self.rows_read += num_batches * rows if total is None else min(last * rows, total) - min(first * rows, total)
+
+    def seek(self, position: dict[str, Any], skip_data: bool = True) -> None:
+        """Let the data continue from `position`, or from the beginning of the epoch."""
+        if skip_data:
+            self.loader.load_state_dict(position)
+        elif not self.progress.epoch_ended:
+            self.progress.batches = 0
+            self.loader.set_epoch(self.progress.epoch)
+        if self.progress.epoch_ended:
+            self.progress.epoch += 1
+            self.loader.set_epoch(self.progress.epoch)
+
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once: the first row that is read must find them."""
         if self.rng is not None:
