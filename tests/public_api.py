@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from posttrain.core.config import JSONObject
 
 RECORD = Path(__file__).with_name("public_api.txt")
 FACES = ("posttrain.core", "posttrain.seq2seq", "posttrain.sft", "posttrain.rl")
@@ -80,9 +83,16 @@ def _signature(value: Any) -> str:
 
 def _annotation(value: type, field: str) -> str:
     # As it is written. `field.type` is not: HfArgumentParser puts the evaluated type there.
-    return next(
+    written = next(
         inspect.get_annotations(base)[field] for base in value.__mro__ if field in inspect.get_annotations(base)
     )
+    if written == "JSONObject":
+        return str(JSONObject).replace("typing.", "")
+    parsed = ast.parse(written, mode="eval").body
+    if isinstance(parsed, ast.Subscript) and ast.unparse(parsed.value) == "Resolved":
+        given, _ = parsed.slice.elts
+        return ast.unparse(given)
+    return written
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -156,8 +156,7 @@ def test_a_reference_that_moves_is_kept_whole():
 
 def test_precomputed_numbers_need_the_policy_before_it_is_trained_only():
     policy = tiny.causal_lm()
-    reference = make_reference(policy, None, False, precomputed=True)
-    assert isinstance(reference, PolicyAsReference)
+    reference = PolicyAsReference(policy)
     state = reference.state_dict()
     shake(policy)
     reference.let_go()

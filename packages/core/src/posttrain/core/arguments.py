@@ -25,6 +25,7 @@ from posttrain.core.config import (
     ConfigMeta,
     Removed,
     Renamed,
+    Resolved,
     check_field,
     opt,
     tidy,
@@ -92,7 +93,9 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
 class RunArguments:
     """Where a run writes, how long it is, how a step is made up and where its randomness comes from."""
 
-    output_dir: str | None = opt(None, "Folder of checkpoints, logs and the final model; None: trainer_output.")
+    output_dir: Resolved[str | None, str] = opt(
+        None, "Folder of checkpoints, logs and the final model; None: trainer_output."
+    )
     overwrite_output_dir: bool = opt(
         False, "Start a new run in a folder with checkpoints of an earlier run, without a warning. Nothing is deleted."
     )
@@ -145,7 +148,7 @@ class RunArguments:
             )
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if self.should_save and (problem := disk.folder_problem(self.output_dir)):
+        if getattr(self, "should_save", True) and (problem := disk.folder_problem(self.output_dir)):
             yield f"output_dir={self.output_dir!r} {problem}; set another output_dir"
 
 
@@ -247,7 +250,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "or set save_strategy='best'"
             )
         elif self.save_strategy == "steps":
-            evaluate, save = self.eval_steps, self.save_steps
+            evaluate, save = self.eval_steps or self.logging_steps, self.save_steps
             ratio = save / evaluate
             if (evaluate < 1) != (save < 1):
                 yield (
@@ -262,6 +265,16 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 )
 
     # ---- derived values ----
+
+    def per_process(self, size: int) -> int:
+        """Rows of one process for a batch size argument `size`."""
+        return size // self.world_size if self.accelerator_config["split_batches"] else size
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously; by default if memory is pinned."""
+        asked = self.accelerator_config["non_blocking"]
+        return self.dataloader_pin_memory if asked is None else asked
 
     @property
     def train_batch_size(self) -> int:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.logging.redaction import shown
@@ -36,6 +36,32 @@ class Help(str):
         self = super().__new__(cls, text)
         self.bounds = {key: value for key, value in bounds.items() if value is not None}
         return self
+
+
+Given = TypeVar("Given")
+Read = TypeVar("Read")
+
+
+class Resolved(Generic[Given, Read]):
+    """The type of a field that may be given as one type and is read as another, once the config has been checked.
+
+    ``steps: Resolved[int | None, int] = opt(None, ...)`` may be left None, because ``_normalize`` fills it in or
+    ``_problems`` refuses it. Type checkers see a descriptor; at run time the annotation is the first type.
+    """
+
+    if TYPE_CHECKING:
+
+        def __get__(self, config: Any, owner: Any) -> Read: ...
+        def __set__(self, config: Any, value: Given) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+#: An object that may be written as JSON, as on a command line.
+JSONObject = Resolved[dict[str, Any] | str | None, dict[str, Any] | None]
 
 
 def opt(
@@ -193,18 +219,19 @@ LARGEST = 2**63
 def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
-    if value is None and (field.default is None or type(None) in field_types(type(config)).get(field.name, ())):
+    config_class: type = type(config)
+    allowed = field_types(config_class).get(field.name, ())
+    if value is None and (field.default is None or type(None) in allowed):
         return
-    allowed = field_types(type(config)).get(field.name, ())
-    if not _has_type(value, allowed) and _is_ours(type(config), field.name):
+    if not _has_type(value, allowed) and _is_ours(config_class, field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         yield f"{field.name}={shown(field.name, value)} must be of type {names}"
         return
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])
         yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
-    if isinstance(value, list) and _is_ours(type(config), field.name):
-        element = element_type(type(config), field.name, unsaid=object)
+    if isinstance(value, list) and _is_ours(config_class, field.name):
+        element = element_type(config_class, field.name, unsaid=object)
         wrong = [one for one in value if not _has_type(one, (element,))]
         if wrong:
             yield (
@@ -215,7 +242,7 @@ def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
             yield f"{field.name} is NaN; give a number"
         elif math.isinf(value) and bounds.get("max") != math.inf:
             yield f"{field.name}={value!r} must be finite"
-        elif abs(value) >= LARGEST and isinstance(value, numbers.Integral):
+        elif isinstance(value, numbers.Integral) and abs(int(value)) >= LARGEST:
             yield f"{field.name}={value!r} must be below 2**63"
         for key, word, holds in (
             ("min", ">=", lambda v, b: v >= b),
@@ -250,15 +277,16 @@ def tidy(config: Any) -> Iterator[str]:
     Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
     become Python's, and a JSON object given as a string becomes a dict where a dict is allowed.
     """
+    config_class: type = type(config)
     for field in dataclasses.fields(config):
-        value, allowed = getattr(config, field.name), field_types(type(config)).get(field.name, ())
+        value, allowed = getattr(config, field.name), field_types(config_class).get(field.name, ())
         if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
             value = str(value.value)
         elif isinstance(value, os.PathLike) and str in allowed and not isinstance(value, allowed):
             value = os.fspath(value)
         elif isinstance(value, tuple) and list in allowed and not isinstance(value, allowed):
             value = list(value)
-        elif isinstance(value, numbers.Number) and type(value).__module__ == "numpy":
+        elif type(value).__module__ == "numpy" and issubclass(type(value), numbers.Number):
             value = value.item()
         elif isinstance(value, str) and dict in allowed and value.lstrip().startswith("{"):
             try:
@@ -396,6 +424,8 @@ class ConfigMeta(type):
     A metaclass, because a dataclass that inherits a config gets its own ``__init__``.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # of every class of this type
+
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> None:
         super().__init__(name, bases, namespace, **options)
         _old_flags.update(namespace.get("OLD_NAMES", {}))
@@ -403,7 +433,8 @@ class ConfigMeta(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not the one that `dataclass` gives to each subclass, which would show secrets.
         written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
-        cls.__repr__ = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
+        own = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
+        cls.__repr__ = own  # type: ignore[method-assign]  # mypy takes no assignment to a method, even on purpose
         kwargs, problems = translate_old_names(cls, cls.accept_old_names(kwargs))
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         problems += [

@@ -7,8 +7,11 @@ import importlib
 import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
+from typing import TypeVar
 
 from posttrain.core.logging.redaction import redact
+
+Config = TypeVar("Config")
 
 
 class ConfigError(ValueError, TypeError):
@@ -51,6 +54,13 @@ def wrong_args(args: object, config_class: type) -> TypeError:
     root = type(args).__module__.partition(".")[0]
     found = type(args).__name__ if root == "builtins" else f"{root}.{type(args).__name__}"
     return TypeError(f"args is of type {found}; pass {name}(output_dir=...), from {package} import {name}.")
+
+
+def checked_args(args: object, config_class: type[Config]) -> Config:
+    """`args`, if it is a `config_class`; else raises `wrong_args`."""
+    if not isinstance(args, config_class):
+        raise wrong_args(args, config_class)
+    return args
 
 
 def require(module: str, extra: str, why: str = "") -> ModuleType:

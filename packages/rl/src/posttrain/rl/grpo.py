@@ -177,6 +177,23 @@ class GRPOTrainer(RolloutTrainer):
         # over a long completion is noise that would mask it.
         return self.args.vllm_importance_sampling_correction and known and not shares_weights(self.generator)
 
+    def _correction(self, old_logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        gap = (old_logps - sampled).abs()[mask]
+        gap = gap[~gap.isnan()]
+        self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
+        self._add_range("sampling/sampling_logp_difference", gap, ("max",))
+        mode, least = self.args.vllm_importance_sampling_mode, self.args.vllm_importance_sampling_clip_min
+        most = self.args.vllm_importance_sampling_clip_max
+        weights = policy_losses.engine_correction(old_logps, sampled, mask.float(), mode, least, most)
+        counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
+        self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
+        self._add_range("sampling/importance_sampling_ratio", counted, ("min", "max"))
+        return weights
+
+    def _add_range(self, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
+        for end in which if values.numel() else ():
+            self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
+
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards relative to the mean of their group; see `posttrain.rl.advantages`."""
         if self.args.multi_objective_aggregation == "normalize_then_sum":

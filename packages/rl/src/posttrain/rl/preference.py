@@ -135,7 +135,7 @@ class PreferenceTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ for algorithms
 
     @classmethod
-    def preflight(cls, args: PreferenceConfig, parts: Parts) -> Iterator[Problem]:
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         yield from model_type_problems(parts, "pass a language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from no_dataset_problems(parts)
@@ -333,14 +333,19 @@ class PreferenceTrainer(Trainer):
         ):
             raise ValueError(problem)
         self._starts_at_reference = ref_model is None and args.disable_dropout and not args.neftune_noise_alpha
-        moves, precomputed = args.sync_ref_model, args.precompute_ref_log_probs
-        self.reference = references.make_reference(self.model, ref_model, fresh_adapter, moves, precomputed)
-        if isinstance(self.reference, references.FrozenReference):
-            self.reference.place(self.dist)
-        self.ref_model = self.reference.model
-        if args.sync_ref_model:
-            alpha, every = args.ref_model_mixup_alpha, args.ref_model_sync_steps
-            self.add_callback(references.SyncReference(self.reference, alpha, every))
+        if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
+            self.reference = references.PolicyAsReference(self.model)
+            return
+        moves = args.sync_ref_model
+        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves)
+        self.reference = reference
+        if isinstance(reference, references.FrozenReference):
+            reference.place(self.dist)
+        self.ref_model = reference.model
+        if moves:
+            self.add_callback(
+                references.SyncReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+            )
 
     def _check_start(self, *sides: Completions) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""

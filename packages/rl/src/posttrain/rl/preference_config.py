@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
-from posttrain.core.config import Removed, Renamed
+from posttrain.core.config import JSONObject, Removed, Renamed, Resolved
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.rl.preference_rows import FAULTY, LONG
 
@@ -37,12 +37,10 @@ class PreferenceConfig(TrainingArguments):
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
-    bf16: bool | None = opt(
+    bf16: Resolved[bool | None, bool] = opt(
         None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
     )
-    model_init_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments of from_pretrained, for a model given by name."
-    )
+    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
     trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     disable_dropout: bool = opt(True, "Set every dropout of the model and the reference to 0.")
     activation_offloading: bool = opt(False, "Keep activations in host memory between forward and backward.")
@@ -67,7 +65,7 @@ class PreferenceConfig(TrainingArguments):
         None, "Read each prompt once for all its completions. None: where the model's attention allows it.", flag=True
     )
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding; shared_prefix does so anyway.")
-    pad_to_multiple_of: int | str | None = opt(
+    pad_to_multiple_of: Resolved[int | str | None, int | None] = opt(
         "auto", "Pad batches that have padding to a multiple of this; auto: to none."
     )
     num_eval_samples: int = opt(

@@ -226,7 +226,8 @@ class PolicyAsReference:
 
     def let_go(self) -> None:
         """Before the policy is trained: it is no reference from then on."""
-        self.policy, self.is_gone = None, True
+        del self.policy
+        self.is_gone = True
 
     def state_dict(self) -> dict[str, Any]:
         """As `FrozenReference.state_dict`."""
@@ -238,19 +239,19 @@ class PolicyAsReference:
             raise CheckpointError(ANOTHER.format(where=where))
 
 
-Reference = FrozenReference | AdapterReference | PolicyAsReference
+MovableReference = FrozenReference | AdapterReference
+Reference = MovableReference | PolicyAsReference
 
 
 def make_reference(
-    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, moves: bool = False, precomputed: bool = False
-) -> Reference:
+    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, moves: bool = False
+) -> MovableReference:
     """The reference with the current weights of `policy`.
 
     Args:
         given: a model to use as the reference instead.
         fresh_adapter: the policy has a newly added adapter; the base without it is the reference.
         moves: the reference will be synchronized with the policy and needs its own weights.
-        precomputed: it is evaluated before training only.
     """
     if given is not None:
         return FrozenReference(given, moves)
@@ -260,8 +261,6 @@ def make_reference(
         if not moves and changes_nothing(policy):
             return AdapterReference.without_adapter(policy)
         return AdapterReference.copy_of(policy, moves)
-    if precomputed:
-        return PolicyAsReference(policy)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
 
 
@@ -287,7 +286,7 @@ def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> st
 class SyncReference(TrainerCallback):
     """Moves the reference towards the policy every `every` optimizer steps (TR-DPO)."""
 
-    def __init__(self, reference: Reference, alpha: float, every: int) -> None:
+    def __init__(self, reference: MovableReference, alpha: float, every: int) -> None:
         self.reference, self.alpha, self.every = reference, alpha, every
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import opt
+from posttrain.core.config import Resolved, opt
 from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.policy_losses import clipped
@@ -20,7 +20,9 @@ from posttrain.rl.rollout_config import RolloutConfig
 class RLOOConfig(RolloutConfig):
     """Arguments of `RLOOTrainer`."""
 
-    num_generations: int | None = opt(2, "Completions of each prompt: a group, compared with one another.", min=2)
+    num_generations: Resolved[int | None, int] = opt(
+        2, "Completions of each prompt: a group, compared with one another.", min=2
+    )
     beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
     normalize_advantages: bool = opt(False, "Normalize the advantages of a rollout to mean 0 and standard deviation 1.")
     reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
-from posttrain.core import Trainer
+from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import mix
-from posttrain.core.errors import wrong_args
+from posttrain.core.errors import checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
 from posttrain.core.models import varlen_attention, wrapping
@@ -38,7 +38,7 @@ from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, prompt_problems, runs
-from posttrain.rl.reference import FrozenReference, Reference, SyncReference, make_reference, sync_problem
+from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
@@ -75,10 +75,7 @@ class RolloutTrainer(Trainer):
     evaluation_metrics = None
     signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
-    #: What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`.
-    average = "sequences"
     INSTEAD = ROLLOUT_METHODS
-    args: RolloutConfig
     _shown: list[dict[str, Any]]  # samples of the current evaluation
     _rollout: Rollout | None  # the one whose micro-batches are being trained on
     _synced_at: int | None  # the optimizer step whose weights the generator has
@@ -102,9 +99,7 @@ class RolloutTrainer(Trainer):
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
-        args = self.config_class() if args is None else args
-        if not isinstance(args, self.config_class):
-            raise wrong_args(args, self.config_class)
+        args = self.config_class() if args is None else checked_args(args, self.config_class)
         parts = Parts.of(
             others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -161,7 +156,7 @@ class RolloutTrainer(Trainer):
         self.generator = generator or make_generator(tokenizer, args)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
-        if args.sync_ref_model:
+        if self.reference is not None and args.sync_ref_model:
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
@@ -171,8 +166,9 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ to override
 
     @classmethod
-    def preflight(cls, args: RolloutConfig, parts: Parts) -> Iterator[Problem]:
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with prompts and reward functions."""
+        args = checked_args(args, RolloutConfig)
         yield from model_type_problems(parts, "pass a causal language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
@@ -259,8 +255,16 @@ class RolloutTrainer(Trainer):
 
     #: Whether advantages depend on the divergence of the policy that sampled from the reference.
     needs_kl_of_samples = False
-    #: The share of most uncertain tokens that are learned from.
-    top_entropy_quantile = 1.0
+
+    @property
+    def average(self) -> str:
+        """What the summed loss is divided by, a name in `posttrain.rl.policy_losses.AVERAGES`."""
+        return "sequences"
+
+    @property
+    def top_entropy_quantile(self) -> float:
+        """The share of most uncertain tokens that are learned from."""
+        return 1.0
 
     # ---------------------------------------------------------------------------------- overridable methods of the loop
 
@@ -345,7 +349,8 @@ class RolloutTrainer(Trainer):
             loss = loss + self.router_aux_loss_coef * policy.aux_loss * (items / total.clamp(min=1))
             self.log_metric("aux_loss", policy.aux_loss)
         tokens = inputs["loss_mask"].sum()
-        self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
+        if policy.entropies is not None:
+            self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
         return (loss, policy._asdict()) if return_outputs else loss
 
     def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
@@ -359,11 +364,15 @@ class RolloutTrainer(Trainer):
         self.metrics.add_extreme("clip_ratio/low_min", _least(rows(marks.low, mask)), "min")
         self.metrics.add_extreme("clip_ratio/high_max", -_least(-rows(marks.high, mask)), "max")
 
+    @overload
+    def count_items(self, inputs: dict[str, Any]) -> torch.Tensor: ...
+    @overload
+    def count_items(self, inputs: list[Any]) -> int: ...
     def count_items(self, inputs: Any) -> torch.Tensor | int:
         """The divisor of the loss for `average`; for a batch of prompts, their number."""
         if isinstance(inputs, list):
             return len(inputs)
-        longest, per_row = self.args.max_completion_length or 0, inputs["tokens_per_row"]
+        longest, per_row = self.args.max_completion_length, inputs["tokens_per_row"]
         return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row)
 
     def prediction_step(
@@ -446,21 +455,22 @@ class RolloutTrainer(Trainer):
         self._num_tokens += everyone.num_tokens
         self.metrics.add_extreme("num_tokens", self._num_tokens, "max")  # the same everywhere, and it only grows
         advantages = self.compute_advantages(
-            everyone.rewards, self.num_generations, None if kl is None else everyone.kl[0]
+            everyone.rewards, self.num_generations, None if everyone.kl is None else everyone.kl[0]
         )
         if self.dist.is_main:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
                 self.log_metric(name, value)
-        rollout = replace(rollout, advantages=advantages[self.layout.numbers(self.dist.rank)])
-        self._tell(samples, scores, rollout.advantages)
-        return rollout
+        advantages = advantages[self.layout.numbers(self.dist.rank)]
+        self._tell(samples, scores, advantages)
+        return replace(rollout, advantages=advantages)
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row."""
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         self.environments.begin(samples)
-        read, ids = None, []
+        read: Any = None
+        ids: list[int] = []
         for sample in samples:  # those of one prompt are adjacent, and it is tokenised once
             asked = sample.prompt, self.environments.schemas_of(sample)
             is_new, read = asked != read, asked
@@ -499,7 +509,9 @@ class RolloutTrainer(Trainer):
         samples, scores = self._sample_rows(rows)
         if not self.args.dynamic_sampling:
             return samples, scores
-        size, wanted, kept, spare = self.num_generations, len(rows) * self.dist.world_size, [], []
+        size, wanted = self.num_generations, len(rows) * self.dist.world_size
+        kept: list[Triple] = []
+        spare: list[Triple] = []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
             dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
             everyone = [dealt[place] for place in self.layout.dealt().argsort()]
@@ -553,10 +565,11 @@ class RolloutTrainer(Trainer):
 
     def _with_logps(self, rollout: Rollout, exact: bool) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
-        exact = exact and rollout.sampling_logps is not None and self.dist.precision == "no"
-        corrects = not exact and rollout.sampling_logps is not None and self._corrects_engine
+        sampled = rollout.sampling_logps
+        exact = exact and sampled is not None and self.dist.precision == "no"
+        corrects = not exact and sampled is not None and self._corrects_engine
         by_entropy = self.top_entropy_quantile < 1
-        old = rollout.sampling_logps if exact else None
+        old = sampled if exact else None
         if by_entropy or corrects or (old is None and (self.needs_old_logps or self.needs_kl_of_samples)):
             found = self._logps_of(self.model, rollout, with_entropy=by_entropy)
             old = found[0]
@@ -564,17 +577,20 @@ class RolloutTrainer(Trainer):
                 entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
                 mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
                 rollout = replace(rollout, entropy_mask=mask.cpu())
-        if corrects:
-            rollout = replace(rollout, correction=self._correction(rollout, old))
-        reference = None
-        if self.beta:
-            with self.reference.use() as policy:
-                reference = self._logps_of(policy, rollout)[0]
-        kl = None
-        if self.needs_kl_of_samples and reference is not None:
+            if sampled is not None and corrects:
+                rollout = replace(rollout, correction=self._correction(old, sampled, rollout.loss_mask))
+        reference, kl = self._reference_logps(rollout), None
+        if self.needs_kl_of_samples and old is not None and reference is not None:
             kl = ((old - reference) * rollout.loss_mask).sum(1)
         keep = old if self.needs_old_logps or corrects else None
         return replace(rollout, old_logps=keep, ref_logps=reference), kl
+
+    def _reference_logps(self, rollout: Rollout) -> torch.Tensor | None:
+        """(N, C) of the reference policy, on the CPU; None without a reference."""
+        if self.reference is None:
+            return None
+        with self.reference.use() as policy:
+            return self._logps_of(policy, rollout)[0]
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
@@ -583,27 +599,14 @@ class RolloutTrainer(Trainer):
         least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
         return (entropies >= least) & mask.bool()
 
-    #: Whether completions of an engine that is not quite the policy are weighted, see
-    # `policy_losses.engine_correction`.
-    _corrects_engine = False
+    @property
+    def _corrects_engine(self) -> bool:
+        """Whether completions of an engine that is not quite the policy are weighted, by `_correction`."""
+        return False
 
-    def _correction(self, rollout: Rollout, old_logps: torch.Tensor) -> torch.Tensor:
-        args, mask = self.args, rollout.loss_mask
-        gap = (old_logps - rollout.sampling_logps).abs()[mask]
-        gap = gap[~gap.isnan()]
-        self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
-        self._add_range("sampling/sampling_logp_difference", gap, ("max",))
-        bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        mode = args.vllm_importance_sampling_mode
-        weights = policy_losses.engine_correction(old_logps, rollout.sampling_logps, mask.float(), mode, *bounds)
-        counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
-        self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
-        self._add_range("sampling/importance_sampling_ratio", counted, ("min", "max"))
-        return weights
-
-    def _add_range(self, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
-        for end in which if values.numel() else ():
-            self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
+    def _correction(self, old_logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Weights (N, C) or (N, 1), from log-probabilities (N, C) of the policy and of the engine."""
+        raise TypeError(f"{type(self).__name__} must override _correction.")
 
     def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
         """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""
@@ -652,19 +655,16 @@ class RolloutTrainer(Trainer):
         for name, (value, which) in summary.extremes().items():
             self.metrics.add_extreme(name, value, which)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
-        if self.beta:
-            with self.reference.use() as policy:
-                rollout = replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
-        for part in self._parts_of(replace(rollout, advantages=advantages)):
+        rollout = replace(rollout, advantages=advantages, ref_logps=self._reference_logps(rollout))
+        for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
             items = self.count_items(part)
             with torch.no_grad(), self.compute_loss_context_manager():
-                self.metrics.add_sum(
-                    "loss", self.compute_loss(self.model, part, num_items_in_batch=items) * items, items
-                )
+                loss, _ = self.compute_loss(self.model, part, True, items)
+                self.metrics.add_sum("loss", loss * items, items)
 
     def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
         """Show the completions of a rollout if ``log_completions`` is set."""
@@ -689,7 +689,7 @@ class RolloutTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _make_reference(self, fresh_adapter: bool) -> Reference | None:
+    def _make_reference(self, fresh_adapter: bool) -> MovableReference | None:
         """The current policy's log-probabilities, if the loss needs them."""
         if not self.beta:
             return None
@@ -750,6 +750,9 @@ class RolloutTrainer(Trainer):
             self._num_rollouts = self._num_tokens = 0
 
 
+Triple = tuple[Sample, torch.Tensor, torch.Tensor]
+"""A sample, its rewards and which of them failed: (F,) each."""
+
 RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
 """Columns that reward functions get by other names, or from elsewhere."""
 
@@ -765,6 +768,6 @@ def _least(values: torch.Tensor) -> torch.Tensor:
     return least.masked_fill(least.isinf(), torch.nan)
 
 
-def _triples(samples: list[Sample], scores: Scores) -> list[tuple[Sample, torch.Tensor, torch.Tensor]]:
+def _triples(samples: list[Sample], scores: Scores) -> list[Triple]:
     samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
     return list(zip(samples, scores.rewards, scores.failed, strict=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import Removed, Renamed, opt
+from posttrain.core.config import JSONObject, Removed, Renamed, Resolved, opt
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.rl.generation.continuous import sampling_problem
@@ -31,7 +31,9 @@ OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "tr
 class GenerationArguments:
     """How completions are sampled, and by what."""
 
-    max_completion_length: int | None = opt(512, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    max_completion_length: Resolved[int | None, int] = opt(
+        512, "Tokens of a completion at most; longer ones are cut there.", min=1
+    )
     temperature: float = opt(
         1.0, "Logits are divided by it, in sampling and in the loss; larger explores more.", above=0
     )
@@ -43,15 +45,13 @@ class GenerationArguments:
         None, "Sample among tokens of at least this share of the highest probability.", min=0, max=1
     )
     repetition_penalty: float = opt(1.0, "Above 1 tokens that occurred before become less likely.", above=0)
-    generation_kwargs: dict[str, Any] | str | None = opt(
+    generation_kwargs: JSONObject = opt(
         None, 'Further settings: "stop" strings, and fields of GenerationConfig for generation by transformers.'
     )
-    chat_template_kwargs: dict[str, Any] | str | None = opt(None, "Variables given to the chat template.")
+    chat_template_kwargs: JSONObject = opt(None, "Variables given to the chat template.")
     cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
     use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
-    transformers_continuous_batching_config: dict[str, Any] | str | None = opt(
-        None, "Settings of transformers' continuous batching."
-    )
+    transformers_continuous_batching_config: JSONObject = opt(None, "Settings of transformers' continuous batching.")
     use_vllm: bool = opt(False, "Generate with vLLM, in this process or on a server.")
     vllm_mode: str = opt(
         "colocate", "vLLM in the processes of the trainer, or on a server.", choices=("colocate", "server")
@@ -139,14 +139,12 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )
-    bf16: bool | None = opt(
+    bf16: Resolved[bool | None, bool] = opt(
         None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
     )
     remove_unused_columns: bool = opt(False, "Drop all columns but the prompt; reward functions then cannot read them.")
 
-    model_init_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments of from_pretrained, for a model given by name."
-    )
+    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
     trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     router_aux_loss_coef: float | None = opt(
         None, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
@@ -154,19 +152,21 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     disable_dropout: bool = opt(False, "Switch dropout off, so that a completion has one probability.")
     cast_lm_head_to_fp32: bool = opt(False, "Compute the output head in float32, for a model in half precision.")
 
-    num_generations: int | None = opt(8, "Completions of each prompt: a group, compared with one another.", min=1)
+    num_generations: Resolved[int | None, int] = opt(
+        8, "Completions of each prompt: a group, compared with one another.", min=1
+    )
     num_generations_eval: int | None = opt(
         None, "Completions of each prompt at evaluation; None: as in training.", min=1
     )
     eval_temperature: float | None = opt(None, "Temperature at evaluation; 0 is greedy; None: as in training.", min=0)
     pass_threshold: float = opt(1.0, "A completion passes if the first reward function gives at least this.")
     shuffle_dataset: bool | None = opt(True, "Shuffle the prompts in each pass.")
-    generation_batch_size: int | None = opt(
+    generation_batch_size: Resolved[int | None, int] = opt(
         None,
         "Completions sampled at once, over all processes; None: those of steps_per_generation micro-batches.",
         min=1,
     )
-    steps_per_generation: int | None = opt(
+    steps_per_generation: Resolved[int | None, int] = opt(
         None,
             "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, "
             "and learn from older completions.", min=1,
@@ -181,7 +181,9 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         min=1,
     )
     mask_truncated_completions: bool = opt(False, "Learn nothing from completions that were cut.")
-    pad_to_multiple_of: int | str | None = opt("auto", "Pad batches to a multiple of this; auto: no such multiple.")
+    pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
+        "auto", "Pad batches to a multiple of this; auto: no such multiple."
+    )
     share_prompts: bool | None = opt(
         None,
         "Train on a prompt's completions behind one copy of it. None: if the model supports it and it is faster.",

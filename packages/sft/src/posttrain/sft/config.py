@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import opt
+from posttrain.core.config import JSONObject, Resolved, opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.evaluation.generate import GenerationArguments
 
@@ -32,13 +32,11 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         False,
         "Keep activations in host memory between forward and backward: far less memory of the GPU, somewhat slower.",
     )
-    bf16: bool | None = opt(
+    bf16: Resolved[bool | None, bool] = opt(
         None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
     )
 
-    model_init_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments of from_pretrained, for a model given by name."
-    )
+    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
     router_aux_loss_coef: float | None = opt(
         None, "Weight of the load-balancing loss of a mixture of experts; None: the model's own, 0: none.", min=0
     )
@@ -50,14 +48,12 @@ class SFTConfig(GenerationArguments, TrainingArguments):
     pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
 
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
-    dataset_weights: dict[str, float] | str | None = opt(
+    dataset_weights: Resolved[dict[str, float] | str | None, dict[str, float] | None] = opt(
         None,
             'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
             'once an epoch.'
     )  # fmt: skip
-    dataset_kwargs: dict[str, Any] | str | None = opt(
-        None, '{"skip_prepare_dataset": True} takes the rows as they are.'
-    )
+    dataset_kwargs: JSONObject = opt(None, '{"skip_prepare_dataset": True} takes the rows as they are.')
     dataset_num_proc: int | None = opt(
         None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
     )
@@ -73,7 +69,7 @@ class SFTConfig(GenerationArguments, TrainingArguments):
             "How a row longer than max_length is handled: truncated as truncation_mode sets, dropped, split into "
             "several rows, or an error.", choices=("truncate", "drop", "split", "error"),
     )  # fmt: skip
-    chat_template_kwargs: dict[str, Any] | str | None = opt(
+    chat_template_kwargs: JSONObject = opt(
         None, "Variables for the chat template, as JSON; a row's own column of that name takes precedence."
     )
     shuffle_dataset: bool = opt(
@@ -86,9 +82,9 @@ class SFTConfig(GenerationArguments, TrainingArguments):
             "full.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
-    eval_packing: bool | None = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
+    eval_packing: Resolved[bool | None, bool] = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
-    pad_to_multiple_of: int | str | None = opt(
+    pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
         "auto", "Pad batches to a multiple of this; auto: 8 on a GPU in half precision, else none."
     )
     completion_only_loss: bool | None = opt(

@@ -84,14 +84,15 @@ class CheckpointArguments:
         return self.save_total_limit or None
 
     def _normalize(self) -> None:
-        if is_url(output_dir := getattr(self, "output_dir", None)) and self.remote_dir in (None, output_dir):
-            self.remote_dir, self.output_dir = output_dir, working_folder(output_dir)
+        output_dir: Any = getattr(self, "output_dir", None)
+        if is_url(output_dir) and self.remote_dir in (None, output_dir):
+            vars(self).update(remote_dir=output_dir, output_dir=working_folder(output_dir))
 
     def _problems(self) -> Iterator[str]:
         if self.remote_dir is not None and not is_url(self.remote_dir):
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
-        if is_url(getattr(self, "output_dir", None)):
-            yield f"output_dir={self.output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
+        if is_url(output_dir := getattr(self, "output_dir", None)):
+            yield f"output_dir={output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
         if 1 < self.save_steps < math.inf and not float(self.save_steps).is_integer():
             yield f"save_steps={self.save_steps!r} must be a whole number of optimizer steps, or a share below 1"
 
@@ -107,7 +108,7 @@ class CheckpointArguments:
         wanted = asked_for(self.resume_from_checkpoint)
         if wanted and getattr(self, "should_save", True) and not is_url(wanted):
             try:
-                Store(self.output_dir, remote).look_for(wanted)
+                Store(vars(self)["output_dir"], remote).look_for(wanted)
             except (CheckpointError, TypeError) as error:
                 yield type(error)(f"resume_from_checkpoint={self.resume_from_checkpoint!r}: {error}")
 

@@ -71,8 +71,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"posttrain {version('posttrain-core')}")
     elif words[0] in COMMANDS:
         module = importlib.import_module(f"posttrain.core.tools.{words[0].replace('-', '_')}")
-        makes_runs = {"preview": [_read], "plan": [_read], "rerun": [_train]}.get(words[0], [])
-        return module.run(words[1:], *makes_runs) or 0
+        makes_runs: dict[str, tuple[Any, ...]] = {"preview": (_read,), "plan": (_read,), "rerun": (_train,)}
+        return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
     else:
         return _run_method(words[0], words[1:])
     return 0

@@ -80,10 +80,9 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
 
 def _yaml_problem(error: Exception) -> str:
     """The error and its position, without the text around it, which may hold a secret."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    return f"{error.problem}, at line {mark.line + 1}, column {mark.column + 1}"
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return f"{error.problem}, at line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
 
 
 def _text(node: yaml.Node) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.config import ConfigMeta, opt, validate
+from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
 from posttrain.core.errors import DataError, did_you_mean, missing, require
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
@@ -53,9 +53,7 @@ class DataSource(metaclass=ConfigMeta):
     )
     dataset_streaming: bool = opt(False, "Read rows while training instead of preparing them all before.")
     max_rows: int | None = opt(None, "Use only this many rows of each set, from the start.", min=1)
-    rename_columns: dict[str, Any] | str | None = opt(
-        None, 'Columns to rename, e.g. {"question": "prompt", "answer": "completion"}.'
-    )
+    rename_columns: JSONObject = opt(None, 'Columns to rename, e.g. {"question": "prompt", "answer": "completion"}.')
 
     def __post_init__(self) -> None:
         validate(self)
@@ -179,8 +177,9 @@ class DataSource(metaclass=ConfigMeta):
         return train, self._held_out() if self.eval_dataset_name else held_out or None
 
     def _sets(self) -> tuple[Any, Any | None]:
-        splits = self._read(self.dataset_name)
-        train = _split(splits, self.dataset_train_split, self.dataset_name, "dataset_train_split")
+        name = self.dataset_name or []
+        splits = self._read(name)
+        train = _split(splits, self.dataset_train_split, name, "dataset_train_split")
         if self.eval_dataset_name:
             return train, self._held_out()
         if self.dataset_test_split in splits and self.dataset_test_split != self.dataset_train_split:
@@ -191,9 +190,10 @@ class DataSource(metaclass=ConfigMeta):
         return train, None
 
     def _held_out(self) -> Any:
-        held_out = self._read(self.eval_dataset_name)
-        name = self.dataset_test_split if len(held_out) > 1 else next(iter(held_out))
-        return _split(held_out, name, self.eval_dataset_name, "dataset_test_split")
+        name = self.eval_dataset_name or []
+        held_out = self._read(name)
+        split = self.dataset_test_split if len(held_out) > 1 else next(iter(held_out))
+        return _split(held_out, split, name, "dataset_test_split")
 
     def _first(self, dataset: Any) -> Any:
         """The first `max_rows` rows of `dataset`, a `Dataset` or an `IterableDataset`, or of each in a dict."""

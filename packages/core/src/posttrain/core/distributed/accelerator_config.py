@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.config import opt
+from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
 
 DEFAULTS: dict[str, Any] = {
@@ -37,26 +37,26 @@ class AcceleratorConfig(dict):
 class AcceleratorArguments:
     """How batches are divided between processes and moved to the device, in accelerate's terms."""
 
-    accelerator_config: dict | str | None = opt(
+    accelerator_config: Resolved[dict | str | None, AcceleratorConfig] = opt(
         None,
         "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md.",
     )
 
     def _normalize(self) -> None:
-        given = self.accelerator_config
+        given: Any = self.accelerator_config
         if isinstance(given, type):
             raise NotImplementedError(
                 f"Tried passing in a callable to `accelerator_config`: {given.__name__}. Pass an instance, or a dict."
             )
-        if dataclasses.is_dataclass(given):  # transformers' class of this name
+        if dataclasses.is_dataclass(given) and not isinstance(given, type):  # transformers' class of this name
             given = dataclasses.asdict(given)
         if isinstance(given, str):
             given = _read(given)
         if given is None or isinstance(given, dict):
-            self.accelerator_config = given = AcceleratorConfig(DEFAULTS | (given or {}))
-            num_steps = (given["gradient_accumulation_kwargs"] or {}).get("num_steps")
-            if isinstance(num_steps, int) and self.gradient_accumulation_steps == 1:
-                self.gradient_accumulation_steps = num_steps
+            self.accelerator_config = AcceleratorConfig(DEFAULTS | (given or {}))
+            num_steps = self.accelerator_config.accumulation.get("num_steps")
+            if isinstance(num_steps, int) and getattr(self, "gradient_accumulation_steps", None) == 1:
+                vars(self).update(gradient_accumulation_steps=num_steps)
 
     def _problems(self) -> Iterator[str]:
         config = self.accelerator_config
@@ -76,8 +76,8 @@ class AcceleratorArguments:
                 "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function "
                 "of the seed and the epoch, so that a run can be resumed; leave it True"
             )
-        yield from self._accumulation_problems(config.accumulation)
-        processes = self.world_size
+        yield from _accumulation_problems(config.accumulation, getattr(self, "gradient_accumulation_steps", 1))
+        processes = getattr(self, "world_size", 1)
         if config["split_batches"] and processes > 1:
             for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
                 if (size := getattr(self, name)) % processes:
@@ -86,34 +86,25 @@ class AcceleratorArguments:
                         f"processes, and it does not come out even; set {name} to a multiple of {processes}"
                     )
 
-    def _accumulation_problems(self, options: dict[str, Any]) -> Iterator[str]:
-        where = "accelerator_config: gradient_accumulation_kwargs"
-        for name in options:
-            if name not in ACCUMULATION:
-                yield f"{where}: {name!r} is not one of {', '.join(ACCUMULATION)}{did_you_mean(name, ACCUMULATION)}"
-        if not options.get("sync_with_dataloader", True):
-            yield (
-                f"{where}: sync_with_dataloader=False has no effect: an optimizer step never spans two epochs; leave "
-                "it True"
-            )
-        if not options.get("adjust_scheduler", True):
-            yield f"{where}: adjust_scheduler=False has no effect: the schedule counts optimizer steps; leave it True"
-        num_steps = options.get("num_steps")
-        if num_steps is not None and num_steps != self.gradient_accumulation_steps:
-            yield (
-                f"{where}: num_steps={num_steps} and gradient_accumulation_steps={self.gradient_accumulation_steps} "
-                "are both given; keep gradient_accumulation_steps"
-            )
 
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device asynchronously; by default if memory is pinned."""
-        asked = self.accelerator_config["non_blocking"]
-        return self.dataloader_pin_memory if asked is None else asked
-
-    def per_process(self, size: int) -> int:
-        """Rows of one process for a batch size argument `size`."""
-        return size // self.world_size if self.accelerator_config["split_batches"] else size
+def _accumulation_problems(options: dict[str, Any], accumulation_steps: int) -> Iterator[str]:
+    where = "accelerator_config: gradient_accumulation_kwargs"
+    for name in options:
+        if name not in ACCUMULATION:
+            yield f"{where}: {name!r} is not one of {', '.join(ACCUMULATION)}{did_you_mean(name, ACCUMULATION)}"
+    if not options.get("sync_with_dataloader", True):
+        yield (
+            f"{where}: sync_with_dataloader=False has no effect: an optimizer step never spans two epochs; leave "
+            "it True"
+        )
+    if not options.get("adjust_scheduler", True):
+        yield f"{where}: adjust_scheduler=False has no effect: the schedule counts optimizer steps; leave it True"
+    num_steps = options.get("num_steps")
+    if num_steps is not None and num_steps != accumulation_steps:
+        yield (
+            f"{where}: num_steps={num_steps} and gradient_accumulation_steps={accumulation_steps} "
+            "are both given; keep gradient_accumulation_steps"
+        )
 
 
 def _read(path: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from posttrain.core.callbacks import EVENTS, TrainerCallback
 from posttrain.core.callbacks import _hears as hears
-from posttrain.core.config import opt
+from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
@@ -42,7 +42,7 @@ class LoggingArguments:
     include_num_input_tokens_seen: str | bool = opt(
         "no", "Log `num_input_tokens_seen`: all tokens, or those that are not padding."
     )
-    report_to: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
+    report_to: Resolved[list[str] | None | str, list[str]] = opt(  # in this order, HfArgumentParser takes several words
         "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
     )
     run_name: str | None = opt(None, "Name of the run in the trackers.")
@@ -60,11 +60,9 @@ class LoggingArguments:
     disable_tqdm: bool | None = opt(None, "Print log records as lines instead of drawing a progress bar.", flag=True)
 
     def _normalize(self) -> None:
-        if self.report_to is None:
-            self.report_to = []
-        elif isinstance(self.report_to, str):
-            self.report_to = [self.report_to]
-        self.report_to = [name for name in self.report_to if name != "none"]
+        given: list[str] | str | None = self.report_to
+        names = [given] if isinstance(given, str) else given or []
+        self.report_to = [name for name in names if name != "none"]
         inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
         if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
             self.report_to = list(dict.fromkeys([*self.report_to, "kubeflow"]))  # the cluster waits for its progress

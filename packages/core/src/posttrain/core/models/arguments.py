@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import ConfigMeta, opt, validate
+from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validate
 from posttrain.core.errors import did_you_mean, missing, require
 from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
 from posttrain.core.models.loading import DTYPES, loading_problems
@@ -28,14 +28,12 @@ class ModelSideArguments:
         "Recompute activations in the backward instead of keeping them: less memory, about a third more time.",
         flag=True,
     )
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
+    activation_checkpointing_kwargs: JSONObject = opt(
         None,
         "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), and every_n_layers and offload.",
     )
     gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = opt(
-        None, "The older name of activation_checkpointing_kwargs."
-    )
+    gradient_checkpointing_kwargs: JSONObject = opt(None, "The older name of activation_checkpointing_kwargs.")
     torch_compile: bool = opt(
         False, "Compile the model's layers with torch.compile; setting a backend or a mode implies it."
     )
@@ -44,7 +42,7 @@ class ModelSideArguments:
     use_liger_kernel: bool = opt(
         False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
     )
-    liger_kernel_config: dict[str, bool] | str | None = opt(
+    liger_kernel_config: Resolved[dict[str, bool] | str | None, dict[str, bool] | None] = opt(
         None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
     )
     use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")
@@ -181,8 +179,8 @@ class ModelConfig(metaclass=ConfigMeta):
         if not self.use_peft:
             return None
         peft = require("peft", "posttrain-core[peft]", why="use_peft=True")
-        targets = self.lora_target_modules
-        if targets and len(targets) == 1 and not targets[0].isidentifier():
+        targets: list[str] | str | None = self.lora_target_modules
+        if isinstance(targets, list) and len(targets) == 1 and not targets[0].isidentifier():
             targets = targets[0]  # a pattern, or all-linear, which peft accepts only as a string
         return peft.LoraConfig(
             task_type=self.lora_task_type,

@@ -78,10 +78,11 @@ class OptimizerArguments:
         if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
             yield from _layerwise_problems(self, name)
         if name in ("schedule_free_adamw", "schedule_free_sgd"):
-            if 0 < getattr(self, "warmup_steps", 0) < 1 and getattr(self, "max_steps", 0) <= 0:
+            warmup = getattr(self, "warmup_steps", 0)
+            if 0 < warmup < 1 and getattr(self, "max_steps", 0) <= 0:
                 yield (
                     f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
-                    f"a number of steps instead of {self.warmup_steps}, or set max_steps"
+                    f"a number of steps instead of {warmup}, or set max_steps"
                 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from posttrain.core.config import opt
+from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ class ScheduleArguments:
     lr_scheduler_type: str = opt(
         "linear", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
     )
-    lr_scheduler_kwargs: dict | str | None = opt(
+    lr_scheduler_kwargs: Resolved[dict | str | None, dict[str, Any] | None] = opt(
         None, "Options of that curve, as a dict or a JSON object, such as a `min_lr_rate` or `num_decay_steps`."
     )
     warmup_steps: float = opt(

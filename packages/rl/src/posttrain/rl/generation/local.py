@@ -49,10 +49,10 @@ class LocalGenerator:
     """
 
     shares_weights = True
+    model: nn.Module  # that of `sync_weights`
 
     def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS) -> None:
         self.tokenizer, self.max_rows = tokenizer, max_rows
-        self.model: nn.Module | None = None
         self.fallback = TransformersGenerator(tokenizer)
         self._told = False
 
@@ -334,7 +334,8 @@ def _gap(expected: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor]) -> f
 
 def _written(model, texts, device, step: DecoderStep | None = None) -> dict[tuple[int, int], torch.Tensor]:
     """The logits of each (text, step) after that many tokens. The third text leaves after the first token."""
-    decoding, found, rows = Decoding(device), {}, [0, 1, 2, 3]
+    decoding, rows = Decoding(device), [0, 1, 2, 3]
+    found: dict[tuple[int, int], torch.Tensor] = {}
     prompts = [texts[2 * i][:-_NEW] for i in range(2)]
     with decoding.read([len(prompt) for prompt in prompts], 2) as block:
         logits = read_prompts(model, decoding, prompts)

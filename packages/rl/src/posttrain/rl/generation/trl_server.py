@@ -73,8 +73,8 @@ class TrlServer:
             },
         }  # fmt: skip
         answer = self._generate([list(prompt) for prompt in prompts], request)
-        logps = [[_plain(value) for value in row] for row in answer.get("logprobs") or ()]
         ids = [list(row) for row in answer["completion_ids"]]
+        logps: list[Any] = [[_plain(value) for value in row] for row in answer.get("logprobs") or ()]
         ended = [self._has_ended(row, sampling) for row in ids]
         return list(zip(ids, logps or [None] * len(ids), ended, strict=True))
 

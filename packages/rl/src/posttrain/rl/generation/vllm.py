@@ -9,6 +9,7 @@ engine. Tests use a local HTTP server with the same interface; not yet verified 
 
 from __future__ import annotations
 
+import functools
 import socket
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.trl_server import TrlServer
-from posttrain.rl.generation.weights import PROBE, Weights, Written, check
+from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
 CONCURRENCY = 64
 """Concurrent requests."""
@@ -76,7 +77,6 @@ class VLLMServerGenerator:
     ) -> None:
         self.server, self.timeout, self.group_port = Server(url), timeout, group_port
         self.options, self.tokenizer, self._send = dict(options or {}), tokenizer, send
-        self._dialect: Dialect | None = None
         self._scaled: bool | None = None
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -85,11 +85,9 @@ class VLLMServerGenerator:
         Raises:
             ValueError: the server's log-probabilities are not those of `model`.
         """
-        if self._dialect is None:
-            self._dialect = self._connect()
-        weights = Weights(model)
+        dialect, weights = self._dialect, Weights(model)
         if rank() == 0:
-            self._dialect.update(weights)
+            dialect.update(weights)
         elif weights.are_in_pieces:
             for _ in weights:  # all processes help to gather them for the first
                 pass
@@ -97,7 +95,7 @@ class VLLMServerGenerator:
             torch.distributed.barrier()
         who = f"the vLLM server at {self.server.url}"
         prompt = None if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
-        self._scaled = check(model, self._probe, self._dialect.scaled, who, prompt)
+        self._scaled = check(model, self._probe, dialect.scaled, who, prompt)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
@@ -107,17 +105,13 @@ class VLLMServerGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
         plain = not filters(sampling) if self._scaled else sampling.temperature == 1
-        known = plain and all(logps is not None for _, logps, _ in done)
-        return Completions(
-            [ids for ids, _, _ in done],
-            [logps for _, logps, _ in done] if known else None,
-            [ended for *_, ended in done],
-        )
+        return completions(done, with_logps=plain)
 
     def _probe(self, prompt: list[int]) -> Written:
         return self._dialect.write([prompt], 1, PROBE, [0])[0]
 
-    def _connect(self) -> Dialect:
+    @functools.cached_property
+    def _dialect(self) -> Dialect:
         self.server.wait(self.timeout)
         if self.server.has("/v1/models"):
             return VLLMServer(self.server, self.group_port, self.options, self._send)
@@ -186,9 +180,9 @@ class _Transfer:
 
             trainer_init, packed = NCCLWeightTransferEngine.trainer_init, {}
         except (ImportError, AttributeError):  # since 0.28 it is a function
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+            from vllm.distributed.weight_transfer import nccl_common
 
-            packed = {"packed": True}
+            trainer_init, packed = nccl_common.trainer_init, {"packed": True}
         size = server.call("/get_world_size")["world_size"] + 1
         address = {"master_address": address_towards(server.url), "master_port": self.group_port}
         where = address | {"rank_offset": 1, "world_size": size} | packed

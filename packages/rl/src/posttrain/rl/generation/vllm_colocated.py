@@ -22,7 +22,7 @@ from posttrain.core.errors import require
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
-from posttrain.rl.generation.weights import PROBE, Weights, Written, check
+from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class VLLMColocatedGenerator:
     """
 
     has_own_weights = True
+    _model: nn.Module  # that of `sync_weights`
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class VLLMColocatedGenerator:
             )
         self._llm: Any = None
         self._group: Any = None
-        self._model: nn.Module | None = None
         self._has_weights = self._in_session = False
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -116,8 +116,7 @@ class VLLMColocatedGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         rows = [list(prompt) for prompt in prompts for _ in range(n)]
         done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
-        logps = None if filters(sampling) else [logps for _, logps, _ in done]
-        return Completions([ids for ids, _, _ in done], logps, [ended for *_, ended in done])
+        return completions(done, with_logps=not filters(sampling))
 
     def _start(self, model: nn.Module) -> Any:
         vllm = require("vllm", "vllm", "use_vllm=True")

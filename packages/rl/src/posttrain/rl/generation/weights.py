@@ -6,14 +6,18 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
 from posttrain.core.distributed import is_in_pieces, whole, whole_shape
 from posttrain.core.models.wrapping import base_model
-from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 LARGEST_GAP = 0.1
 """Mean difference of log-probabilities from which a weight sync counts as failed."""
@@ -22,6 +26,13 @@ PROBE = Sampling(8, temperature=2.0)
 
 Written = tuple[list[int], list[float] | None, bool]
 """Tokens of a completion, their log-probabilities, and whether it ended before the limit."""
+
+
+def completions(written: Sequence[Written], with_logps: bool) -> Completions:
+    """`written` as an engine returns it; without log-probabilities where one completion has none."""
+    known = [logps for _, logps, _ in written if logps is not None]
+    logps = known if with_logps and len(known) == len(written) else None
+    return Completions([ids for ids, _, _ in written], logps, [ended for *_, ended in written])
 
 
 class Weights:
@@ -75,7 +86,7 @@ class _Part:
 
     name: str
     weight: torch.Tensor
-    layer: nn.Module | None = None
+    layer: PretrainedModel | None = None
     of_layer: str = ""
 
 
@@ -116,12 +127,12 @@ def _each_once(parts: Iterator[_Part]) -> list[_Part]:
     return list(kept.values())
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _is_wrapper(module: nn.Module) -> TypeGuard[PretrainedModel]:
     """Whether `module` is a peft wrapper that trains a replacement: ``modules_to_save``, trainable tokens."""
     return any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__)
 
 
-def _in_use(wrapper: nn.Module) -> nn.Module:
+def _in_use(wrapper: PretrainedModel) -> nn.Module:
     """The module that `wrapper` calls."""
     if hasattr(wrapper, "token_adapter"):
         return wrapper.token_adapter
@@ -129,12 +140,12 @@ def _in_use(wrapper: nn.Module) -> nn.Module:
     return wrapper.modules_to_save[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def _is_adapted(module: nn.Module) -> TypeGuard[PretrainedModel]:
     """Whether `module` is a layer with adapters of peft, which can merge them."""
     return any(kind.__name__ == "BaseTunerLayer" for kind in type(module).__mro__) and hasattr(module, "base_layer")
 
 
-def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
+def _merged(layer: PretrainedModel) -> dict[str, torch.Tensor]:
     """The weights of the layer below `layer` with its adapters merged into them, in float32, as a copy."""
     copies = {id(p): nn.Parameter(whole(p).detach().float().clone(), False) for p in layer.parameters()}
     copied = copy.deepcopy(layer, copies)  # parameters that are in `copies` are not copied again
