@@ -578,8 +578,8 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, (Choice, enum.Enum)):
+    if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, Path):
+    if isinstance(value, (str, Path)):
         return str(value)
     return value.to_dict() if hasattr(value, "to_dict") else value

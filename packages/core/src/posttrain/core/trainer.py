@@ -237,6 +237,7 @@ class Trainer(HFCompat):
         self._objective = normalization.Objective(self.compute_loss, self._declared_mean())
         self._step_takes_count = normalization.accepts(self.training_step, "num_items_in_batch")
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
+        self._non_blocking = self.args.non_blocking
         self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
 
     def _declared_mean(self) -> bool | None:
@@ -535,7 +536,7 @@ class Trainer(HFCompat):
         return self._prepare_inputs(inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = pipeline.to_device(inputs, self.dist.device, non_blocking=self.args.non_blocking)
+        inputs = pipeline.to_device(inputs, self.dist.device, non_blocking=self._non_blocking)
         return self.complete_inputs(inputs)
 
     def complete_inputs(self, inputs: Any) -> Any:
@@ -973,7 +974,7 @@ class Trainer(HFCompat):
         )  # fmt: skip
 
     def _rows_per_step(self) -> int:
-        return self.train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
+        return self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
 
     def _adopt(self, loader: Any, is_training: bool = True) -> Any:
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self.data_seed}
@@ -1372,7 +1373,7 @@ class Trainer(HFCompat):
         if args.save_top_k is not None:
             steps = best_model.best_steps(self.state.log_history, args.metric_for_best_model, args.greater_is_better)
             keep += [path for step in steps if (path := self.store.path(step)).is_dir()][: args.save_top_k]
-        self.checkpoints.rotate([*keep, *self.uploader.in_use])
+        self.checkpoints.rotate([*keep, *(self.uploader.in_use if args.push_to_hub else [])])
 
     def _upload(self, checkpoint: Path | None, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ READERS = 4
 """Threads that read a file: more than one keep a disk busy."""
 
 
-def is_native(dtype: torch.dtype) -> bool:
-    """Whether every safetensors reader supports `dtype`."""
-    return dtype in _NATIVE
+def are_native(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every safetensors reader supports the dtypes of `tensors`."""
+    return all(tensor.dtype in _NATIVE for tensor in tensors.values())
 
 
 def save_tree(tree: Any, stem: str | Path) -> None:

@@ -185,7 +185,8 @@ class CheckpointManager:
         if self.args.should_save:
             if not self.args.save_only_model:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
-            ema.save(contents.ema, directory)
+            if contents.ema is not None:
+                codec.save_tree(contents.ema.state_dict(), directory / ema.STEM)
             state.collect(callbacks)
             state.save_to_json(directory / "trainer_state.json")
         if self.dist.is_main:

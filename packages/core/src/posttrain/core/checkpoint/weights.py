@@ -52,7 +52,7 @@ def _written_here() -> Iterator[None]:
     originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
 
     def write(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
-        if all(codec.is_native(tensor.dtype) for tensor in tensors.values()):
+        if codec.are_native(tensors):
             codec.write_tensors(tensors, filename, metadata)
         else:
             originals[0][2](tensors, filename, metadata)

@@ -383,7 +383,7 @@ class Distributed:
                 norm = nn.utils.clip_grad_norm_(parameters, max_norm)
             else:
                 norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            return sharding.whole(norm)
+            return sharding.whole(norm) if self.shards else norm
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; False where the loss scaler skipped the step because it had overflowed."""

@@ -18,6 +18,9 @@ from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+#: The name of the averages in a checkpoint: ``ema.safetensors`` and ``ema.json``.
+STEM = "ema"
+
 
 @dataclass
 class EMAArguments:
@@ -61,18 +64,12 @@ def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
     return EMA(model, args.ema_decay, args.ema_update_steps, args.ema_start_step)
 
 
-def save(ema: EMA | None, directory: Path) -> None:
-    """Write the averages into the checkpoint `directory`, as ``ema.safetensors`` and ``ema.json``."""
-    if ema is not None:
-        codec.save_tree(ema.state_dict(), directory / "ema")
-
-
 def load(ema: EMA | None, checkpoint: Path) -> None:
     """Load the averages of `checkpoint`, with a warning if it has none."""
     if ema is None:
         return
-    if (checkpoint / "ema.json").is_file():
-        ema.load_state_dict(codec.load_tree(checkpoint / "ema"))
+    if (checkpoint / f"{STEM}.json").is_file():
+        ema.load_state_dict(codec.load_tree(checkpoint / STEM))
     else:
         logger.warning("%s holds no averaged weights: averaging restarts from its weights.", checkpoint)
 
