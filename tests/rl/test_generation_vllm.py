@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.environments import Environments
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.vllm import VLLMServerGenerator, address_towards
+from posttrain.rl.generation.transfer import address_towards
+from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.weights import Weights
 from posttrain.rl.samples import Sample
 from tests import tiny
@@ -24,7 +26,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, model, handler, **settings):
         super().__init__(("127.0.0.1", 0), handler)
         self.paths, self.lock, self.engine = [], threading.Lock(), LocalGenerator(tiny.tokenizer())
-        self.model, self.failures = model, 0
+        self.model, self.failures, self.version, self.connections = model, 0, "default", 0
         self.settings = {"mode": "raw_logprobs", "reads_ids": True, "nested": False} | settings
         self.engine.sync_weights(model)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -36,12 +38,19 @@ class Server(ThreadingHTTPServer):
             asked["max_tokens"], asked["temperature"], asked["top_p"], max(asked["top_k"], 0), stop=tuple(more["stop"]),
             eos_token_ids=tuple(more["stop_token_ids"]),
         )  # fmt: skip
-        with self.lock:
+        with self.lock:  # the model is one, and attends in another way while it generates
             done = self.engine.generate(prompts, n, sampling, seeds)
-        if self.settings["mode"] == "raw_logprobs":
-            logps = [self.raw(prompts[i // n], ids) for i, ids in enumerate(done.ids)]
-            return done.ids, logps, done.finished
+            if self.settings["mode"] == "raw_logprobs":
+                logps = [self.raw(prompts[i // n], ids) for i, ids in enumerate(done.ids)]
+                return done.ids, logps, done.finished
         return done.ids, done.logps, done.finished
+
+    def read_weights(self, weights_path):
+        from safetensors.torch import load_file
+
+        weights = {name: w for path in Path(weights_path).glob("*.safetensors") for name, w in load_file(path).items()}
+        missing, unknown = self.model.load_state_dict(weights, strict=False)
+        assert not missing and not unknown
 
     @torch.no_grad()
     def raw(self, prompt, ids):
@@ -53,10 +62,18 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
+    protocol_version = "HTTP/1.1"  # connections are kept, as real servers do
+
+    def setup(self):
+        super().setup()
+        self.server.connections += 1
+
     def answer(self, body, code=200):
         self.send_response(code)
+        said = json.dumps(body).encode()
+        self.send_header("Content-Length", str(len(said)))
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(said)
 
     def asked(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,17 +95,29 @@ class OpenAI(Handler):
             "/health": None,
             "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": self.server.settings["mode"]}}},
             "/v1/models": {"data": [{"id": "tiny"}]},
+            "/weight_info": {"weight_version": self.server.version},
         }
         self.answer(known.get(path), 200 if path in known else 404)
 
     def do_POST(self):
         if (asked := self.asked()) is None:
             return
+        if self.path == "/collective_rpc":
+            return self.answer({"results": [self.server.read_weights(**asked["kwargs"])]})
         if self.path != "/v1/completions":
+            asked |= {"weight_version": asked["new_version"]} if "new_version" in asked else {}
+            self.server.version = asked.get("weight_version", self.server.version)
             return self.answer(None)
-        (ids,), (logps,), (finished,) = self.server.write([asked["prompt"]], 1, asked, [asked["seed"]])
-        reason = "stop" if finished else "length"
-        self.answer({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]})
+        n = asked["n"]
+        seeds = [asked["seed"] + number for number in range(n)]  # as vLLM counts them
+        done = self.server.write([asked["prompt"]], n, asked, seeds)
+        choices = [
+            {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}
+            for i, (ids, logps, reason) in enumerate(
+                zip(*done[:2], [("length", "stop")[f] for f in done[2]], strict=True)
+            )
+        ]
+        self.answer({"choices": choices[::-1]})  # in whatever order
 
 
 class Trl(Handler):
@@ -151,7 +180,8 @@ def test_the_servers_completions_are_those_of_the_weights_that_were_sent(model, 
     train_a_little(model)
     client, local = client_of(server), LocalGenerator(tiny.tokenizer())
     client.sync_weights(model)
-    assert server.paths[:3] == ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache"]
+    names = ["/pause?mode=wait", "/start_weight_update", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
+    assert server.paths[:5] == names
     local.sync_weights(model)
     sampling = Sampling(9, eos_token_ids=tuple(range(40)))
     prompts, seeds = [[5, 9, 14], [7, 8]], [1, 2, 3, 4]
@@ -237,6 +267,110 @@ def test_a_pattern_is_asked_for_as_the_server_knows_it(model, serve, handler):
         assert more["presence_penalty"] == 0.5 and "structured_outputs" not in more
 
 
+def client_of_several(servers, monkeypatch):
+    monkeypatch.setattr("posttrain.rl.generation.server.time.sleep", lambda seconds: None)
+    by_port = {str(server.server_port): server for server in servers}
+
+    def send(weights, target):
+        by_port[target.url[-5:].strip(":")].model.load_state_dict(dict(weights), strict=False)
+
+    urls = ", ".join(f"http://127.0.0.1:{port}" for port in by_port)
+    return VLLMServerGenerator(urls, timeout=5, send=send, tokenizer=tiny.tokenizer())
+
+
+def completions_of(server):
+    return server.paths.count("/v1/completions")
+
+
+def test_the_completions_of_a_prompt_are_one_request_over_connections_that_are_kept(model, serve):
+    server = serve()
+    client = client_of(server)
+    client.sync_weights(model)
+    before, connections = completions_of(server), server.connections
+    assert connections == 1  # all that was said so far
+    prompts = [[5 + number] for number in range(6)]
+    for _ in range(4):
+        done = client.generate(prompts, 8, Sampling(3), list(range(48)))
+        assert len(done.ids) == 48
+    assert completions_of(server) - before == 4 * 6 and server.connections - connections <= 6
+
+
+def test_prompts_go_to_the_server_with_the_least_to_do(model, serve, monkeypatch):
+    servers = [serve(), serve()]
+    client, alone = client_of_several(servers, monkeypatch), LocalGenerator(tiny.tokenizer())
+    train_a_little(model)
+    client.sync_weights(model)
+    alone.sync_weights(model)
+    before = [completions_of(server) for server in servers]
+    prompts, seeds = [[5 + number] for number in range(8)], list(range(16))
+    barrier = threading.Barrier(8)  # all are under way before one is done
+    for server in servers:
+        write = server.write
+        monkeypatch.setattr(server, "write", lambda *asked, write=write: (barrier.wait(60), write(*asked))[1])
+    found = client.generate(prompts, 2, Sampling(4), seeds)
+    assert [completions_of(server) - count for server, count in zip(servers, before, strict=True)] == [4, 4]
+    assert found.ids == alone.generate(prompts, 2, Sampling(4), seeds).ids
+
+
+@pytest.mark.parametrize("event", ["gone", "started anew"])
+def test_a_server_that_is_lost_while_it_writes_is_replaced_by_the_others(model, serve, monkeypatch, event):
+    servers = [serve(), serve()]
+    client, alone = client_of_several(servers, monkeypatch), LocalGenerator(tiny.tokenizer())
+    train_a_little(model)
+    client.sync_weights(model)
+    alone.sync_weights(model)
+    lost, other = servers
+    fresh = tiny.causal_lm(seed=7, initializer_range=0.3).state_dict()
+
+    def start_anew(*asked):
+        lost.version = "default"
+        lost.model.load_state_dict(fresh)
+        return write(*asked)
+
+    write = lost.write
+    if event == "gone":
+        lost.failures = 99
+    else:
+        monkeypatch.setattr(lost, "write", start_anew)
+    prompts, seeds = [[5 + number] for number in range(6)], list(range(6))
+    expected = alone.generate(prompts, 1, Sampling(6), seeds).ids
+    assert client.generate(prompts, 1, Sampling(6), seeds).ids == expected
+    before = completions_of(lost)
+    assert client.generate(prompts, 1, Sampling(6), seeds).ids == expected
+    assert completions_of(lost) == before  # it is not asked until it was sent weights again
+    lost.failures = 0
+    monkeypatch.setattr(lost, "write", write)
+    client.sync_weights(model)
+    assert client.generate(prompts, 1, Sampling(6), seeds).ids == expected
+    assert completions_of(lost) > before + 1
+    lost.version = other.version = "default"
+    with pytest.raises(ConnectionError, match="was started anew, and has lost the weights.*resume the run from its"):
+        client.generate(prompts, 1, Sampling(6), seeds)
+
+
+def test_a_server_that_does_not_answer_in_time_is_given_up(model, serve, monkeypatch):
+    server, answered = serve(), threading.Event()
+    client = client_of_several([server], monkeypatch)
+    client.sync_weights(model)
+    write = server.write
+    monkeypatch.setattr(server, "write", lambda *asked: (answered.wait(20), write(*asked))[1])
+    client.servers[0].timeout = 0.2
+    with pytest.raises(ConnectionError, match="has not answered /v1/completions within 0.2 seconds.*vllm_request_tim"):
+        client.generate([[5]], 1, Sampling(3), [1])
+    answered.set()
+
+
+def test_servers_that_were_started_differently_are_refused(model, serve, monkeypatch):
+    client = client_of_several([serve(), serve(mode="processed_logprobs")], monkeypatch)
+    with pytest.raises(ValueError, match="different options .--logprobs-mode"):
+        client.sync_weights(model)
+
+
+def test_a_server_that_takes_no_weights_is_refused_with_what_to_set(model, serve):
+    with pytest.raises(ValueError, match="was started with weight transfer off.*or set vllm_weight_folder"):
+        VLLMServerGenerator(f"http://127.0.0.1:{serve().server_port}").sync_weights(model)
+
+
 def test_a_server_that_is_not_there_is_said():
     with pytest.raises(ConnectionError, match="cannot be reached"):
         VLLMServerGenerator("http://127.0.0.1:9", timeout=0.1).sync_weights(tiny.causal_lm())
@@ -255,7 +389,7 @@ def test_whoever_sends_weights_is_connected_before_an_update_is_announced(model,
 
     url = f"http://127.0.0.1:{server.server_port}"
     VLLMServerGenerator(url, timeout=5, send=Sender(), tokenizer=tiny.tokenizer()).sync_weights(model)
-    assert server.paths[:2] == ["/init_weight_transfer_engine", "/start_weight_update"]
+    assert server.paths[1:3] == ["/init_weight_transfer_engine", "/start_weight_update"]
     assert address_towards(url) == "127.0.0.1"
 
 
@@ -283,22 +417,19 @@ def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_sa
 @pytest.mark.parametrize("handler", [OpenAI, Trl])
 def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkeypatch, caplog):
     server = serve(handler, mode="processed_logprobs")
-    path = "vllm:_Transfer" if handler is OpenAI else "trl_server:_Broadcast"
-    module, _, name = path.partition(":")
-    sent = []
+    sent, read = [], server.read_weights
+    monkeypatch.setattr(server, "read_weights", lambda **where: (sent.append(where), read(**where))[1])
 
     def send(self, weights, target):
         server.model.load_state_dict(dict(weights), strict=False)
         sent.append(len(weights))
 
-    monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.__call__", send)
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))  # it is looked for before the model is loaded
-    monkeypatch.setattr(f"posttrain.rl.generation.{module}.{name}.connect", lambda self, target: None, raising=False)
+    monkeypatch.setattr("posttrain.rl.generation.trl_server._Broadcast.__call__", send)
     args = GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5,
         max_steps=3, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
         disable_tqdm=True, use_vllm=True, vllm_mode="server", vllm_server_host="127.0.0.1",
-        vllm_server_port=server.server_port, vllm_max_model_length=99,
+        vllm_server_port=server.server_port, vllm_max_model_length=99, vllm_weight_folder=str(tmp_path / "shared"),
     )  # fmt: skip
 
     def spread(completion_ids):

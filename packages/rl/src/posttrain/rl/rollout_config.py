@@ -59,11 +59,22 @@ class GenerationArguments:
     vllm_model_impl: str = opt("vllm", "Whose model code vLLM runs.", choices=("vllm", "transformers", "auto"))
     vllm_enable_sleep_mode: bool = opt(False, "Give vLLM's memory back while training; waking it takes time.")
     vllm_structured_outputs_regex: str | None = opt(None, "Pattern that each completion must follow.")
-    vllm_server_base_url: str | None = opt(None, "Address of the server, instead of host and port.")
+    vllm_server_base_url: str | None = opt(
+        None, "Address of the server, instead of host and port; several with commas between them share the prompts."
+    )
     vllm_server_host: str = opt("0.0.0.0", "Host of the server.")
     vllm_server_port: int = opt(8000, "Port of the server.", min=1, max=65535)
     vllm_server_timeout: float = opt(240.0, "Seconds to wait for the server to come up.", above=0)
-    vllm_group_port: int = opt(51216, "Port on which weights are sent to the server.", min=1, max=65535)
+    vllm_request_timeout: float = opt(1800.0, "Seconds within which the server must answer a request.", above=0)
+    vllm_group_port: int = opt(
+        51216,
+        "Port on which weights are sent to the server; 0: any that is free, for the backend gloo.",
+        min=0,
+        max=65535,
+    )
+    vllm_weight_folder: str | None = opt(
+        None, "Folder that trainer and server share, in which weights are written for the server to read."
+    )
     vllm_gpu_memory_utilization: float = opt(0.3, "Share of the GPU's memory for a colocated vLLM.", above=0, max=1)
     vllm_max_model_length: int | None = opt(None, "Longest prompt and completion together; None: the model's.", min=1)
     vllm_tensor_parallel_size: int = opt(1, "GPUs over which a colocated vLLM splits the model.", min=1)
@@ -94,7 +105,8 @@ class GenerationArguments:
             )
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if self.use_vllm and (error := missing("vllm", "vllm", "use_vllm=True")):
+        is_here = self.use_vllm and self.vllm_mode == "colocate"
+        if is_here and (error := missing("vllm", "vllm", "use_vllm=True")):
             yield error
         yield from self._engine_problems()
 

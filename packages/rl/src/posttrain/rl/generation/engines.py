@@ -48,7 +48,10 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
         if given := list(_changed(args, OF_THE_SERVER)):
             logger.warning("Give %s to the vLLM server, where it is started; here they do nothing.", ", ".join(given))
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        return VLLMServerGenerator(url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer)
+        return VLLMServerGenerator(
+            url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer, folder=args.vllm_weight_folder,
+            request_timeout=args.vllm_request_timeout,
+        )  # fmt: skip
     from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 
     engine = {

@@ -1,16 +1,22 @@
-"""HTTP requests to a generation server."""
+"""HTTP requests to a generation server, over connections that are kept."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import queue
+import socket
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 RETRIES = 4
 """Times that a request which may be repeated is sent again, after 1, 2, 4 ... seconds."""
 BUSY = (500, 502, 503)
+CONNECT_SECONDS = 10.0
+"""Seconds until a server that does not even accept a connection counts as unreachable."""
 
 
 class Refused(ConnectionError):
@@ -26,51 +32,110 @@ class Server:
 
     Args:
         url: such as ``http://host:8000``.
+        timeout: seconds within which it must answer a request.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, timeout: float = 1800.0) -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no address of a server; write it as http://host:8000")
+        self._secure, self._host, self._path = parts.scheme == "https", parts.netloc.rpartition("@")[2], parts.path
+        self._kept: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
 
-    def call(self, path: str, body: dict[str, Any] | None = None, empty: bool = False, retries: int = 0) -> Any:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        empty: bool = False,
+        retries: int = 0,
+        before_retry: Callable[[], None] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """GET `path`, or POST `body` to it; the answer, read as JSON unless it is `empty`.
 
         Args:
             retries: further attempts while the server is busy or unreachable.
+            before_retry: called before each of them; what it raises ends the attempts.
+            timeout: seconds, instead of the server's.
 
         Raises:
             Refused: the server answers with an error.
-            ConnectionError: it cannot be reached.
+            ConnectionError: it cannot be reached, or does not answer in time.
         """
         for wait in (2**attempt for attempt in range(retries)):
             try:
-                return self._call(path, body, empty)
+                return self._call(path, body, empty, timeout)
             except ConnectionError as error:
                 if getattr(error, "code", BUSY[0]) not in BUSY:
                     raise
                 time.sleep(wait)
-        return self._call(path, body, empty)
+            if before_retry is not None:
+                before_retry()
+        return self._call(path, body, empty, timeout)
 
-    def _call(self, path: str, body: dict[str, Any] | None, empty: bool) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+    def _call(self, path: str, body: dict[str, Any] | None, empty: bool, timeout: float | None) -> Any:
+        code, said = self._ask(path, None if body is None else json.dumps(body).encode(), timeout or self.timeout)
+        if code >= 400:
+            text = said[:500].decode(errors="replace")
+            raise Refused(f"The server at {self.url} answered {path} with {code}: {text}", code)
+        return None if empty else json.loads(said or b"null")
+
+    def _ask(self, path: str, data: bytes | None, timeout: float) -> tuple[int, bytes]:
+        """(status, answer), over a connection that is kept, or over a new one if the server has closed that."""
+        method = "GET" if data is None else "POST"
+        while True:
+            connection, is_kept = self._connection(timeout)
+            try:
+                connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                found = answer.status, answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if is_kept and isinstance(
+                    error, (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+                ):
+                    continue
+                raise self._lost(path, error, timeout) from error
+            if answer.will_close:
+                connection.close()
+            else:
+                self._kept.put(connection)
+            return found
+
+    def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
+        """(a connection, whether it has been used before)."""
+        with contextlib.suppress(queue.Empty):
+            connection = self._kept.get_nowait()
+            connection.sock.settimeout(timeout)
+            return connection, True
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, timeout=min(CONNECT_SECONDS, timeout))
         try:
-            with urllib.request.urlopen(request) as answer:
-                return None if empty else json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            said = error.read()[:500].decode(errors="replace")
-            raise Refused(f"The server at {self.url} answered {path} with {error.code}: {said}", error.code) from error
-        except urllib.error.URLError as error:
-            raise ConnectionError(f"The vLLM server at {self.url} cannot be reached: {error.reason}") from error
+            connection.connect()
+        except OSError as error:
+            raise ConnectionError(f"The vLLM server at {self.url} cannot be reached: {error}") from error
+        connection.sock.settimeout(timeout)
+        keep_alive(connection.sock)
+        return connection, False
+
+    def _lost(self, path: str, error: Exception, timeout: float) -> ConnectionError:
+        if isinstance(error, TimeoutError):
+            return ConnectionError(
+                f"The vLLM server at {self.url} has not answered {path} within {timeout:g} seconds. If completions "
+                "take that long, raise vllm_request_timeout."
+            )
+        return ConnectionError(f"The vLLM server at {self.url} cannot be reached: {error or type(error).__name__}")
 
     def wait(self, timeout: float) -> None:
         """Wait until it is up, for `timeout` seconds at most."""
         until = time.monotonic() + timeout
         while True:
             try:
-                return self.call("/health", empty=True)
-            except ConnectionError:
+                return self.call("/health", empty=True, timeout=CONNECT_SECONDS)
+            except ConnectionError as error:
                 if time.monotonic() > until:
-                    raise
+                    raise ConnectionError(f"{error} (waited {timeout:g} seconds, vllm_server_timeout)") from error
                 time.sleep(min(2.0, timeout / 10))
 
     def has(self, path: str) -> bool:
@@ -82,3 +147,11 @@ class Server:
                 return False
             raise
         return True
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within two minutes that the machine at the other end is gone, also while it is to answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 6}.items():
+        if hasattr(socket, name):  # not every system has all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

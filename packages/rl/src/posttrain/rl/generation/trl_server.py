@@ -47,7 +47,16 @@ class TrlServer:
         self.regex = (self.options.pop("structured_outputs", None) or {}).get("regex")
         self._reads_ids = True
 
-    def update(self, weights: Weights) -> None:
+    @property
+    def servers(self) -> list[Server]:
+        """See `Dialect.servers`."""
+        return [self.server]
+
+    def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
+        """See `Dialect.write_on`."""
+        return self.write([prompt], 1, sampling, [seed])[0]
+
+    def update(self, weights: Weights, version: str) -> None:
         """See `Dialect.update`."""
         self._send(weights, self.server)
         self.server.call("/reset_prefix_cache/", {}, empty=True)

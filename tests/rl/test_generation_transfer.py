@@ -1,0 +1,138 @@
+"""Weights on their way to vLLM servers, against workers that receive them as vLLM's would."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain.rl.generation import transfer
+from posttrain.rl.generation.gloo import GlooGroup
+from posttrain.rl.generation.server import Refused
+from posttrain.rl.generation.weights import Weights
+from tests import tiny
+
+
+class Workers:
+    """The calls of a server whose workers receive weights over gloo, as `posttrain.rl.generation.vllm_worker`."""
+
+    def __init__(self, number, size=1):
+        self.url, self.size, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", size, [], "default"
+        self.groups, self.received, self.refuses = [], [{} for _ in range(size)], False
+
+    def call(self, path, body=None, empty=False):
+        self.paths.append(path)
+        json.dumps(body)
+        if path == "/get_world_size":
+            return {"world_size": self.size}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/init_weight_transfer_engine":
+            self.groups = self.on_each(self.join, body["init_info"])
+        if path == "/update_weights":
+            if self.refuses:
+                raise Refused("out of memory", 500)
+            self.on_each(self.receive, body["update_info"])
+        if path == "/finish_weight_update":
+            self.version = body["weight_version"]
+        return None
+
+    def on_each(self, do, info):
+        found = {}
+        threads = [
+            threading.Thread(target=lambda worker=worker: found.update({worker: do(worker, info)}))
+            for worker in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[worker] for worker in range(self.size)]
+
+    def join(self, worker, info):
+        return GlooGroup(info["address"], info["port"], info["group"], 1 + worker, info["size"], info["timeout"])
+
+    def receive(self, worker, info):
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.groups[worker].broadcast(weight)
+            self.received[worker][name] = weight
+
+
+ORDER = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_worker_of_every_server_gets_the_weights_over_gloo_in_vllms_order(dtype):
+    servers, sender = [Workers(0, size=2), Workers(1)], transfer.Gloo(0, 20)
+    model = tiny.causal_lm().to(dtype)
+    for version in ("one", "two"):
+        sender.send(Weights(changed(model)), servers, version)
+        for server in servers:
+            assert server.version == version
+            for received in server.received:
+                assert received.keys() == dict(model.named_parameters()).keys()
+                assert all(torch.equal(received[name], weight) for name, weight in model.named_parameters())
+    for server in servers:
+        steps = [path for path in server.paths if path not in ("/get_world_size", "/weight_info")]
+        assert steps == ["/init_weight_transfer_engine", *ORDER, *ORDER]
+
+
+def test_a_server_that_was_started_anew_is_connected_anew():
+    server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
+    sender.send(Weights(model), [server], "one")
+    server.version, server.groups = "default", []
+    sender.send(Weights(changed(model)), [server], "two")
+    assert server.paths.count("/init_weight_transfer_engine") == 2
+    assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)
+
+
+def test_a_server_that_refuses_weights_says_why_at_once_and_can_be_sent_them_later():
+    server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
+    sender.send(Weights(model), [server], "one")
+    server.refuses = True
+    with pytest.raises(Refused, match="out of memory"):
+        sender.send(Weights(model), [server], "two")
+    server.refuses = False
+    sender.send(Weights(changed(model)), [server], "three")
+    assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight) and server.version == "three"
+
+
+def test_files_in_a_folder_hold_the_weights_in_parts_of_a_bounded_size(tmp_path, monkeypatch):
+    model, calls, limit = tiny.causal_lm(), [], 40_000
+
+    class Server:
+        url = "http://127.0.0.1:8000"
+
+        def call(self, path, body=None, empty=False):
+            calls.append((path, body))
+            if path == "/collective_rpc":
+                files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+                parts = [load_file(file) for file in files]
+                self.read = {name: weight for part in parts for name, weight in part.items()}
+                self.sizes = [[weight.nbytes for weight in part.values()] for part in parts]
+
+    monkeypatch.setattr(transfer, "SHARD_BYTES", limit)
+    server, sender = Server(), transfer.Folder(tmp_path)
+    for version in ("one", "two"):
+        sender.send(Weights(changed(model)), [server], version)
+        assert server.read.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(server.read[name], weight) for name, weight in model.named_parameters())
+        assert len(server.sizes) > 2 and all(sum(sizes) <= limit or len(sizes) == 1 for sizes in server.sizes)
+        assert calls[-1] == ("/update_weight_version", {"new_version": version})
+
+
+def test_the_address_of_this_machine_can_be_set(monkeypatch):
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    assert transfer.address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    assert transfer.address_towards("http://127.0.0.1:8000") == "10.0.0.7"
