@@ -1,64 +1,56 @@
 """Weights on their way to vLLM servers, against workers that receive them as vLLM's would."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from posttrain.rl.generation import transfer
-from posttrain.rl.generation.gloo import GlooGroup
 from posttrain.rl.generation.server import Refused
+from posttrain.rl.generation.vllm_plugin import GlooReceiver, InitInfo
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
 
 
 class Workers:
-    """The calls of a server whose workers receive weights over gloo, as `posttrain.rl.generation.vllm_worker`."""
+    """The calls of a server and its workers, which receive weights over gloo as those of vLLM with our plugin do."""
 
     def __init__(self, number, size=1):
-        self.url, self.size, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", size, [], "default"
-        self.groups, self.received, self.refuses = [], [{} for _ in range(size)], False
+        self.url, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", [], "default"
+        self.refuses, self.received = False, [{} for _ in range(size)]
+        self.start()
+
+    def start(self):
+        self.workers = [GlooReceiver() for _ in self.received]
+        for rank, (worker, received) in enumerate(zip(self.workers, self.received, strict=True)):
+            worker.device = torch.device("cpu")
+            worker.model = SimpleNamespace(load_weights=received.update)
+            worker.parallel_config = SimpleNamespace(rank=rank, world_size=len(self.workers), data_parallel_index=0)
 
     def call(self, path, body=None, empty=False):
         self.paths.append(path)
-        json.dumps(body)
+        body = json.loads(json.dumps(body))
         if path == "/get_world_size":
-            return {"world_size": self.size}
+            return {"world_size": len(self.workers)}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/init_weight_transfer_engine":
-            self.groups = self.on_each(self.join, body["init_info"])
+            self.on_each(lambda worker: worker.init_transfer_engine(InitInfo(**body["init_info"])))
         if path == "/update_weights":
             if self.refuses:
                 raise Refused("out of memory", 500)
-            self.on_each(self.receive, body["update_info"])
+            self.on_each(lambda worker: worker.update_weights(body["update_info"]))
         if path == "/finish_weight_update":
             self.version = body["weight_version"]
         return None
 
-    def on_each(self, do, info):
-        found = {}
-        threads = [
-            threading.Thread(target=lambda worker=worker: found.update({worker: do(worker, info)}))
-            for worker in range(self.size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [found[worker] for worker in range(self.size)]
-
-    def join(self, worker, info):
-        return GlooGroup(info["address"], info["port"], info["group"], 1 + worker, info["size"], info["timeout"])
-
-    def receive(self, worker, info):
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            weight = torch.empty(shape, dtype=getattr(torch, dtype))
-            self.groups[worker].broadcast(weight)
-            self.received[worker][name] = weight
+    def on_each(self, do):
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            list(pool.map(do, self.workers))
 
 
 ORDER = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
@@ -90,7 +82,8 @@ def test_every_worker_of_every_server_gets_the_weights_over_gloo_in_vllms_order(
 def test_a_server_that_was_started_anew_is_connected_anew():
     server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
     sender.send(Weights(model), [server], "one")
-    server.version, server.groups = "default", []
+    server.version = "default"
+    server.start()
     sender.send(Weights(changed(model)), [server], "two")
     assert server.paths.count("/init_weight_transfer_engine") == 2
     assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)

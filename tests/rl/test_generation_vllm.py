@@ -2,9 +2,7 @@
 
 import copy
 import json
-import sys
 import threading
-import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 

@@ -361,12 +361,14 @@ def test_every_argument_of_a_vllm_server_reaches_its_client(caplog):
     args = GRPOConfig(
         **usual, vllm_server_host="10.0.0.7", vllm_server_port=8123, vllm_server_timeout=7.5, vllm_group_port=51234,
         vllm_model_impl="auto", vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.5, vllm_max_model_length=99,
-        vllm_tensor_parallel_size=2,
+        vllm_tensor_parallel_size=2, vllm_weight_folder="/shared", vllm_request_timeout=33.0,
     )  # fmt: skip
     client = make_generator(None, args)
     assert isinstance(client, VLLMServerGenerator)
-    assert (client.server.url, client.timeout, client.group_port) == ("http://10.0.0.7:8123", 7.5, 51234)
+    (server,) = client.servers
+    assert (server.url, client.timeout, client.group_port) == ("http://10.0.0.7:8123", 7.5, 51234)
+    assert (server.timeout, client.folder) == (33.0, "/shared")
     given = [record.message for record in caplog.records if "to the vLLM server" in record.message]
     assert len(given) == 1 and all(name in given[0] for name in OF_THE_SERVER)
-    named = GRPOConfig(**usual, vllm_server_base_url="https://there:1/", vllm_server_host="10.0.0.7")
-    assert make_generator(None, named).server.url == "https://there:1"
+    named = GRPOConfig(**usual, vllm_server_base_url="https://there:1/, http://here:2", vllm_server_host="10.0.0.7")
+    assert [server.url for server in make_generator(None, named).servers] == ["https://there:1", "http://here:2"]

@@ -1,7 +1,7 @@
 """Starts vLLM servers on tiny models, on the CPU.
 
-By hand: ``.venv-vllm/bin/python -m tests.vllm.servers 8123 FOLDER``; with POSTTRAIN_VLLM_SERVER=http://127.0.0.1:8123 in
-the environment the tests use that one, and start none.
+By hand: ``.venv-vllm/bin/python -m tests.vllm.servers 8123 FOLDER``. Tests with POSTTRAIN_VLLM_SERVER=8123:FOLDER in
+their environment use that one, and start none.
 """
 
 from __future__ import annotations

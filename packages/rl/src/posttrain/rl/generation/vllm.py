@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -226,8 +226,8 @@ class VLLMServers:
         self._busy.remove(server)
         if not self._busy.in_use():
             raise ConnectionError(
-                f"{why}. No vLLM server is left that has the trainer's weights. Start it again, and resume the run from "
-                "its last checkpoint."
+                f"{why}. No vLLM server is left that has the trainer's weights. Start it again, and resume the run "
+                "from its last checkpoint."
             ) from why
         logger.warning("%s: the other servers do its part until the next sync.", why)
 
