@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,11 @@ class GlooGroup:
         limit = timedelta(seconds=timeout)
         if store is None:
             store = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # torch describes it to type checkers in part
+        options = gloo._Options()
         options._timeout, options._threads = limit, 2
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address, port))]
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+        options._devices = [gloo.create_device(hostname=own_address(address, port))]
+        self._group = gloo(dist.PrefixStore(name, store), rank, size, options)
         self._store = store  # rank 0's serves the others as long as it lives
 
     def broadcast(self, tensor: torch.Tensor) -> None:

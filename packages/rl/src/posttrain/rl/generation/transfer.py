@@ -44,7 +44,8 @@ class Nccl:
     """
 
     def __init__(self, port: int) -> None:
-        self.port, self._engine = port, None
+        self.port = port
+        self._engine: Any = None
 
     def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
         """See `Transport.send`."""

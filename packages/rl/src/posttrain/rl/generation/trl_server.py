@@ -47,11 +47,6 @@ class TrlServer:
         self.regex = (self.options.pop("structured_outputs", None) or {}).get("regex")
         self._reads_ids = True
 
-    @property
-    def servers(self) -> list[Server]:
-        """See `Dialect.servers`."""
-        return [self.server]
-
     def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
         """See `Dialect.write_on`."""
         return self.write([prompt], 1, sampling, [seed])[0]

@@ -45,11 +45,9 @@ class Dialect(Protocol):
 
     Attributes:
         scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
-        servers: those that it speaks to.
     """
 
     scaled: bool | None
-    servers: Sequence[Server]
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
@@ -58,7 +56,7 @@ class Dialect(Protocol):
         ...
 
     def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
-        """A completion by this one of `servers`."""
+        """A completion by `server`."""
         ...
 
     def update(self, weights: Weights, version: str) -> None:
@@ -214,7 +212,8 @@ class VLLMServers:
             for server, why in lost:
                 self._leave_out(server, why)
             for place, (server, group) in zip(left, asked, strict=True):
-                done[place] = group if server in self._busy.in_use() else None
+                if server in self._busy.in_use() and not isinstance(group, ConnectionError):
+                    done[place] = group
         return [one for group in done for one in group or ()]
 
     def _leave_out(self, server: Server, why: ConnectionError) -> None:
