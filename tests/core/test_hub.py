@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.metadata
 import json
 import logging
 import math
@@ -587,6 +588,20 @@ def test_a_card_of_ours_is_renewed_and_one_that_somebody_wrote_stays(tmp_path):
     assert write_model_card(tmp_path, "second") == path and "# second" in path.read_text()
     path.write_text("---\nlicense: mit\n---\n# By hand\n")
     assert write_model_card(tmp_path, "third") is None and "# By hand" in path.read_text()
+
+
+def test_a_card_names_no_version_of_posttrain_where_it_runs_without_being_installed(monkeypatch):
+    version = importlib.metadata.version
+
+    def without_ours(name):
+        if name.startswith("posttrain"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    assert framework_versions()["posttrain"] == version("posttrain-core")
+    monkeypatch.setattr(importlib.metadata, "version", without_ours)
+    found = framework_versions()
+    assert "posttrain" not in found and found["torch"] == version("torch")
 
 
 def test_the_template_of_peft_is_replaced(tmp_path):

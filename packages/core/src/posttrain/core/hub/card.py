@@ -57,13 +57,12 @@ def hyperparameters(args: Any, world_size: int = 1) -> dict[str, Any]:
 
 
 def framework_versions() -> dict[str, str]:
-    """Versions of what this process has used of the libraries that a result depends on."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    found = {"posttrain": importlib.metadata.version("posttrain-core"), "python": python}
+    """Versions of what this process has used of the libraries that a result depends on; posttrain's if installed."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
     names = [n for n in ("torch", "transformers", "peft", "datasets", "tokenizers", "accelerate") if n in sys.modules]
-    for name in names:
+    for name in ("posttrain", *names):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version("posttrain-core" if name == "posttrain" else name)
     return found
 
 
