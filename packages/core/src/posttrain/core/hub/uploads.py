@@ -1,4 +1,8 @@
-"""Uploads to the Hugging Face Hub in the background, without blocking or stopping a run."""
+"""Uploads to the Hugging Face Hub in the background, without blocking or stopping a run.
+
+huggingface_hub's own background uploads (``run_as_future``) keep the order too, but retry nothing, do not let a newer
+checkpoint replace one that waits, and at the program's end wait without limit for a server that stays silent.
+"""
 
 from __future__ import annotations
 
