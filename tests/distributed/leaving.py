@@ -1,5 +1,5 @@
 """Run by torchrun: a signal to one process alone, in the middle of training and inside an evaluation; saves in the
-background.
+background; callbacks that ask for something on one process alone.
 """
 
 import json
@@ -28,6 +28,29 @@ class SignalTo(TrainerCallback):
 
         self.sent = False
         setattr(self, event, hear)
+
+
+class AskOn(TrainerCallback):
+    """Sets a flag of the control on one process alone, at an event of a step."""
+
+    def __init__(self, rank, event, step, flag):
+        def hear(args, state, control, **kwargs):
+            if state.global_step == step and args.process_index == rank:
+                setattr(control, flag, True)
+
+        setattr(self, event, hear)
+
+
+ASKED = [
+    (1, "on_step_end", 3, "should_training_stop"),
+    (0, "on_step_begin", 2, "should_training_stop"),
+    (0, "on_epoch_begin", 0, "should_training_stop"),
+    (1, "on_train_begin", 0, "should_training_stop"),
+    (1, "on_evaluate", 4, "should_training_stop"),
+    (0, "on_step_end", 2, "should_save"),
+    (1, "on_log", 3, "should_evaluate"),
+    (1, "on_epoch_end", 8, "should_evaluate"),
+]
 
 
 def trainer_in(out, later, callbacks=()):
@@ -66,6 +89,18 @@ if __name__ == "__main__":
             expected = straight.model.state_dict()
             equal = all(torch.equal(v, expected[k]) for k, v in resumed.model.state_dict().items())
             answers[name] = {"codes": codes, "equal": equal, **told(resumed)}
+    for rank, event, step, flag in ASKED:
+        name = f"{rank}-{event}-{step}-{flag}"
+        asked = trainer_in(folder / name, False, [AskOn(rank, event, step, flag)])
+        asked.train()
+        steps = asked.dist.gather_object(asked.state.global_step)
+        evaluated = [record["step"] for record in asked.state.log_history if "eval_loss" in record]
+        if "stop" in flag:  # its newest checkpoint may be of an earlier step
+            asked = trainer_in(folder / name, False)
+            asked.train(resume_from_checkpoint=True if asked.store.checkpoints() else None)
+        expected = straight.model.state_dict()
+        equal = all(torch.equal(v, expected[k]) for k, v in asked.model.state_dict().items())
+        answers[name] = {"steps": steps, "evaluated": evaluated, "equal": equal}
     watch = straight.run.watch
     watch.begin()
     started = time.perf_counter()

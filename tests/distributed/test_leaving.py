@@ -1,4 +1,5 @@
-"""A signal that reaches one process ends all of them after the same update, and the run goes on to the same bits."""
+"""A signal to one process, or a flag that a callback sets on one, counts for all of them after the same optimizer step,
+and the run resumes to the same bits."""
 
 import json
 
@@ -6,7 +7,7 @@ from posttrain.core.checkpoint import Store
 from tests.distributed.jobs import ROOT, torchrun
 
 
-def test_processes_leave_together_wherever_a_signal_reaches_one_of_them(tmp_path):
+def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_them(tmp_path):
     done = torchrun(2, str(ROOT / "tests/distributed/leaving.py"), str(tmp_path), timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
@@ -22,3 +23,17 @@ def test_processes_leave_together_wherever_a_signal_reaches_one_of_them(tmp_path
             assert found["equal"] and (found["step"], found["log"]) == (straight["step"], straight["log"]), name
             store = Store(tmp_path / name)
             assert all(store.verify(path, kind="sha256") == [] for path in store.checkpoints()), name
+    ends = {
+        "1-on_step_end-3-should_training_stop": 3,
+        "0-on_step_begin-2-should_training_stop": 3,  # the step that had begun is finished
+        "0-on_epoch_begin-0-should_training_stop": 0,
+        "1-on_train_begin-0-should_training_stop": 0,
+        "1-on_evaluate-4-should_training_stop": 4,
+        "0-on_step_end-2-should_save": 8,
+        "1-on_log-3-should_evaluate": 8,
+        "1-on_epoch_end-8-should_evaluate": 8,
+    }
+    for name, step in ends.items():
+        assert answers[name]["steps"] == [step, step] and answers[name]["equal"], name
+    assert Store(tmp_path / "0-on_step_end-2-should_save").path(2).is_dir()
+    assert answers["1-on_log-3-should_evaluate"]["evaluated"] == [3, 4, 8]

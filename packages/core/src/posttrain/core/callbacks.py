@@ -23,6 +23,8 @@ EVENTS = (
     "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict",
     "on_save", "on_log", "on_prediction_step", "on_push_begin",
 )  # fmt: skip
+#: Their callbacks set the flags of the control alike on all processes.
+KNOWN_PACKAGES = {"posttrain", "transformers"}
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -33,14 +35,19 @@ class TrainerCallback:
     `lr_scheduler`, `train_dataloader` and `eval_dataloader` in `kwargs`, and may return nothing, the control, or a dict
     of control flags such as ``{"should_training_stop": True}``. The order of events in the loop::
 
-        on_init_end the trainer was built on_train_begin
+        on_init_end                          the trainer was built
+        on_train_begin
             on_epoch_begin
-                on_step_begin one optimizer step begins
-                    on_substep_end after each micro-batch but the last on_pre_optimizer_step gradients are there,
-                    clipped on_optimizer_step weights have moved, gradients are still there
-                on_step_end then, if due: on_log, on_evaluate, on_save
-            on_epoch_end then, if due: on_log, on_evaluate, on_save
-        on_train_end on_prediction_step, on_evaluate, on_predict, on_push_begin whenever they happen
+                on_step_begin                one optimizer step begins
+                    on_substep_end           after each micro-batch but the last
+                    on_pre_optimizer_step    gradients are there, clipped
+                    on_optimizer_step        weights have moved, gradients are still there
+                on_step_end                  then, if due: on_log, on_evaluate, on_save
+            on_epoch_end                     then, if due: on_log, on_evaluate, on_save
+        on_train_end
+        on_prediction_step, on_evaluate, on_predict, on_push_begin: whenever they happen
+
+    With several processes, a flag that is set on one of them is set on all, at the end of the same optimizer step.
     """
 
     def on_init_end(self, args, state, control, **kwargs): ...
@@ -144,6 +151,11 @@ class CallbackHandler:
 
     def remove_callback(self, callback: Any) -> None:
         self.pop_callback(callback)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether these callbacks may ask for something on one process alone: ours and transformers' never do."""
+        return any(type(callback).__module__.split(".")[0] not in KNOWN_PACKAGES for callback in self.callbacks)
 
     @property
     def callback_list(self) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+from posttrain.core.callbacks import FLAGS, CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, codec, manager, rng, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
@@ -279,7 +279,7 @@ class Trainer(HFCompat):
             self._fire("on_train_begin")
             if preemption.may_save(self.args):
                 self.checkpoints.check_state(self._contents(), self.state, self._callbacks_with_state())
-            self.dist.meet("what callbacks do when training begins")
+            self._meet("what callbacks do when training begins")
             epochs = self._epochs_left(plan)
             if self.args.eval_on_start and checkpoint is None:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
@@ -848,6 +848,8 @@ class Trainer(HFCompat):
             self.train_batch_size, plan.accumulation, self.dist.world_size, f", from step {first}" if first else "",
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
+        if self.dist.world_size > 1:
+            self.run.callbacks_may_differ = any(self.dist.gather_object(handler.may_differ))
         try:
             self.run.watch.begin()
             debug = nonfinite.watched(self.model) if args.debug else contextlib.nullcontext()
@@ -1156,6 +1158,7 @@ class Trainer(HFCompat):
         self.run.progress.epoch, self.run.progress.epoch_ended = epoch, False
         self.control.should_epoch_stop = False
         self._fire("on_epoch_begin")
+        self._agree()
 
     def _end_epoch(self, plan: Plan, model: nn.Module, trial: Any) -> None:
         progress, is_over = self.run.progress, self.state.global_step >= plan.max_steps
@@ -1174,6 +1177,7 @@ class Trainer(HFCompat):
             progress.epoch_ended, progress.batches = True, 0
             self.run.loader.set_epoch(progress.epoch + 1)
         self._fire("on_epoch_end")
+        self._agree()
         if is_left and self.control.should_save:
             self._save_inside_epoch(model, trial)
 
@@ -1193,6 +1197,18 @@ class Trainer(HFCompat):
             return
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
 
+    def _meet(self, what: str) -> None:
+        """Wait until the callbacks of every process have done `what`."""
+        self.dist.meet(what)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Set on every process the flags of the control that are set on one: what they ask for takes all of them."""
+        if self.run.callbacks_may_differ:
+            found = self.dist.highest([int(getattr(self.control, flag)) for flag in FLAGS])
+            for flag, is_set in zip(FLAGS, found, strict=True):
+                setattr(self.control, flag, bool(is_set))
+
     def _set_train_mode(self, model: nn.Module) -> None:
         model.train()
         if hasattr(self.optimizer, "train"):
@@ -1200,6 +1216,7 @@ class Trainer(HFCompat):
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        self._agree()
         if reason := self.run.watch.due():
             self._interrupt(model, trial, reason)
         if preemption.unanswered(self.control):
@@ -1236,6 +1253,7 @@ class Trainer(HFCompat):
         logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
         progress.last_logged = step
         self.log(logs)
+        self._agree()
 
     def _count_inputs(self, pairs: dict[str, tuple[float, float]]) -> None:
         """Move what the steps since the last call have read from drained metrics to the state."""
@@ -1250,7 +1268,7 @@ class Trainer(HFCompat):
     ) -> dict[str, float]:
         with self.clock("eval"):
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-            self.dist.meet("what callbacks do after an evaluation")
+            self._meet("what callbacks do after an evaluation")
         if self.args.metric_for_best_model is not None:  # a missing one raises at the first evaluation
             eval_loop.named_metric(metrics, self.args.metric_for_best_model)
         if lr_scheduler.follows_a_metric(self.lr_scheduler) and not skip_scheduler:
@@ -1359,7 +1377,7 @@ class Trainer(HFCompat):
             self._rotate(now.best_model_checkpoint)
             self._copy_files()
             self._fire("on_save")
-            self.dist.meet("what callbacks do after a save")
+            self._meet("what callbacks do after a save")
         finally:
             self.state = now
 

@@ -1,10 +1,11 @@
-"""Reads rank, device and precision from the launcher's environment."""
+"""Reads rank, device and precision from the launcher's environment, and fits accelerate's state to them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,26 @@ def _parent_command() -> list[str]:
         return Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
     except OSError:
         return []
+
+
+@contextlib.contextmanager
+def without_plugins() -> Iterator[None]:
+    """accelerate starts the processes but does not shard, because it rejects sharding on the CPU."""
+    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def forget_another_device(wanted: torch.device) -> None:
+    """Let this process, if it is the only one, use another kind of device than before: accelerate keeps the first that
+    it chose. It refuses the CPU after a GPU, and trains on the CPU when a GPU is asked for after that.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    before = getattr(PartialState._shared_state.get("device"), "type", None)
+    if before not in (None, wanted.type) and not grouped:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -23,10 +23,13 @@ from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
     device,
+    forget_another_device,
     has_bfloat16_instructions,
     lost_processes,
     precision,
+    without_plugins,
 )
+from posttrain.core.distributed.maximum import Maximum
 from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
@@ -69,29 +72,6 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
     return _watchdog
 
 
-@contextlib.contextmanager
-def _without_plugins() -> Iterator[None]:
-    """accelerate starts the processes but does not shard, because it rejects sharding on the CPU."""
-    names = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-def _forget_another_device(wanted: torch.device) -> None:
-    """Let this process, if it is the only one, use another kind of device than before: accelerate keeps the first that
-    it chose. It refuses the CPU after a GPU, and trains on the CPU when a GPU is asked for after that.
-    """
-    from accelerate.state import AcceleratorState, PartialState
-
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    before = getattr(PartialState._shared_state.get("device"), "type", None)
-    if before not in (None, wanted.type) and not grouped:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def _round(model: nn.Module, dtype: torch.dtype, everything: bool) -> None:
     """Round the weights of `model` that its forward would round each time: those of matrix products under autocast, or
     `everything` under FSDP, which gathers weights in that type. Weights tied to an embedding stay.
@@ -126,8 +106,8 @@ class Distributed:
         # `autocast` below handles autocast, because accelerate would patch the forward of the user's model. Its
         # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
         # backward, which old training_steps call, would divide the loss again.
-        _forget_another_device(device(args.use_cpu))
-        with _without_plugins():
+        forget_another_device(device(args.use_cpu))
+        with without_plugins():
             self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
@@ -414,6 +394,14 @@ class Distributed:
         with self._waiting("a sum"):
             torch.distributed.all_reduce(total)
         return total
+
+    def highest(self, numbers: list[int]) -> list[int]:
+        """The largest of each of `numbers` over all processes. Waits for them, but not for a device that has a network
+        on the host's side beside its own."""
+        if self.world_size == 1:
+            return numbers
+        with self._waiting("the largest of some numbers"):
+            return Maximum(numbers, self.device).read()
 
     def gather_object(self, value: Any) -> list[Any]:
         """What every process passed, in rank order, on every process."""

@@ -19,6 +19,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import workers
+from posttrain.core.distributed.maximum import Maximum
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Control flags that are pending when a run stops; they are handled when it resumes.
@@ -150,7 +151,7 @@ class Watch:
         self._number = 0
         self._until: float | None = None
         self._before: dict[int, Any] = {}
-        self._ballot: _Ballot | None = None
+        self._maximum: Maximum | None = None
         self._calls, self._every, self._asked = 0, 1, time.monotonic()
         self._process = os.getpid()
 
@@ -204,7 +205,7 @@ class Watch:
         reason, now = self._count(), time.monotonic()
         # In whole milliseconds since the last reduction, so that all agree on an interval of about a quarter of a
         # second.
-        self._ballot = _Ballot([self.own, int(1000 * (now - self._asked))], self._device)
+        self._maximum = Maximum([self.own, int(1000 * (now - self._asked))], self._device)
         self._calls, self._asked = 0, now
         return reason
 
@@ -214,36 +215,9 @@ class Watch:
         return max(gather(self.own))
 
     def _count(self) -> int:
-        if self._ballot is None:
+        if self._maximum is None:
             return 0
-        ballot, self._ballot = self._ballot, None
-        reason, milliseconds = ballot.read()
+        held, self._maximum = self._maximum, None
+        reason, milliseconds = held.read()
         self._every = min(max(self._every * 250 // max(milliseconds, 1), 1), 64)
         return reason
-
-
-class _Ballot:
-    """The maximum of each of `numbers` over the processes, computed asynchronously.
-
-    It uses the default process group: over the host's network if that supports CPU tensors, else on the device.
-    """
-
-    def __init__(self, numbers: list[int], device: torch.device) -> None:
-        self._numbers, self._event = torch.tensor(numbers), None
-        maximum, on_host = torch.distributed.ReduceOp.MAX, "cpu:gloo" in torch.distributed.get_backend_config()
-        if on_host or device.type == "cpu":
-            self._work = torch.distributed.all_reduce(self._numbers, maximum, async_op=True)
-            return
-        self._on_device = self._numbers.pin_memory().to(device, non_blocking=True)
-        work = torch.distributed.all_reduce(self._on_device, maximum, async_op=True)
-        self._numbers = self._numbers.pin_memory()
-        beside = torch.Stream(device=device)
-        with beside:
-            work.wait()  # this stream does, not the host
-            self._numbers.copy_(self._on_device, non_blocking=True)
-            self._event = beside.record_event()
-
-    def read(self) -> list[int]:
-        """The largest, once they are here: as a rule they are, since a ballot is read when the next is held."""
-        self._work.wait() if self._event is None else self._event.synchronize()
-        return self._numbers.tolist()

@@ -35,6 +35,7 @@ class RunState:
         is_stepping: the optimizer is changing the weights: no checkpoint can be saved now.
         records_before_evaluation: length of the log history while an evaluation may be interrupted.
         memory: metrics of the memory that training took, once it is done.
+        callbacks_may_differ: callbacks may ask for something on one process alone.
     """
 
     plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
@@ -52,6 +53,7 @@ class RunState:
     is_stepping: bool = False
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    callbacks_may_differ: bool = False
 
     @property
     def is_inside_epoch(self) -> bool:
