@@ -2,7 +2,7 @@
 
 A prompt of P tokens and its completions of L1, L2, ... become the segments
 
-    prompt[:-1] prompt[-1] + completion1[:-1] prompt[-1] + completion2[:-1] ...
+    prompt[:-1]   prompt[-1] + completion1[:-1]   prompt[-1] + completion2[:-1]   ...
 
 each completion's segment continuing the prompt's. The model reads the prompt once, and position j of a completion's
 segment predicts token j of that completion: nothing is gathered before the output head, which sees completion tokens

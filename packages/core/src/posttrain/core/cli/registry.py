@@ -2,7 +2,8 @@
 
 A package adds a method with two lines in its ``pyproject.toml`` and nothing in this one::
 
-    [project.entry-points."posttrain.methods"] sft = "posttrain.sft.cli:METHOD"
+    [project.entry-points."posttrain.methods"]
+    sft = "posttrain.sft.cli:METHOD"
 """
 
 from __future__ import annotations

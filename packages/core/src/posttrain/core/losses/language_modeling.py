@@ -3,7 +3,7 @@
 A plain loss needs three allocations of (tokens, vocabulary); `linear_cross_entropy` and `token_logps` need one buffer
 of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
 
-    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) (tile, V)
+    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)      (tile, V)
 
 is computed, scored, replaced by its gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
 the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is unknown in the forward,

@@ -54,7 +54,8 @@ class OffloadActivations:
     """Within this context, tensors saved for the backward pass are moved to the host and fetched when needed, with
     identical gradients. The object can be reused for the next micro-batch::
 
-        offload = OffloadActivations(model, device) with offload:
+        offload = OffloadActivations(model, device)
+        with offload:
             loss = model(**inputs).loss
         loss.backward()
 

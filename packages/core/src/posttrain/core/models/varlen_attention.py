@@ -2,8 +2,9 @@
 
 A model reads them after `enable_segments`:
 
-    enable_segments(model) segments = Segments.groups([(256, [64, 48])]) logits = model(input_ids=row,
-    **segments.model_inputs(row.shape)).logits # row: (1, 368)
+    enable_segments(model)
+    segments = Segments.groups([(256, [64, 48])])
+    logits = model(input_ids=row, **segments.model_inputs(row.shape)).logits        # row: (1, 368)
 
 Segments are passed as a keyword of the forward to the attention function, so they are available when a layer is
 recomputed in the backward pass, under any wrapper. No (N, N) mask is built: the work is split into blocks of the

@@ -3,9 +3,11 @@
 A model reads a `Decoding` as a keyword of its forward, which transformers hands down to the attention function:
 
     with decoding_attention(model):
-        decoding = Decoding() block = decoding.read(lengths=[5, 3], copies=4) logits = model(input_ids=row,
-        position_ids=..., use_cache=False, decoding=decoding).logits # row: (1, 8) decoding.go_on() logits =
-        model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits # tokens: (8, 1)
+        decoding, options = Decoding(device), {"use_cache": False}
+        with decoding.read(lengths=[5, 3], copies=4) as block:                                   # row: (1, 8)
+            logits = model(input_ids=row, position_ids=..., decoding=decoding, **options).logits
+        logits = model(input_ids=tokens, position_ids=..., decoding=decoding, **options).logits  # tokens: (8, 1)
+        block.advance()
 
 Rows that were admitted together are a `Block` and advance in lockstep, so only the padding of shorter prompts is
 masked. In a block the queries of all rows of a prompt meet its keys in one matrix product.
