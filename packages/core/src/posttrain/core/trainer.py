@@ -67,7 +67,7 @@ from posttrain.core.training.run import RunState
 
 logger = logging.getLogger(__name__)
 
-#: What stands for a model, an optimizer or a schedule until the run makes it.
+#: What stands for a model, an optimizer or a manager until the run makes it.
 NOT_MADE: Any = None
 
 DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback]
@@ -160,7 +160,7 @@ class Trainer(HFCompat):
         self.run = RunState()
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
-        self.checkpoints = CheckpointManager(args, self.dist, self.store)
+        self.checkpoints: CheckpointManager = NOT_MADE  # made by all processes together, at the start of `train`
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self._kept_loaders: dict[str, tuple[Any, Any]] = {}
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -1281,7 +1281,7 @@ class Trainer(HFCompat):
         if args.metric_for_best_model is None:
             return False
         value = eval_loop.named_metric(metrics, args.metric_for_best_model)
-        if not best_model.is_better(value, state.best_metric, args.greater_is_better):
+        if not best_model.is_better(value, state.best_metric, bool(args.greater_is_better)):
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.
@@ -1388,8 +1388,8 @@ class Trainer(HFCompat):
 
     def _rotate(self, best: str | None) -> None:
         args, keep = self.args, [*([Path(best)] if best else [])]
-        if args.save_top_k is not None:
-            steps = best_model.best_steps(self.state.log_history, args.metric_for_best_model, args.greater_is_better)
+        if args.save_top_k is not None and (metric := args.metric_for_best_model) is not None:
+            steps = best_model.best_steps(self.state.log_history, metric, bool(args.greater_is_better))
             keep += [path for step in steps if (path := self.store.path(step)).is_dir()][: args.save_top_k]
         self.checkpoints.rotate([*keep, *(self.uploader.in_use if args.push_to_hub else [])])
 

@@ -161,7 +161,10 @@ class CheckpointManager:
         keeps = not self.args.save_only_model
         self._positions = self._of_processes(contents) if keeps else {}
         self._parts = {name: part.state_dict() for name, part in contents.parts.items()} if keeps else {}
-        self.saver.save(state.global_step, write, later)
+        try:
+            self.saver.save(state.global_step, write, later)
+        finally:  # written, or copied
+            self._positions, self._parts = {}, {}
 
     def write(
         self,
