@@ -9,6 +9,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer
 from posttrain.rl.cpo import LOSSES
 from posttrain.rl.orpo import log_odds, odds_ratio
+from posttrain.rl.preference import PreferenceTrainer
+from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.shared_prefix import score_completions
 from tests import tiny
 from tests.contract.trainers import arguments, preference, preference_rows
@@ -123,3 +125,9 @@ def test_what_cannot_work_is_refused():
         ORPOConfig("out", beta=-1)
     with pytest.raises(ConfigError, match="max_prompt_length"):
         ORPOConfig("out", max_prompt_length=5)
+
+
+def test_a_loss_that_compares_with_a_reference_needs_the_arguments_of_one(tmp_path):
+    args = arguments(PreferenceConfig, tmp_path)
+    with pytest.raises(TypeError, match="ReferenceArguments, or set needs_reference = False"):
+        PreferenceTrainer(tiny.causal_lm(), None, args, None, preference_rows(4), None, tiny.tokenizer())

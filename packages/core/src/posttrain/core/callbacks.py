@@ -104,7 +104,8 @@ class CallbackHandler:
         self.callbacks: list[Any] = []
         self.model, self.processing_class = model, processing_class
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.train_dataloader = self.eval_dataloader = None
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
         self._listed: list[Any] = []  # the list for which the cache is valid
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:

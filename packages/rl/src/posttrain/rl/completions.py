@@ -50,13 +50,14 @@ class Summary:
         prompts = [length for part in parts for length in part.prompt_lengths]
         lengths = [length for part in parts for length in part.lengths]
         finished = [ended for part in parts for ended in part.finished]
+        kls = [part.kl for part in parts if part.kl is not None]
         return cls(
             torch.cat([part.rewards for part in parts])[order],
             torch.cat([part.failed for part in parts])[order],
             [prompts[place] for place in order],
             [lengths[place] for place in order],
             [finished[place] for place in order],
-            None if parts[0].kl is None else torch.cat([part.kl for part in parts], 1)[:, order],
+            torch.cat(kls, 1)[:, order] if kls else None,
         )
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -237,10 +238,10 @@ def pair_weights(chosen: CompletionScores, rejected: CompletionScores) -> torch.
     WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827, eq. 2 with sampled alignment: the product over both sides
     of the geometric mean over their tokens of :math:`\pi(y_t) / \sum_v \pi(v)^2`.
     """
-    logs = (
+    first, second = (
         (side.logps - side.stats["log_collision"]).sum(1) / side.lengths.clamp_min(1) for side in (chosen, rejected)
     )
-    return torch.exp(sum(logs))
+    return torch.exp(first + second)
 
 
 # ------------------------------------------------------------------------------------------------------------- trainer
@@ -360,8 +361,9 @@ class DPOTrainer(PreferenceTrainer):
         else:
             options["pairs_per_token"] = self._pairs_per_token
         weights = args.loss_weights or [1.0] * len(args.loss_type)
-        losses = sum(
-            weight * LOSSES[name](pairs, **options) for name, weight in zip(args.loss_type, weights, strict=True)
+        losses = reduce(
+            torch.add,
+            (weight * LOSSES[name](pairs, **options) for name, weight in zip(args.loss_type, weights, strict=True)),
         )
         return losses * pair_weights(chosen.tokens, rejected.tokens) if args.use_weighting else losses
 
@@ -372,10 +374,12 @@ class DPOTrainer(PreferenceTrainer):
     def pairs(self, chosen: Completions, rejected: Completions) -> Pairs:
         """What the losses read."""
         score, alpha = DIVERGENCES[self.args.f_divergence_type], self.args.f_alpha_divergence_coef
-        sides = chosen.log_ratio, rejected.log_ratio
+        chosen_ratio, rejected_ratio = chosen.log_ratio, rejected.log_ratio
         return Pairs(
-            *sides,
-            *(score(ratio, alpha) for ratio in sides),
+            chosen_ratio,
+            rejected_ratio,
+            score(chosen_ratio, alpha),
+            score(rejected_ratio, alpha),
             chosen.lengths,
             rejected.lengths,
             chosen.logp,

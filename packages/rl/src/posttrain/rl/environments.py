@@ -176,13 +176,14 @@ class Environments:
                     if calls := protocol.read(written, schemas, sample.prompt_ids).calls:
                         asking.append((sample, calls, schemas, protocol))
             answered = self.answer([pair[:2] for pair in asking], asking[0][3].example if asking else "")
-            active = []
+            going: list[Sample] = []
             for (sample, _, schemas, protocol), answers in zip(asking, answered, strict=True):
                 told = protocol.answer_ids(sample.ids, answers, schemas)
                 if len(told) < room_of(sample):
-                    _take_answers(sample, answers, told)
-                    active.append(sample)
-            active = self._go_on(active, go_on, turn, room_of, context)
+                    sample.completion = [*sample.completion, *answers]
+                    sample.add(told, [0.0] * len(told), chosen=False)
+                    going.append(sample)
+            active = self._go_on(going, go_on, turn, room_of, context)
 
     def _go_on(
         self,
@@ -207,9 +208,7 @@ class Environments:
             room = room_of(sample)
             sample.finished = more.finished and len(more.ids) <= room
             more.ids = more.ids[:room]
-            sample.ids = [*sample.ids, *more.ids]
-            sample.learn = [*sample.learn, *[True] * len(more.ids)]
-            sample.logps = None if None in (sample.logps, more.logps) else sample.logps + more.logps[:room]
+            sample.add(more.ids, None if more.logps is None else more.logps[:room], chosen=True)
             sample.is_exact &= more.is_exact
             sample.completion = [*sample.completion, *more.completion]
         return [(sample, more.ids) for sample, more in zip(samples, turns, strict=True)]
@@ -230,13 +229,6 @@ def _room(sample: Sample, max_tokens: int, context: int | None) -> int:
     """Tokens that may still be added to a completion."""
     left = max_tokens - len(sample.ids)
     return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
-
-
-def _take_answers(sample: Sample, answers: list[dict[str, Any]], ids: list[int]) -> None:
-    sample.completion = [*sample.completion, *answers]
-    sample.ids = [*sample.ids, *ids]  # the lists of an engine may be shared
-    sample.learn = [*sample.learn, *[False] * len(ids)]
-    sample.logps = None if sample.logps is None else [*sample.logps, *[0.0] * len(ids)]
 
 
 @functools.cache
@@ -364,7 +356,7 @@ def _warn_of_no_question(kind: str) -> None:
     )  # fmt: skip
 
 
-def _reward_of(kind: type) -> Callable[..., list[Any]]:
+def _reward_of(kind: type[Any]) -> Callable[..., list[Any]]:
     def get_reward(environments: list[Any]) -> list[Any]:
         return [background.call(one.get_reward) if type(one) is kind else None for one in environments]
 

@@ -136,7 +136,6 @@ class GRPOTrainer(RolloutTrainer):
     args: GRPOConfig
     tag_names = ("trl", "grpo")
 
-    @functools.wraps(RolloutTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.args
@@ -155,6 +154,8 @@ class GRPOTrainer(RolloutTrainer):
                 "loss_type='grpo'.", config.loss_type,
             )  # fmt: skip
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
+
+    functools.update_wrapper(__init__, RolloutTrainer.__init__)
 
     @property
     def entropy_coef(self) -> float:

@@ -65,10 +65,6 @@ class PreferenceTrainer(Trainer):
     )  # fmt: skip
     #: Pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
-    #: Computed for each completion token in addition to its log-probability.
-    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logit")
-    #: What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed.
-    reference_columns: tuple[str, ...] = REFERENCE_COLUMNS
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
     INSTEAD = PREFERENCE_METHODS
@@ -140,6 +136,16 @@ class PreferenceTrainer(Trainer):
         yield from super().preflight(args, parts)
         yield from no_dataset_problems(parts)
         yield from tokenizer_problems(args, parts)
+
+    @property
+    def token_stats(self) -> tuple[str, ...]:
+        """What is computed for each completion token in addition to its log-probability."""
+        return "entropy", "correct", "mean_logit"
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed."""
+        return REFERENCE_COLUMNS
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each pair, (B,). An algorithm is this method."""
@@ -237,18 +243,22 @@ class PreferenceTrainer(Trainer):
         """(K,) log-probability of each completion under the reference."""
         if self.reference_columns[0] in inputs:
             return torch.cat([inputs[column] for column in self.reference_columns])
-        return torch.cat(self.compute_ref_log_probs(self.model, inputs))
+        chosen, rejected = self.compute_ref_log_probs(self.model, inputs)
+        return chosen if rejected is None else torch.cat([chosen, rejected])
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
         assert self.reference is not None  # `needs_reference`
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
-            return self.completion_logp(score_completions(asked, inputs)).chunk(2)
+            chosen, rejected = self.completion_logp(score_completions(asked, inputs)).chunk(2)
+            return chosen, rejected
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) implicit rewards of the policy, for the log."""
-        return self.args.beta * (side.log_ratio if self.needs_reference else side.logp)
+        return getattr(self.args, "beta", 1.0) * (side.log_ratio if self.needs_reference else side.logp)
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
@@ -326,13 +336,23 @@ class PreferenceTrainer(Trainer):
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 
+    @property
+    def _reference_args(self) -> references.ReferenceArguments:
+        if not isinstance(self.args, references.ReferenceArguments):
+            raise TypeError(
+                f"{type(self).__name__} compares with a reference, and {type(self.args).__name__} has no arguments of "
+                "one: let it inherit posttrain.rl.reference.ReferenceArguments, or set needs_reference = False."
+            )
+        return self.args
+
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
-        args = self.args
+        args = self._reference_args
         if args.sync_ref_model and (
             problem := references.sync_problem(self.model, ref_model, args.ref_model_mixup_alpha)
         ):
             raise ValueError(problem)
-        self._starts_at_reference = ref_model is None and args.disable_dropout and not args.neftune_noise_alpha
+        plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
+        self._starts_at_reference = ref_model is None and plain
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
@@ -415,7 +435,7 @@ class PreferenceTrainer(Trainer):
         if self.dist.is_main and report.rows_in:
             report.tell(logger)
         dataset = self.arrange(dataset)
-        if self.needs_reference and args.precompute_ref_log_probs:
+        if self.needs_reference and self._reference_args.precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
         self._prepared.append(dataset)
         return dataset
@@ -451,7 +471,7 @@ class PreferenceTrainer(Trainer):
         return dataset
 
     def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
-        batch_size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        batch_size = self._reference_args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         if self.dist.shards:
             self.evaluation_model()  # the policy may be the reference and is on the device only after sharding
 

@@ -26,6 +26,8 @@ class Completions:
     @property
     def log_ratio(self) -> torch.Tensor:
         """(B,) log pi(y|x) - log pi_ref(y|x)."""
+        if self.ref_logp is None:
+            raise TypeError("log_ratio compares with a reference, and the trainer has none: needs_reference is False.")
         return self.logp - self.ref_logp
 
     @property

@@ -96,9 +96,9 @@ class PreferenceConfig(TrainingArguments):
             )
 
 
-def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> Any:
+def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> PreferenceConfig:
     """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
-    config_class = trainer.config_class
+    config_class: type[Any] = trainer.config_class
     if args is not None and not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}

@@ -78,6 +78,10 @@ class PreferenceReport:
                 self.completion_tokens += completions
                 self.longest = max(self.longest, longest)
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        vars(self).update(vars(PreferenceReport(self.name)))
+
     def lines(self) -> list[str]:
         """The report as sentences for the log."""
         tokens = self.prompt_tokens + self.completion_tokens
@@ -303,7 +307,7 @@ def _prepare_stream(
         if convert:
             rows, indices = to_unpaired(rows), [2 * i + j for i in indices for j in (0, 1)]
         if indices and indices[0] == 0:  # another pass over the stream
-            report.__init__(report.name)
+            report.clear()
         known = len(report.dropped)
         columns = _columns(prepare(rows, indices), prepare.kind, limits, report.name)
         columns |= {name: [row[name] for row in rows] for name in brought}

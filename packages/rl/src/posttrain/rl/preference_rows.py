@@ -195,7 +195,7 @@ class PreferencePreparation:
         return bool(row["label"])
 
     def _read_tokens(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
-        ids = [row.get(f"{name}_ids") for name in ("prompt", *self.names)]
+        ids: list[Any] = [row.get(f"{name}_ids") for name in ("prompt", *self.names)]
         for name, value in zip(("prompt", *self.names), ids, strict=True):
             if value is None:
                 raise DataError(f"{name}_ids is null")

@@ -33,7 +33,10 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         **others: Any,
     ) -> None:
-        rare = {"model_init": model_init, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        rare: dict[str, Any] = {
+            "model_init": model_init,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
         super().__init__(
             model=model,
             args=args,

@@ -179,13 +179,11 @@ class RewardTrainer(ReferenceFreeTrainer):
             options = {"num_labels": 1} | (args.model_init_kwargs or {})
             loading = (options, quantization_config, args.trust_remote_code)
             model = load_causal_lm(model, *loading, auto_class=TASK)
-        config = getattr(wrapping.base_model(model), "config", None)
-        if (
-            getattr(config, "num_labels", 1) != 1
-            or "SequenceClassification" not in type(wrapping.base_model(model)).__name__
-        ):
+        base: Any = wrapping.base_model(model)
+        config: Any = getattr(base, "config", None)
+        if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
             raise ValueError(
-                f"The model is a {type(wrapping.base_model(model)).__name__} with "
+                f"The model is a {type(base).__name__} with "
                 f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
                 f"number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
             )

@@ -113,7 +113,7 @@ class RewardModel:
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 8) -> None:
         self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         self.__name__ = (getattr(config, "_name_or_path", "") or type(model).__name__).split("/")[-1]
         if getattr(config, "num_labels", 1) != 1:
             raise ValueError(
@@ -206,7 +206,9 @@ class Rewards:
             "log_extra": lambda column, values: table.update({column: list(values)}),
             **(extra or {}),
         }
-        calls = [partial(self._score, number, given, shared) for number in range(len(self.functions))]
+        calls: list[Callable[[], Any]] = [
+            partial(self._score, number, given, shared) for number in range(len(self.functions))
+        ]
         found = self._run(calls)
         rewards = torch.tensor([values for values, _, _ in found], dtype=torch.float32).view(len(calls), -1).t()
         failed = torch.tensor([marks for _, marks, _ in found], dtype=torch.bool).view(len(calls), -1).t()
@@ -219,9 +221,9 @@ class Rewards:
         waits = [background.is_async(function) for function in self.functions]
         with ThreadPoolExecutor(max(sum(waits), 1)) as waiting, ThreadPoolExecutor(at_once) as working:
             pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
-            begun = [pool and pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
+            begun = [None if pool is None else pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
             # One at a time they run here, in the main thread, where signals and the debugger work.
-            return [one.result() if one else call() for one, call in zip(begun, calls, strict=True)]
+            return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(
         self, number: int, given: Mapping[str, list[Any]], shared: Mapping[str, Any]

@@ -43,6 +43,13 @@ class Sample:
         """Tokens that the policy chose."""
         return len(self.ids) if self.learn is None else sum(self.learn)
 
+    def add(self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool) -> None:
+        """Put tokens, which the policy chose or not, behind the completion. The lists of an engine may be shared."""
+        learn = [True] * len(self.ids) if self.learn is None else self.learn
+        self.learn = [*learn, *[chosen] * len(ids)]
+        self.ids = [*self.ids, *ids]
+        self.logps = None if self.logps is None or logps is None else [*self.logps, *logps]
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Types = Mapping[str, Mapping[str, Any]]
@@ -63,7 +64,7 @@ def between(start: str, stop: str, body: Callable[[str, Types], list[Call]]) -> 
     pattern = re.compile(f"(?:{start})(.*?)(?:{stop})", re.DOTALL)
 
     def read(text: str, types: Types) -> list[Block]:
-        return [_block(m.start(), m.end(), lambda m=m: body(m[1].strip(), types)) for m in pattern.finditer(text)]
+        return [_block(m.start(), m.end(), partial(body, m[1].strip(), types)) for m in pattern.finditer(text)]
 
     return read
 
@@ -82,7 +83,7 @@ def before_json(start: str, stop: str = "") -> Callable[[str, Types], list[Block
                 break
             if ended := closing.match(text, place):
                 place = ended.end()
-            blocks.append(_block(found.start(), place, lambda v=value, m=found: _json_calls(v, **m.groupdict())))
+            blocks.append(_block(found.start(), place, partial(_json_calls, value, **found.groupdict())))
         return blocks
 
     return read
@@ -241,6 +242,8 @@ def _quoted(delimiter: str) -> Callable[[str, Types], list[Call]]:
 
     def read(text: str, types: Types) -> list[Call]:
         found = re.fullmatch(r"\s*call:(?P<name>[\w.-]+)\s*(?P<rest>\{.*\})\s*", text, re.DOTALL)
+        if found is None:
+            raise ValueError("no call in the format of this template")
         pieces = strings.split(found["rest"])
         pieces[::2] = [words.sub(lambda m: CONSTANTS[m[0]], keys.sub(r'\1"\2":', piece)) for piece in pieces[::2]]
         pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.core.data import chat_template
 from posttrain.core.errors import DataError
-from posttrain.rl.tool_formats import FORMS, Block, Call, marked_calls
+from posttrain.rl.tool_formats import FORMS, Block, Call, Form, marked_calls
 
 QUESTION = {"role": "user", "content": "?"}
 # Words that no template contains, where a template might omit content.
@@ -75,6 +75,8 @@ class ToolProtocol:
         ValueError: the template renders no tools, calls or answers, or calls in an unknown format.
     """
 
+    form: Form | None
+
     def __init__(
         self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, schemas: Sequence[dict[str, Any]] = ()
     ) -> None:
@@ -93,16 +95,15 @@ class ToolProtocol:
         """What the policy has written, as a message with ``tool_calls`` (arguments are dicts), and its calls."""
         if self._parser_reads:
             message = parse_response(self.tokenizer, ids, prompt_ids, schemas)
-            return Turn(
-                message, tuple(Call(*_function(call), call.get("id")) for call in message.get("tool_calls") or ())
-            )
+            made = message.get("tool_calls") or ()
+            return Turn(message, tuple(Call(*_function(call), call.get("id")) for call in made))
         text = self.tokenizer.decode(ids)
         start, stop = self._thought(text)
         blocks = [
             Block(b.start + stop, b.stop + stop, b.calls) for b in self._blocks(self._without_end(text[stop:]), schemas)
         ]
         calls = tuple(call for block in blocks for call in block.calls)
-        message = {"role": "assistant"} | self._contents(text, (start, stop), blocks, ids)
+        message = {"role": "assistant", **self._contents(text, (start, stop), blocks, ids)}
         if readable := [call.as_message() for call in calls if call.arguments is not None]:
             message["tool_calls"] = readable
         return Turn(message, calls)
@@ -127,18 +128,18 @@ class ToolProtocol:
             for found in CHANNEL.finditer(text):
                 if not any(b.start < found.end() and found.start() < b.stop for b in blocks):
                     said[found[1]].append(found[2])
-            thoughts = {"thinking": "\n".join(said["analysis"])} if said["analysis"] else {}
-            return {"content": "\n".join(said["commentary"] + said["final"])} | thoughts
+            thinking = {"thinking": "\n".join(said["analysis"])} if said["analysis"] else {}
+            return {"content": "\n".join(said["commentary"] + said["final"])} | thinking
         if not blocks and thought == (0, 0):
             return {"content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         edges = [thought[1], *(edge for block in blocks for edge in (block.start, block.stop)), len(text)]
         content = "".join(text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
-        found = {"content": self._plain(content).strip()}
+        contents = {"content": self._plain(content).strip()}
         thoughts = text[: thought[1]].strip()
         for opening, closing in THOUGHTS:
             thoughts = thoughts.removeprefix(opening).removesuffix(closing)
         thoughts = self._plain(thoughts).strip()
-        return found | {"reasoning_content": thoughts} if thoughts else found
+        return contents | {"reasoning_content": thoughts} if thoughts else contents
 
     def _thought(self, text: str) -> tuple[int, int]:
         """Where the thoughts of a turn begin and stop. No calls are made in there."""

@@ -40,14 +40,15 @@ class PromptTargetCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         kinds = [is_joined(row) if self.joined is None else self.joined for row in rows]
         unclear = self._unclear(rows, kinds)
-        kinds = [unclear if kind is None else kind for kind in kinds]
-        ids, labels = zip(*(self._join(row, kind) for row, kind in zip(rows, kinds, strict=True)), strict=True)
+        joined = [self._join(row, unclear if kind is None else kind) for row, kind in zip(rows, kinds, strict=True)]
+        ids = [row for row, _ in joined]
+        labels = [row for _, row in joined if row is not None]
         options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(ids, self.pad_token_id, **options),
             "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, **options),
         }
-        if all(label is not None for label in labels):
+        if len(labels) == len(rows):
             batch["labels"] = pad_rows(labels, IGNORE_INDEX, **options)
         return batch
 

@@ -240,7 +240,7 @@ def documents_leak(
     """
     collate = SFTCollator(pad_token_id=0) if collate is None else collate
     device = next(model.parameters()).device
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size = base_model(model).config.get_text_config().vocab_size
     documents = [[token % vocab_size for token in range(1 + i * length, 1 + (i + 1) * length)] for i in range(4)]
 
     def logits(changed: tuple[int, ...]) -> list[torch.Tensor]:
@@ -308,7 +308,7 @@ class _TokenRows:
 
     def __init__(self, table) -> None:
         self.columns = {name: self._flatten(table.column(name)) for name in ("input_ids", "labels")}
-        self.lengths = np.concatenate([np.diff(offsets) for _, offsets in self.columns["input_ids"]] or [[]])
+        self.lengths = np.concatenate([np.diff(offsets) for _, offsets in self.columns["input_ids"]] or [np.empty(0)])
         self.sources = table.column("source").to_numpy() if "source" in table.column_names else None
 
     @staticmethod

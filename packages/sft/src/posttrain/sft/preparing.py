@@ -102,7 +102,7 @@ def prepare_rows(
         done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed)
     if args.shuffle_dataset and name == "train":
         done.dataset = shuffled(done.dataset, args.seed)
-    if not packing:
+    if not packing or args.max_length is None:
         return done
     if not hasattr(done.dataset, "__len__"):
         done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)

@@ -91,7 +91,7 @@ class DataReport:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.__init__(self.name)
+        vars(self).update(vars(type(self)(self.name)))
 
     def lines(self) -> list[str]:
         """The report as sentences for the log."""

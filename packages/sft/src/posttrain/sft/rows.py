@@ -6,7 +6,7 @@ Labels are aligned with the inputs (the model shifts them, not the data) and -10
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from posttrain.core.errors import DataError
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")
 INT32_MAX = 2**31 - 1
+NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class FormattingError(DataError):
@@ -33,8 +34,8 @@ class Draft:
     text: str = ""
     spans: list[chat_template.Span] | None = None
     is_chat: bool = False
-    ids: np.ndarray | None = None
-    labels: np.ndarray | None = None
+    ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    labels: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     fault: str = ""
     truncated: bool = False
     split: bool = False
@@ -87,7 +88,7 @@ class Preparation:
     def __call__(self, rows: Sequence[Any], indices: Sequence[int]) -> list[Draft]:
         """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their `fault`."""
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
-        texts = [draft for draft in drafts if draft.ids is None and not draft.fault]
+        texts = [draft for draft in drafts if draft.ids is NO_TOKENS and not draft.fault]
         encodings = chat_template.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
         for draft, encoding in zip(texts, encodings, strict=True):
             self._label(draft, encoding)

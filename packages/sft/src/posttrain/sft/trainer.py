@@ -166,7 +166,7 @@ class SFTTrainer(GeneratesText, Trainer):
         self.check_generation()
 
     @classmethod
-    def preflight(cls, args: SFTConfig, parts: Parts) -> Iterator[Problem]:
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the names in a mixture, with special tokens and with `formatting_func`."""
         yield from preflight.model_type_problems(
             parts, "SFTTrainer takes a causal language model, or the name or folder of one."

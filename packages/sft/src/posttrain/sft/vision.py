@@ -58,7 +58,7 @@ def placeholder_ids(processor: Any, model: nn.Module) -> list[int]:
     """The ids of image placeholder tokens, which are never trained on."""
     config = getattr(model, "config", None)
     found = {getattr(holder, name, None) for holder, name in itertools.product((processor, config), PLACEHOLDERS)}
-    return sorted(found - {None})
+    return sorted(number for number in found if number is not None)
 
 
 @dataclass

@@ -32,7 +32,7 @@ def round_up(length: int, multiple: int | None) -> int:
 
 
 def pad_rows(
-    rows: Sequence[Sequence[int]], value: int, side: str = "right", pad_to_multiple_of: int | None = None
+    rows: Sequence[Sequence[int] | np.ndarray], value: int, side: str = "right", pad_to_multiple_of: int | None = None
 ) -> torch.Tensor:
     """Rows of ragged length as one (B, T) long tensor, T the longest row, filled with `value` on `side`."""
     if side not in ("left", "right"):
@@ -432,12 +432,12 @@ class DataCollatorWithFlattening:
         labels = [np.array(row.get("labels", row["input_ids"]), dtype=np.int64) for row in features]
         for row in labels:
             row[:1] = self.separator_id
-        columns = {"input_ids": ids, "labels": labels}
+        columns: dict[str, list[np.ndarray]] = {"input_ids": ids, "labels": labels}
         if self.return_position_ids:
             columns["position_ids"] = [np.arange(len(row)) + self.position_ids_start for row in ids]
         if self.return_seq_idx:
             columns["seq_idx"] = [np.full(len(row), number, dtype=np.int32) for number, row in enumerate(ids)]
-        batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
+        batch: Batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
         if self.return_tensors == "pt":
             batch = {name: torch.from_numpy(value) for name, value in batch.items()}
         if self.return_flash_attn_kwargs:

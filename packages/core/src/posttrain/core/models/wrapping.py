@@ -9,11 +9,12 @@ from torch import nn
 if TYPE_CHECKING:
 
     class PretrainedModel(nn.Module):
-        """A model of transformers or peft. Their attributes have no common typed base, unlike those of `nn.Module`."""
+        """A model of transformers or peft, or a part of one. Their attributes have no common typed base."""
 
         config: Any
 
         def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 def unwrap(model: nn.Module) -> PretrainedModel:

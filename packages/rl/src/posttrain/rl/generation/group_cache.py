@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from posttrain.core.data.host_copies import send
 from posttrain.core.data.segments import Segments
 from posttrain.core.models.varlen_attention import layer_window, segment_attention
 from posttrain.core.models.wrapping import base_model
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 IMPLEMENTATION = "posttrain_decoding"
 
@@ -141,12 +144,13 @@ class Block:
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take the (1, G, N, D) keys and values of the prompts, which are one after the other in N."""
         lengths = self._lengths.tolist()
-        self.prompts[layer] = tuple(
+        stored_keys, stored_values = (
             nn.utils.rnn.pad_sequence([part.transpose(0, 1) for part in tensor[0].split(lengths, 1)], batch_first=True)
             .transpose(1, 2)
             .contiguous()
             for tensor in (keys, values)
         )
+        self.prompts[layer] = stored_keys, stored_values
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put (R, G, D) of a token behind what the rows have generated; all of it: (R, G, step + 1, D)."""
@@ -310,7 +314,7 @@ class Decoding:
 
     def attend(self, layer: int, query, key, value, scale, window, softcap, sinks) -> torch.Tensor:
         """(B, H, T, D) of (1, H, N, D) of prompts or (R, H, 1, D) of rows -> (B, T, H, E)."""
-        if self.reading is not None:
+        if self.reading is not None and self._segments is not None:
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
             self.reading.store(layer, key, value)
             return segment_attention(query, key, value, self._segments, **options).transpose(1, 2)
@@ -328,7 +332,7 @@ class Decoding:
 
 
 def _attention_function(
-    module: nn.Module,
+    module: PretrainedModel,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

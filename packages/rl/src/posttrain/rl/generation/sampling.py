@@ -121,23 +121,26 @@ def sample(
 
     Args:
         logits: (N, V) of the model; may be overwritten.
-        numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0.
-        seen: (N, V) bool, read where there is a repetition penalty.
+        numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0, where it may be None.
+        seen: (N, V) bool, the tokens that the repetition penalty is for; None: no penalty.
 
     Returns:
         ``(tokens, logps)``, each (N,): log-probabilities in float32, as `Completions.logps` has them.
     """
-    logits, plain = logits.float(), sampling.temperature and not filters(sampling)
+    logits = logits.float()
     scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
-    if plain:
+    if numbers is not None and sampling.temperature and not filters(sampling):
         weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
         return tokens, (weights.gather(1, tokens.unsqueeze(1)).squeeze(1) / cumulated[:, -1]).log()
-    if sampling.repetition_penalty != 1:
+    if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
         kept = logits / sampling.temperature if sampling.temperature else logits
     else:
         kept = scaled
-    tokens = kept.argmax(-1) if sampling.temperature == 0 else draw(keep_probable(kept, sampling), numbers)
+    if numbers is None or sampling.temperature == 0:
+        tokens = kept.argmax(-1)
+    else:
+        tokens = draw(keep_probable(kept, sampling), numbers)
     chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - scaled.logsumexp(-1)
