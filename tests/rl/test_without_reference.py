@@ -129,5 +129,5 @@ def test_what_cannot_work_is_refused():
 
 def test_a_loss_that_compares_with_a_reference_needs_the_arguments_of_one(tmp_path):
     args = arguments(PreferenceConfig, tmp_path)
-    with pytest.raises(TypeError, match="ReferenceArguments, or set needs_reference = False"):
+    with pytest.raises(TypeError, match="ReferenceArguments, or set needs_reference = False in"):
         PreferenceTrainer(tiny.causal_lm(), None, args, None, preference_rows(4), None, tiny.tokenizer())

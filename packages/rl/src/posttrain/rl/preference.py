@@ -336,36 +336,23 @@ class PreferenceTrainer(Trainer):
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 
-    @property
-    def _reference_args(self) -> references.ReferenceArguments:
-        if not isinstance(self.args, references.ReferenceArguments):
-            raise TypeError(
-                f"{type(self).__name__} compares with a reference, and {type(self.args).__name__} has no arguments of "
-                "one: let it inherit posttrain.rl.reference.ReferenceArguments, or set needs_reference = False."
-            )
-        return self.args
-
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
-        args = self._reference_args
-        if args.sync_ref_model and (
-            problem := references.sync_problem(self.model, ref_model, args.ref_model_mixup_alpha)
-        ):
+        args = references.arguments_of(self.args)
+        alpha, moves = args.ref_model_mixup_alpha, args.sync_ref_model
+        if moves and (problem := references.sync_problem(self.model, ref_model, alpha)):
             raise ValueError(problem)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        moves = args.sync_ref_model
         reference = references.make_reference(self.model, ref_model, fresh_adapter, moves)
         self.reference = reference
         if isinstance(reference, references.FrozenReference):
             reference.place(self.dist)
         self.ref_model = reference.model
         if moves:
-            self.add_callback(
-                references.SyncReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
-            )
+            self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
 
     def _check_start(self, *sides: Completions) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
@@ -435,7 +422,7 @@ class PreferenceTrainer(Trainer):
         if self.dist.is_main and report.rows_in:
             report.tell(logger)
         dataset = self.arrange(dataset)
-        if self.needs_reference and self._reference_args.precompute_ref_log_probs:
+        if self.needs_reference and references.arguments_of(args).precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
         self._prepared.append(dataset)
         return dataset
@@ -471,7 +458,8 @@ class PreferenceTrainer(Trainer):
         return dataset
 
     def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
-        batch_size = self._reference_args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        args = self.args
+        batch_size = references.arguments_of(args).precompute_ref_batch_size or args.per_device_train_batch_size
         if self.dist.shards:
             self.evaluation_model()  # the policy may be the reference and is on the device only after sharding
 

@@ -52,6 +52,16 @@ class ReferenceArguments:
             )
 
 
+def arguments_of(args: Any) -> ReferenceArguments:
+    """`args`, the config of a trainer that compares with a reference, which must hold the arguments of one."""
+    if not isinstance(args, ReferenceArguments):
+        raise TypeError(
+            f"{type(args).__name__} has no arguments of a reference: let it inherit "
+            "posttrain.rl.reference.ReferenceArguments, or set needs_reference = False in the trainer."
+        )
+    return args
+
+
 class FrozenReference:
     """A separate model, never trained.
 
