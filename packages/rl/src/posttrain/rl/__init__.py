@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from posttrain.rl.cpo import CPOConfig, CPOTrainer
+    from posttrain.rl.distillation import DistillationConfig, DistillationTrainer
     from posttrain.rl.dpo import DPOConfig, DPOTrainer
+    from posttrain.rl.gkd import GKDConfig, GKDTrainer
     from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
     from posttrain.rl.kto import KTOConfig, KTOTrainer
     from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cpo": ("CPOConfig", "CPOTrainer"),
+    "distillation": ("DistillationConfig", "DistillationTrainer"),
     "dpo": ("DPOConfig", "DPOTrainer"),
+    "gkd": ("GKDConfig", "GKDTrainer"),
     "grpo": ("GRPOConfig", "GRPOTrainer"),
     "kto": ("KTOConfig", "KTOTrainer"),
     "orpo": ("ORPOConfig", "ORPOTrainer"),

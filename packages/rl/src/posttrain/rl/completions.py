@@ -73,15 +73,18 @@ class Summary:
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.finished)
         found = {
-            "reward": total.nanmean(),
-            "reward_std": standard_deviation(total).squeeze(-1),
-            "frac_reward_zero_std": equal_groups(total, group_size).float().mean(),
-            "rewards/none": total.isnan().float().mean(),
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - ended.float().mean(),
         }
+        if names:
+            found |= {
+                "reward": total.nanmean(),
+                "reward_std": standard_deviation(total).squeeze(-1),
+                "frac_reward_zero_std": equal_groups(total, group_size).float().mean(),
+                "rewards/none": total.isnan().float().mean(),
+            }
         for column, name in enumerate(names):
             found[f"rewards/{name}/mean"] = self.rewards[:, column].nanmean()
             found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
@@ -106,13 +109,16 @@ class Summary:
             threshold: reward of the first function from which a completion passes.
         """
         total, size = total_rewards(self.rewards, weights), len(self.lengths)
-        columns = {"reward": total} | {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
+        columns = {"reward": total} if names else {}
+        columns |= {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
         found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
         found["completions/mean_length"] = sum(self.lengths), size
         found["completions/clipped_ratio"] = size - sum(self.finished), size
         ended = self._ended_lengths()
         if ended:
             found["completions/mean_terminated_length"] = sum(ended), len(ended)
+        if not names:
+            return found
         equal = equal_groups(total, group_size)
         found["frac_reward_zero_std"] = int(equal.sum()), len(equal)
         passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
@@ -141,9 +147,13 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
     return 1 - math.comb(num - passed, k) / math.comb(num, k)
 
 
-def learning_problem(logs: Mapping[str, float]) -> str | None:
-    """A warning if a log record shows that nothing was learned or that something is wrong; else None."""
-    if logs.get("frac_reward_zero_std") == 1:
+def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> str | None:
+    """A warning if a log record shows that nothing was learned or that something is wrong; else None.
+
+    Args:
+        from_rewards: what is learned comes from rewards.
+    """
+    if from_rewards and logs.get("frac_reward_zero_std") == 1:
         return (
             f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
             "nothing to learn. Make the prompts easier or harder, sample more completions, or use graded rewards."

@@ -192,6 +192,22 @@ class PromptCodec:
             raise DataError("the prompt is empty, and a model needs at least one token")
         return ids
 
+    def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
+        """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow.
+
+        Raises:
+            DataError: the completion is neither.
+        """
+        if isinstance(prompt, str):
+            if not isinstance(completion, str):
+                raise DataError(f"the prompt is a text, and its completion is of type {type(completion).__name__}")
+            ids, end = self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]
+        turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        before, template = chat_template.to_messages(prompt, "prompt"), self.template()
+        text = template.render([*before, *chat_template.to_messages(turns, "completion")])
+        return chat_template.encode_texts(self.tokenizer, [text[template.prompt_length(before, text) :]])[0].ids
+
     def template(self, tools: list[Any] | None = None) -> chat_template.Template:
         """The chat template, with these tools."""
         return chat_template.Template(self.tokenizer, tools or None, self.kwargs)

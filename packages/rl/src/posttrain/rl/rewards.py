@@ -198,6 +198,8 @@ class Rewards:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
                 and ``reward_on_none`` is "raise".
         """
+        if not self.functions:
+            return Scores(torch.zeros(len(completions), 0), torch.zeros(len(completions), 0, dtype=torch.bool), [])
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
         given = {**(columns or {}), "prompts": prompts, "completions": completions, "completion_ids": completion_ids}

@@ -75,6 +75,10 @@ class RolloutTrainer(Trainer):
     evaluation_metrics = None
     signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
+    #: Whether there must be reward functions. Elsewhere they are metrics.
+    learns_from_rewards = True
+    #: The reference; None: the weights that the policy begins with.
+    given_reference: nn.Module | str | None = None
     INSTEAD = ROLLOUT_METHODS
     _shown: list[dict[str, Any]]  # samples of the current evaluation
     _rollout: Rollout | None  # the one whose micro-batches are being trained on
@@ -105,7 +109,7 @@ class RolloutTrainer(Trainer):
             processing_class=processing_class,
             compute_metrics=others.get("compute_metrics"), callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"), quantization_config=quantization_config,
-            peft_config=peft_config, datasets={}, others={
+            peft_config=peft_config, ref_model=self.given_reference, datasets={}, others={
                 "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
                 "environment_factory": environment_factory,
             },
@@ -121,7 +125,7 @@ class RolloutTrainer(Trainer):
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
         own = self.environments.reward_functions
         functions += own
-        if not functions:
+        if not functions and self.learns_from_rewards:
             raise ValueError(
                 "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
@@ -178,9 +182,9 @@ class RolloutTrainer(Trainer):
                 "and log the rewards. Use a reward function as a metric, or add to the record in a callback's "
                 "on_evaluate"
             )
-        yield from reward_problems(
-            parts.others["reward_funcs"], args.reward_weights, parts.others["environment_factory"]
-        )
+        given = parts.others["reward_funcs"]
+        if cls.learns_from_rewards or given is not None:
+            yield from reward_problems(given, args.reward_weights, parts.others["environment_factory"])
         yield from tokenizer_problems(args, parts)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> None:
@@ -252,6 +256,18 @@ class RolloutTrainer(Trainer):
     def needs_old_logps(self) -> bool:
         """Whether the policy may have moved since it sampled, when its completions are learned from."""
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss reads the reference's log-probabilities of the completions."""
+        return bool(self.beta)
+
+    def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
+        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities."""
+        if not self.uses_reference or self.reference is None:
+            return rollout
+        with self.reference.use() as policy:
+            return replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
 
     #: Whether advantages depend on the divergence of the policy that sampled from the reference.
     needs_kl_of_samples = False
@@ -342,16 +358,27 @@ class RolloutTrainer(Trainer):
         """The policy loss, shape (); the outputs are the log-probabilities and entropies of the completions."""
         policy = self.logps(model, inputs, with_entropy=True, training=True)
         loss = policy_losses.summed(self.policy_loss(policy, inputs), inputs["loss_mask"], self.average)
-        items = self.count_items(inputs)
-        total = items if num_items_in_batch is None else num_items_in_batch
-        loss = loss / torch.where(total > 0, total, 1)
-        if policy.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * policy.aux_loss * (items / total.clamp(min=1))
-            self.log_metric("aux_loss", policy.aux_loss)
+        loss = self.mean_loss(loss, inputs, num_items_in_batch, policy.aux_loss)
         tokens = inputs["loss_mask"].sum()
         if policy.entropies is not None:
             self.metrics.add_sum("entropy", (policy.entropies.detach() * inputs["loss_mask"]).sum(), tokens)
         return (loss, policy._asdict()) if return_outputs else loss
+
+    def mean_loss(
+        self,
+        summed: torch.Tensor,
+        inputs: dict[str, Any],
+        num_items: torch.Tensor | None,
+        aux_loss: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The share of a micro-batch, whose losses are `summed`, in the mean over the window: shape ()."""
+        items = self.count_items(inputs)
+        total = items if num_items is None else num_items
+        loss = summed / torch.where(total > 0, total, 1)
+        if aux_loss is None:
+            return loss
+        self.log_metric("aux_loss", aux_loss)
+        return loss + self.router_aux_loss_coef * aux_loss * (items / total.clamp(min=1))
 
     def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
@@ -395,7 +422,7 @@ class RolloutTrainer(Trainer):
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         super().log(logs, start_time)
-        problem = told.learning_problem(logs)
+        problem = told.learning_problem(logs, self.learns_from_rewards)
         if problem is not None and self.dist.is_main:
             logger.warning("Step %d: %s", self.state.global_step, problem)
 
@@ -449,7 +476,7 @@ class RolloutTrainer(Trainer):
             return None
         samples, scores = self._sample_and_score(rows, batches)
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
-        rollout, kl = self._with_logps(rollout, exact=all(sample.is_exact for sample in samples))
+        rollout, kl = self._with_logps(rollout, samples)
         mine = told.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
         everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         self._num_tokens += everyone.num_tokens
@@ -563,9 +590,9 @@ class RolloutTrainer(Trainer):
             self.metrics.add_sum(name, sum(values), len(values))
         return scores
 
-    def _with_logps(self, rollout: Rollout, exact: bool) -> tuple[Rollout, torch.Tensor | None]:
+    def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
-        sampled = rollout.sampling_logps
+        sampled, exact = rollout.sampling_logps, all(sample.is_exact for sample in samples)
         exact = exact and sampled is not None and self.dist.precision == "no"
         corrects = not exact and sampled is not None and self._corrects_engine
         by_entropy = self.top_entropy_quantile < 1
@@ -579,18 +606,10 @@ class RolloutTrainer(Trainer):
                 rollout = replace(rollout, entropy_mask=mask.cpu())
             if sampled is not None and corrects:
                 rollout = replace(rollout, correction=self._correction(old, sampled, rollout.loss_mask))
-        reference, kl = self._reference_logps(rollout), None
-        if self.needs_kl_of_samples and old is not None and reference is not None:
-            kl = ((old - reference) * rollout.loss_mask).sum(1)
-        keep = old if self.needs_old_logps or corrects else None
-        return replace(rollout, old_logps=keep, ref_logps=reference), kl
-
-    def _reference_logps(self, rollout: Rollout) -> torch.Tensor | None:
-        """(N, C) of the reference policy, on the CPU; None without a reference."""
-        if self.reference is None:
-            return None
-        with self.reference.use() as policy:
-            return self._logps_of(policy, rollout)[0]
+        rollout, kl = self.complete_rollout(rollout, samples), None
+        if self.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
+            kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
+        return replace(rollout, old_logps=old if self.needs_old_logps or corrects else None), kl
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
@@ -658,7 +677,7 @@ class RolloutTrainer(Trainer):
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
-        rollout = replace(rollout, advantages=advantages, ref_logps=self._reference_logps(rollout))
+        rollout = self.complete_rollout(replace(rollout, advantages=advantages), samples)
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
             items = self.count_items(part)
@@ -691,11 +710,12 @@ class RolloutTrainer(Trainer):
 
     def _make_reference(self, fresh_adapter: bool) -> MovableReference | None:
         """The current policy's log-probabilities, if the loss needs them."""
-        if not self.beta:
+        if not self.uses_reference:
             return None
-        if self.args.sync_ref_model and (problem := sync_problem(self.model, None, self.args.ref_model_mixup_alpha)):
+        given, alpha = self.given_reference, self.args.ref_model_mixup_alpha
+        if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
             raise ValueError(problem)
-        reference = make_reference(self.model, None, fresh_adapter, moves=self.args.sync_ref_model)
+        reference = make_reference(self.model, given, fresh_adapter, moves=self.args.sync_ref_model)
         if isinstance(reference, FrozenReference):
             reference.place(self.dist)
         return reference
@@ -706,6 +726,8 @@ class RolloutTrainer(Trainer):
         if wanted is False or self.num_generations == 1 or (wanted is None and self.train_batch_size == 1):
             return False
         problem = varlen_attention.segments_problem(self.model)
+        if problem is None and self.ref_model is not None:
+            problem = varlen_attention.segments_problem(self.ref_model)
         if self.router_aux_loss_coef:
             problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
         if self.args.torch_compile:

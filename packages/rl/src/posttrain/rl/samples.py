@@ -51,6 +51,14 @@ class Sample:
         self.logps = None if self.logps is None or logps is None else [*self.logps, *logps]
 
 
+#: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
+OF_TOKENS = (
+    "advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask", "teacher_ids",
+    "teacher_logps", "teacher_places",
+)  # fmt: skip
+OF_ROWS = ("teacher_rows", "teacher_lengths")
+
+
 @dataclass(frozen=True)
 class Rollout:
     """N scored completions of this process, those of a prompt adjacent. Immutable; on the CPU.
@@ -64,6 +72,10 @@ class Rollout:
         ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
         correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
         entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
+        teacher_ids, teacher_logps: (N, C, K), tokens that a teacher behind a server finds probable, and their
+            log-probabilities, -inf where it names fewer.
+        teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
+        teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
     """
 
     prompt_ids: torch.Tensor
@@ -77,6 +89,11 @@ class Rollout:
     sampling_logps: torch.Tensor | None = None
     correction: torch.Tensor | None = None
     entropy_mask: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_logps: torch.Tensor | None = None
+    teacher_rows: torch.Tensor | None = None
+    teacher_lengths: torch.Tensor | None = None
+    teacher_places: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
@@ -126,11 +143,11 @@ class Rollout:
         completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
         width = int(self.completion_lengths[start:stop].max())
         part = lay_out(prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple)
-        for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask"):
+        for name in (*OF_TOKENS, *OF_ROWS):
             values = getattr(self, name)
             if values is not None:
                 values = values[start:stop]
-                part[name] = values[:, :width] if values.ndim == 2 and values.shape[1] > 1 else values
+                part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
         return part
 
     def state_dict(self) -> dict[str, torch.Tensor]:

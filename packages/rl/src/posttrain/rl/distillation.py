@@ -1,0 +1,287 @@
+r"""On-policy distillation, Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649.
+
+With :math:`m = \beta p_T + (1-\beta) p_S` at each token of completions, a share :math:`\lambda` of which the student
+writes itself, eq. 1 and algorithm 1:
+
+.. math:: \beta\,KL(p_T \| m) + (1-\beta)\,KL(p_S \| m), \quad KL(p_T \| p_S) \text{ at } \beta = 0,
+   \quad KL(p_S \| p_T) \text{ at } \beta = 1
+
+The policy gradient of the last, with the advantage :math:`\log p_T(y_t) - \log p_S(y_t)` of each written token, is that
+of MiniLLM, Gu et al. 2023, https://arxiv.org/abs/2306.08543, eq. 3, in its single-step form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.config import Removed, opt
+from posttrain.core.data.samplers import mix
+from posttrain.core.errors import DataError
+from posttrain.core.losses.distillation import Measure, divergence_terms
+from posttrain.core.losses.language_modeling import IGNORE_INDEX
+from posttrain.core.models import lm_head, loading, wrapping
+from posttrain.core.training.preflight import Parts, Problem
+from posttrain.rl.distillation_data import has_completions, with_prompts
+from posttrain.rl.generation import Sampling
+from posttrain.rl.generation.local import LocalGenerator
+from posttrain.rl.logprobs import FOR_THE_MODEL, CompletionLogps
+from posttrain.rl.policy_losses import clipped
+from posttrain.rl.prompts import PromptCodec
+from posttrain.rl.reference import FrozenReference, Reference
+from posttrain.rl.rollout import RolloutTrainer
+from posttrain.rl.rollout_config import RolloutConfig
+from posttrain.rl.samples import Rollout, Sample
+from posttrain.rl.teachers import LocalTeacher, ServerTeacher, TranslatedTeacher, vocabulary_problem
+
+
+@dataclass
+class DistillationConfig(RolloutConfig):
+    """Arguments of `DistillationTrainer`."""
+
+    num_generations: int | None = opt(1, "Completions that the student writes of each prompt.", min=1)
+    beta: float = opt(1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
+                      min=0, max=1)  # fmt: skip
+    router_aux_loss_coef: float | None = opt(
+        0.0, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
+    )
+    lmbda: float = opt(1.0, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
+    seq_kd: bool = opt(False, "Let the teacher write the completions that the student does not.")
+    loss_type: str = opt(
+        "divergence", "The divergence of whole distributions, or the policy gradient of the reverse one.",
+        choices=("divergence", "policy_gradient"),
+    )  # fmt: skip
+    loss_temperature: float | None = opt(
+        None, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
+    )
+    teacher_model_name_or_path: str | None = opt(None, "The teacher by name, where it is not passed to the trainer.")
+    teacher_model_revision: str | None = opt(None, "Revision of a teacher given by name.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
+        None, 'Arguments of from_pretrained for a teacher given by name; {"load_in_4bit": true} makes it small.'
+    )
+    teacher_tokenizer_name_or_path: str | None = opt(
+        None, "Tokenizer of a teacher with other tokens: sorted probabilities are compared where tokens of both begin."
+    )
+    teacher_model_server_url: str | None = opt(None, "A teacher behind `vllm serve`, such as http://host:8000.")
+    loss_top_k: int = opt(20, "Most probable tokens that the teacher's server is asked for.", min=1)
+    loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token, where a server tells the others.")
+
+    OLD_NAMES = {
+        "reverse_kl_top_1_mode": Removed("the token that was written is always among those compared.", harmless=None),
+        "use_uld_loss": Removed("set teacher_tokenizer_name_or_path.", harmless=(None, False)),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        if self.sync_ref_model:
+            yield "sync_ref_model=True moves a reference towards the policy; a teacher stays as it is. Leave it out"
+        if self.loss_type == "policy_gradient" and self.lmbda < 1:
+            yield f"loss_type='policy_gradient' learns from what the student wrote, and lmbda={self.lmbda}; set lmbda=1"
+        if self.loss_type == "policy_gradient" and self.teacher_tokenizer_name_or_path:
+            yield "loss_type='policy_gradient' needs a teacher with the student's tokens; set 'divergence'"
+        if self.teacher_model_server_url and self.measured_at != 1:
+            yield (
+                f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
+                "loss_temperature=1"
+            )
+        if self.teacher_model_server_url and self.seq_kd:
+            yield "seq_kd=True needs a teacher in this process; leave out teacher_model_server_url"
+        if isinstance(self.teacher_model_init_kwargs, str):
+            yield f"teacher_model_init_kwargs={self.teacher_model_init_kwargs!r} is not a JSON object"
+
+    @property
+    def measured_at(self) -> float:
+        """The temperature of the divergence."""
+        return self.temperature if self.loss_temperature is None else self.loss_temperature
+
+
+class DistillationTrainer(RolloutTrainer):
+    """Trains a student to predict what its teacher predicts, by default on completions that the student writes.
+
+    Args:
+        model: the student.
+        teacher_model: a causal language model, or the name or folder of one; None: as `args` name it.
+        train_dataset: rows with a `prompt`, and for ``lmbda`` below 1 a `completion`; or `messages`, whose last turn is
+            the completion.
+        reward_funcs: metrics of the completions; they change nothing of the loss.
+
+    The other arguments are those of `RolloutTrainer`.
+    """
+
+    config_class = DistillationConfig
+    args: DistillationConfig
+    tag_names = ("trl", "distillation")
+    average = "tokens"
+    learns_from_rewards = False
+    INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        teacher_model: nn.Module | str | None = None,
+        args: DistillationConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        reward_funcs: Any = None,
+        **others: Any,
+    ) -> None:
+        args = self.config_class() if args is None else args
+        named = getattr(args, "teacher_model_name_or_path", None)
+        self.given_reference = named if teacher_model is None else teacher_model
+        super().__init__(
+            model, reward_funcs, args, with_prompts(train_dataset), with_prompts(eval_dataset), processing_class,
+            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
+            peft_config=peft_config, tools=tools, **others,
+        )  # fmt: skip
+        self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
+        self.measure = Measure(
+            args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail
+        )
+        self.teacher = self._make_teacher()
+
+    @classmethod
+    def preflight(cls, args: DistillationConfig, parts: Parts) -> Iterator[Problem]:
+        """Adds problems with the teacher, and with completions that are not there."""
+        yield from super().preflight(args, parts)
+        if (parts.ref_model is None) == (args.teacher_model_server_url is None):
+            how = "No teacher" if parts.ref_model is None else "Two teachers"
+            yield ValueError(f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and "
+                             "teacher_model_server_url.")  # fmt: skip
+        if args.lmbda < 1 and not args.seq_kd and not has_completions(parts.train_dataset):
+            yield DataError(
+                f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
+                "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
+            )
+
+    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
+        """Let the student write its share of the completions, and take the others from the dataset or the teacher."""
+        own = [sample for sample in samples if self._is_written(sample)]
+        given = [sample for sample in samples if not self._is_written(sample)]
+        if own:
+            super().generate(own, sampling)
+        if given and self.seq_kd:
+            self._teacher_writes(given, sampling)
+        for sample in [] if self.seq_kd else given:
+            sample.completion = sample.row["completion"]
+            sample.ids = self.codec.encode_completion(sample.prompt, sample.completion)[: sampling.max_new_tokens]
+            sample.finished = True
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """(N,) zeros: the advantages are those of tokens, see `policy_loss`."""
+        return torch.zeros(len(rewards))
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """The clipped policy gradient of the reverse divergence, (N, C)."""
+        old_logps = inputs.get("old_logps", policy.logps.detach())
+        advantages, ratio, args = inputs["ref_logps"] - old_logps, (policy.logps - old_logps).exp(), self.args
+        self.metrics.add_sum("divergence", -(advantages * inputs["loss_mask"]).sum(), inputs["loss_mask"].sum())
+        return clipped(
+            ratio, advantages, args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The mean divergence of a token, shape (), or the policy loss."""
+        if self.args.loss_type == "policy_gradient":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        divergence, entropy, aux_loss = self.divergence(model, inputs)
+        tokens = inputs["loss_mask"].sum()
+        self.metrics.add_sum("divergence", divergence.detach(), tokens)
+        self.metrics.add_sum("entropy", entropy, tokens)
+        loss = self.mean_loss(divergence, inputs, num_items_in_batch, aux_loss)
+        return (loss, {"divergence": divergence.detach(), "entropy": entropy}) if return_outputs else loss
+
+    def divergence(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(divergence of a micro-batch, entropy of the student), summed over its tokens, and the router's loss."""
+        given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
+        if self.router_aux_loss_coef:
+            given["output_router_logits"] = True
+        if self._in_head:
+            with lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure):
+                outputs = model(**given)
+            divergence, entropy = outputs.logits
+        else:
+            outputs, at, heat = model(**given), inputs["labels"] != IGNORE_INDEX, self.measure.temperature
+            own = (outputs.logits[:, -at.shape[1] :][at].float() / heat).log_softmax(-1)
+            other = (self.teacher.logits(inputs).float() / heat).log_softmax(-1)
+            divergence = divergence_terms(own, other, self.measure.beta).sum()
+            entropy = -(own.exp() * own.clamp(min=-1e30)).sum().detach()
+        return divergence, entropy.detach(), getattr(outputs, "aux_loss", None) if self.router_aux_loss_coef else None
+
+    # ------------------------------------------------------------------------------------------------ the teacher
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the teacher's log-probabilities of the written tokens are needed, and come from a model here."""
+        return self.args.loss_type == "policy_gradient" and self.reference is not None
+
+    def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
+        """Adds what the teacher has to say."""
+        return self.teacher.complete(super().complete_rollout(rollout, samples), samples)
+
+    def _make_reference(self, fresh_adapter: bool) -> Reference | None:
+        teacher, args = self.given_reference, self.args
+        if isinstance(teacher, (str, os.PathLike)):
+            revision = {"revision": args.teacher_model_revision} if args.teacher_model_revision else {}
+            options = revision | dict(args.teacher_model_init_kwargs or {})
+            teacher = loading.load_causal_lm(teacher, options, trust_remote_code=args.trust_remote_code)
+        if teacher is None:
+            return None
+        reference = FrozenReference(teacher)
+        reference.place(self.dist)
+        return reference
+
+    def _make_teacher(self) -> LocalTeacher | ServerTeacher:
+        args, reference = self.args, self.reference
+        why_not = lm_head.supports_loss_in_head(self.model)
+        if not isinstance(reference, FrozenReference):
+            teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_model_server_url, args.loss_top_k)
+        elif args.teacher_tokenizer_name_or_path:
+            tokenizer = loading.load_tokenizer(args.teacher_tokenizer_name_or_path, args.trust_remote_code)
+            codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+            ends = self.sampling().eos_token_ids
+            teacher = TranslatedTeacher(reference, self.processing_class, codec, ends)
+        else:
+            sizes = [wrapping.base_model(m).config.get_text_config().vocab_size for m in (self.model, reference.model)]
+            if problem := vocabulary_problem(*sizes):
+                raise ValueError(problem)
+            teacher = LocalTeacher(reference)
+            why_not = why_not or lm_head.supports_loss_in_head(reference.model)
+        self._in_head = why_not is None
+        if why_not and type(teacher) is not LocalTeacher:
+            raise ValueError(f"A teacher with other tokens or behind a server needs the student's head: {why_not}")
+        return teacher
+
+    def _is_written(self, sample: Sample) -> bool:
+        """Whether the student writes this completion. Evaluations read those of the dataset, if training does."""
+        if not self.model.training:
+            return self.lmbda == 1
+        return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
+
+    def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
+        engine = LocalGenerator(self.processing_class)
+        engine.sync_weights(self.teacher_model)
+        student, self.generator = self.generator, engine
+        try:
+            super().generate(samples, sampling)
+        finally:
+            self.generator = student
+        for sample in samples:
+            sample.logps, sample.is_exact = None, False

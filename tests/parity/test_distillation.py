@@ -1,0 +1,95 @@
+"""On the same completions, losses and gradients of distillation are those of trl."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+trl = pytest.importorskip("trl")
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import posttrain.rl  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.parity.test_online import PROMPTS, rollout, with_adapter  # noqa: E402
+
+KEYS = ["loss", "grad_norm", "entropy", "num_tokens", "completions/mean_length", "completions/clipped_ratio"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("distillation")
+    tiny.causal_lm(initializer_range=0.1).save_pretrained(path / "student")
+    tiny.causal_lm(seed=5, initializer_range=0.3, hidden_size=48).save_pretrained(path / "teacher")
+    tiny.mixture_of_experts(initializer_range=0.1).save_pretrained(path / "experts")
+    return path
+
+
+def run(package, path, student="student", teacher="teacher", lora=False, **changes):
+    usual = dict(
+        output_dir=str(path / package.__name__), per_device_train_batch_size=4, max_completion_length=8, max_steps=4,
+        learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False,
+        shuffle_dataset=False, max_grad_norm=1.0,
+    )  # fmt: skip
+    model, other = (AutoModelForCausalLM.from_pretrained(path / name) for name in (student, teacher))
+    model = with_adapter(model) if lora else model
+    args = package.DistillationConfig(**(usual | changes))
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    given = {"rollout_func": rollout} if package is posttrain.rl else {}
+    trainer = package.DistillationTrainer(model, other, args, rows, processing_class=tiny.tokenizer(), **given)
+    if package is trl:
+        asked = []
+        tokenize = trainer._tokenize_prompts
+        trainer._tokenize_prompts = lambda prompts: asked.append(prompts) or tokenize(prompts)
+        trainer._generate_single_turn = lambda *_: rollout(asked[-1], trainer)["completion_ids"]
+    trainer.train()
+    return [record for record in trainer.state.log_history if "loss" in record]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"beta": 0.0}, {"beta": 0.5}, {"beta": 0.1, "temperature": 0.7}, {"beta": 1.0, "temperature": 1.5},
+    {"beta": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"beta": 0.5, "lora": True},
+    {"student": "experts", "beta": 0.5}, {"teacher": "experts", "beta": 0.0},
+], ids=str)  # fmt: skip
+def test_distillation(changes, folder):
+    theirs, ours = run(trl, folder, **changes), run(posttrain.rl, folder, **changes)
+    assert len(theirs) == len(ours) == 4
+    keys = [key for key in KEYS if key != "entropy" or "gradient_accumulation_steps" not in changes]
+    for key in keys:  # trl takes the mean of the micro-batches' mean entropies, which have other numbers of tokens
+        expected = [record[key] for record in theirs]
+        assert [record[key] for record in ours] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
+    assert theirs[0]["loss"] > 0.01
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_gkd_on_given_completions(beta, folder, tmp_path):
+    """The dataset's completions alone: nothing is sampled. trl's collator writes the chat and masks the prompt."""
+    from trl.experimental import gkd
+
+    words = " ".join(tiny.CORPUS).split()
+    rows = [
+        {"messages": [{"role": "user", "content": " ".join(words[i : i + 3])},
+                      {"role": "assistant", "content": " ".join(words[i + 4 : i + 6 + i % 4])}]}
+        for i in range(8)
+    ]  # fmt: skip
+    records = {}
+    for package in (gkd, posttrain.rl):
+        args = package.GKDConfig(
+            output_dir=str(tmp_path / package.__name__), per_device_train_batch_size=4, max_steps=4, learning_rate=0.1,
+            optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to="none",
+            use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, lmbda=0.0, beta=beta,
+            **({"train_sampling_strategy": "sequential"} if package is gkd else {"shuffle_dataset": False}),
+        )  # fmt: skip
+        model, other = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher"))
+        trainer = package.GKDTrainer(
+            model, other, args, train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer()
+        )
+        trainer.train()
+        records[package] = [record for record in trainer.state.log_history if "loss" in record]
+    for key in ("loss", "grad_norm"):
+        expected = [record[key] for record in records[gkd]]
+        assert [record[key] for record in records[posttrain.rl]] == pytest.approx(expected, rel=1e-4), key
