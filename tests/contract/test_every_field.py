@@ -16,7 +16,9 @@ from posttrain.core.cli.source import DataSource
 from posttrain.core.tools.launch import LaunchArguments
 from posttrain.rl import (
     CPOConfig,
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     ORPOConfig,
@@ -30,7 +32,8 @@ from tests.test_architecture import sources, tree
 
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
-    RLOOConfig, ReinforcePlusPlusConfig, ModelConfig, DataSource, LaunchArguments, ScriptArguments,
+    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, ModelConfig, DataSource,
+    LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.rl import (
     CPOTrainer,
+    DistillationTrainer,
     DPOTrainer,
+    GKDTrainer,
     GRPOTrainer,
     KTOTrainer,
     ORPOTrainer,
@@ -224,6 +226,36 @@ def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Traine
     return make
 
 
+def distilled(trainer_class: type[Trainer], **options: Any) -> Callable[..., Trainer]:
+    """A student with a wider teacher."""
+
+    def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+        mine, peft_config = dict(options), None
+        if mine.pop("lora", False):
+            from peft import LoraConfig
+
+            peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        if rollouts := mine.pop("windows_per_rollout", None):
+            mine["steps_per_generation"] = rollouts * changes.get("gradient_accumulation_steps", 1)
+        usual = {
+            "max_completion_length": 6,
+            "gradient_checkpointing": False,
+            "generation_kwargs": {"stop": ["e", "a", "o"]},
+        }
+        return trainer_class(
+            model=tiny.causal_lm(initializer_range=0.1),
+            teacher_model=tiny.causal_lm(seed=3, initializer_range=0.3, hidden_size=48),
+            args=arguments(trainer_class.config_class, output_dir, **(usual | mine | changes)),
+            processing_class=tiny.tokenizer(),
+            train_dataset=text_rows(ROWS),
+            eval_dataset=text_rows(3),
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return make
+
+
 TRAINERS: dict[str, Callable[..., Trainer]] = {
     "causal-lm": causal_lm(),
     "dropout": causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1),
@@ -254,6 +286,10 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "grpo-dynamic": online(GRPOTrainer, dynamic_sampling=True, dynamic_sampling_rounds=2, num_iterations=2),
     "rloo": online(RLOOTrainer),
     "rloo-lora": online(RLOOTrainer, lora=True, windows_per_rollout=2, num_iterations=2),
+    "distillation": distilled(DistillationTrainer),
+    "distillation-lora": distilled(DistillationTrainer, lora=True, beta=0.0, windows_per_rollout=2),
+    "distillation-policy": distilled(DistillationTrainer, loss_type="policy_gradient", num_iterations=2),
+    "gkd": distilled(GKDTrainer),
     "reinforce++": online(ReinforcePlusPlusTrainer, importance_sampling_level="sequence"),
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.

@@ -99,6 +99,15 @@ RLOO = Method(
     workload=of_rollouts,
 )
 
+DISTILLATION = Method(
+    name="distillation",
+    help="Train a student to predict what a teacher predicts, on the student's own completions.",
+    config="posttrain.rl.distillation:DistillationConfig",
+    run=train_with("posttrain.rl.distillation:DistillationTrainer"),
+    needs=("model_name_or_path", "dataset_name", "teacher_model_name_or_path|teacher_model_server_url"),
+    workload=of_rollouts,
+)
+
 KTO = Method(
     name="kto",
     help="Train on single completions labelled good or bad, with the initial model as the reference.",

@@ -13,7 +13,7 @@ of MiniLLM, Gu et al. 2023, https://arxiv.org/abs/2306.08543, eq. 3, in its sing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head, loading, wrapping
 from posttrain.core.training.preflight import Parts, Problem
-from posttrain.rl.distillation_data import has_completions, with_prompts
+from posttrain.rl.distillation_data import has_completions, prompt_and_completion, with_prompts
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.logprobs import FOR_THE_MODEL, CompletionLogps
@@ -115,6 +115,7 @@ class DistillationTrainer(RolloutTrainer):
     config_class = DistillationConfig
     args: DistillationConfig
     tag_names = ("trl", "distillation")
+    signature_columns = ("prompt", "completion", "messages", "image", "images")
     average = "tokens"
     learns_from_rewards = False
     INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}
@@ -139,7 +140,7 @@ class DistillationTrainer(RolloutTrainer):
         named = getattr(args, "teacher_model_name_or_path", None)
         self.given_reference = named if teacher_model is None else teacher_model
         super().__init__(
-            model, reward_funcs, args, with_prompts(train_dataset), with_prompts(eval_dataset), processing_class,
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
             callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
             peft_config=peft_config, tools=tools, **others,
         )  # fmt: skip
@@ -152,6 +153,7 @@ class DistillationTrainer(RolloutTrainer):
     @classmethod
     def preflight(cls, args: DistillationConfig, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the teacher, and with completions that are not there."""
+        parts.train_dataset, parts.eval_dataset = with_prompts(parts.train_dataset), with_prompts(parts.eval_dataset)
         yield from super().preflight(args, parts)
         if (parts.ref_model is None) == (args.teacher_model_server_url is None):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
@@ -162,6 +164,10 @@ class DistillationTrainer(RolloutTrainer):
                 f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
                 "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
             )
+
+    def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+        """A sample without a completion for each row, whose messages are prompt and completion."""
+        return super().new_samples([prompt_and_completion(row) for row in rows])
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> None:
         """Let the student write its share of the completions, and take the others from the dataset or the teacher."""

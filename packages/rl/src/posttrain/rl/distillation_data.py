@@ -16,12 +16,14 @@ def with_prompts(dataset: Any) -> Any:
     if row is None or "prompt" in row or "messages" not in row:
         return dataset
     if hasattr(dataset, "map"):
-        return dataset.map(split_messages, remove_columns=["messages"])
-    return [split_messages(row) for row in dataset]
+        return dataset.map(prompt_and_completion, remove_columns=["messages"])
+    return [prompt_and_completion(row) for row in dataset]
 
 
-def split_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of ``messages`` as ``prompt`` and ``completion``: the assistant's last turn. Other columns stay."""
+def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of ``messages`` with ``prompt`` and ``completion``, the assistant's last turn, instead; others stay."""
+    if "prompt" in row or "messages" not in row:
+        return dict(row)
     messages = chat_template.to_messages(row["messages"])
     rest = {name: value for name, value in row.items() if name != "messages"}
     if messages[-1]["role"] != "assistant":

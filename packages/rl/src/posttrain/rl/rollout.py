@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from posttrain.rl.environments import Environments, context_length, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.generation.protocol import has_own_weights, session
+from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
@@ -42,6 +43,9 @@ from posttrain.rl.reference import FrozenReference, MovableReference, SyncRefere
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -751,6 +755,11 @@ class RolloutTrainer(Trainer):
     def reward_weights(self) -> torch.Tensor:
         """(F,) the weight of each reward function, those of environments among them."""
         return self.rewards.weights
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How completions are sampled, in the words of transformers."""
+        return generation_config(self.sampling(), self.processing_class)
 
     @property
     def layout(self) -> Layout:

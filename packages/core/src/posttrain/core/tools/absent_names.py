@@ -21,9 +21,10 @@ _ONLINE_PAIRS = (
     "function of posttrain.rl.GRPOTrainer"
 )
 _DISTIL = (
-    "distillation is not in this version; for the loss, subclass posttrain.sft.SFTTrainer and override compute_loss "
-    "with the teacher's logits"
+    "posttrain.rl.DistillationTrainer has a teacher in this process, behind a server (teacher_model_server_url) and "
+    "with other tokens (teacher_tokenizer_name_or_path); see docs/distillation.md"
 )
+_MINILLM = "set DistillationConfig(loss_type='policy_gradient') of posttrain.rl; see docs/distillation.md"
 _PIXELS = "diffusion models are not trained here; diffusers has training scripts for them"
 _JUDGE = "a judge is a function: pass one that scores completions as reward_funcs to posttrain.rl.GRPOTrainer"
 _VALUE_HEAD = (
@@ -44,7 +45,8 @@ _OF_TRL = "it is a part of trl that no script needs here; import it from trl if 
 _INSTEAD: dict[str, str] = {
     "PPO PPOv2 Policy": _PPO,
     "XPO NashMD OnlineDPO Judge": _ONLINE_PAIRS,
-    "GKD GOLD MiniLLM Distillation SDFT SDPO AsyncDistillation ServerDistillation IWOPD SSD": _DISTIL,
+    "GOLD SDFT SDPO AsyncDistillation ServerDistillation IWOPD SSD": _DISTIL,
+    "MiniLLM": _MINILLM,
     "DDPO AlignProp": _PIXELS,
     "PRM": "rewards for single steps are not in this version; posttrain.rl.RewardTrainer scores whole completions",
     "BCO": "posttrain.rl.KTOTrainer learns from single completions called good or bad as well",

@@ -14,6 +14,8 @@ from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from posttrain.core.models.wrapping import PretrainedModel
 
 STOP_WINDOW = 32
@@ -88,6 +90,19 @@ class TransformersGenerator:
             )
         finally:
             base.generation_config = own
+
+
+def generation_config(sampling: Sampling, tokenizer: Any) -> GenerationConfig:
+    """`sampling` in the words of transformers."""
+    from transformers import GenerationConfig
+
+    ends = sampling.eos_token_ids
+    return GenerationConfig(
+        **_drawing_options(sampling),
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=ends[0] if len(ends) == 1 else list(ends) or None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def _drawing_options(sampling: Sampling) -> dict[str, Any]:
