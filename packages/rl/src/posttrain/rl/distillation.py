@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core import TrainingArguments
 from posttrain.core.config import Removed, opt
 from posttrain.core.data.samplers import mix
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, checked_args
 from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head, loading, wrapping
@@ -33,7 +34,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.logprobs import FOR_THE_MODEL, CompletionLogps
 from posttrain.rl.policy_losses import clipped
 from posttrain.rl.prompts import PromptCodec
-from posttrain.rl.reference import FrozenReference, Reference
+from posttrain.rl.reference import FrozenReference
 from posttrain.rl.rollout import RolloutTrainer
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
@@ -44,7 +45,7 @@ from posttrain.rl.teachers import LocalTeacher, ServerTeacher, TranslatedTeacher
 class DistillationConfig(RolloutConfig):
     """Arguments of `DistillationTrainer`."""
 
-    num_generations: int | None = opt(1, "Completions that the student writes of each prompt.", min=1)
+    num_generations: int = opt(1, "Completions that the student writes of each prompt.", min=1)
     beta: float = opt(1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
                       min=0, max=1)  # fmt: skip
     router_aux_loss_coef: float | None = opt(
@@ -61,7 +62,7 @@ class DistillationConfig(RolloutConfig):
     )
     teacher_model_name_or_path: str | None = opt(None, "The teacher by name, where it is not passed to the trainer.")
     teacher_model_revision: str | None = opt(None, "Revision of a teacher given by name.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
+    teacher_model_init_kwargs: dict[str, Any] | None = opt(
         None, 'Arguments of from_pretrained for a teacher given by name; {"load_in_4bit": true} makes it small.'
     )
     teacher_tokenizer_name_or_path: str | None = opt(
@@ -90,8 +91,6 @@ class DistillationConfig(RolloutConfig):
             )
         if self.teacher_model_server_url and self.seq_kd:
             yield "seq_kd=True needs a teacher in this process; leave out teacher_model_server_url"
-        if isinstance(self.teacher_model_init_kwargs, str):
-            yield f"teacher_model_init_kwargs={self.teacher_model_init_kwargs!r} is not a JSON object"
 
     @property
     def measured_at(self) -> float:
@@ -151,8 +150,9 @@ class DistillationTrainer(RolloutTrainer):
         self.teacher = self._make_teacher()
 
     @classmethod
-    def preflight(cls, args: DistillationConfig, parts: Parts) -> Iterator[Problem]:
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the teacher, and with completions that are not there."""
+        args = checked_args(args, DistillationConfig)
         parts.train_dataset, parts.eval_dataset = with_prompts(parts.train_dataset), with_prompts(parts.eval_dataset)
         yield from super().preflight(args, parts)
         if (parts.ref_model is None) == (args.teacher_model_server_url is None):
@@ -219,7 +219,7 @@ class DistillationTrainer(RolloutTrainer):
         given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
         if self.router_aux_loss_coef:
             given["output_router_logits"] = True
-        if self._in_head:
+        if self._in_head or not isinstance(self.teacher, LocalTeacher):
             with lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure):
                 outputs = model(**given)
             divergence, entropy = outputs.logits
@@ -242,7 +242,7 @@ class DistillationTrainer(RolloutTrainer):
         """Adds what the teacher has to say."""
         return self.teacher.complete(super().complete_rollout(rollout, samples), samples)
 
-    def _make_reference(self, fresh_adapter: bool) -> Reference | None:
+    def _make_reference(self, fresh_adapter: bool) -> FrozenReference | None:
         teacher, args = self.given_reference, self.args
         if isinstance(teacher, (str, os.PathLike)):
             revision = {"revision": args.teacher_model_revision} if args.teacher_model_revision else {}
@@ -258,7 +258,8 @@ class DistillationTrainer(RolloutTrainer):
         args, reference = self.args, self.reference
         why_not = lm_head.supports_loss_in_head(self.model)
         if not isinstance(reference, FrozenReference):
-            teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_model_server_url, args.loss_top_k)
+            url = str(args.teacher_model_server_url)
+            teacher: LocalTeacher | ServerTeacher = ServerTeacher(url, args.loss_top_k)
         elif args.teacher_tokenizer_name_or_path:
             tokenizer = loading.load_tokenizer(args.teacher_tokenizer_name_or_path, args.trust_remote_code)
             codec = PromptCodec(tokenizer, args.chat_template_kwargs)
@@ -283,6 +284,7 @@ class DistillationTrainer(RolloutTrainer):
 
     def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
         engine = LocalGenerator(self.processing_class)
+        assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
         engine.sync_weights(self.teacher_model)
         student, self.generator = self.generator, engine
         try:

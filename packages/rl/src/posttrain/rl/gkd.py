@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from posttrain.core.config import Removed, opt
 from posttrain.core.losses.distillation import divergence_terms
@@ -29,7 +28,7 @@ class GKDConfig(DistillationConfig):
     beta: float = opt(0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
                       min=0, max=1)  # fmt: skip
     lmbda: float = opt(0.5, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
-    max_completion_length: int | None = opt(
+    max_completion_length: int = opt(
         128, "Tokens of a completion at most; longer ones are cut there.", min=1, aliases=("max_new_tokens",)
     )
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
@@ -42,7 +41,7 @@ class GKDConfig(DistillationConfig):
     }
 
     @property
-    def max_new_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int:
         """The name of `max_completion_length` in trl."""
         return self.max_completion_length
 
@@ -71,19 +70,20 @@ class GKDTrainer(DistillationTrainer):
             reduction: "sum", "mean" over the terms, "none" for them, or "batchmean": the sum divided by the positions
                 compared, by B without labels. num_items_in_batch: divides the sum instead.
         """
-        logps = [(logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits)]
-        terms, count = divergence_terms(*logps, beta), max(len(student_logits), 1)
+        student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+        terms = divergence_terms(student, teacher, beta)
+        count = torch.tensor(len(student_logits))
         if labels is not None:
             mask = labels != IGNORE_INDEX
-            terms, count = terms[mask], mask.sum().clamp(min=1)
+            terms, count = terms[mask], mask.sum()
         if num_items_in_batch is not None or reduction == "batchmean":
-            return terms.sum() / (count if num_items_in_batch is None else num_items_in_batch)
-        return {"sum": terms.sum, "mean": terms.mean, "none": lambda: terms}[reduction]()
+            return terms.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
 
     @staticmethod
     @torch.no_grad()
     def generate_on_policy_outputs(
-        model: nn.Module, inputs: dict[str, torch.Tensor], generation_config: Any
+        model: Any, inputs: dict[str, torch.Tensor], generation_config: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(ids, attention mask, labels), each (B, P + C), of completions by the model's ``generate``, for scripts.
 

@@ -716,7 +716,8 @@ class RolloutTrainer(Trainer):
         """The current policy's log-probabilities, if the loss needs them."""
         if not self.uses_reference:
             return None
-        given, alpha = self.given_reference, self.args.ref_model_mixup_alpha
+        given = self.given_reference if isinstance(self.given_reference, nn.Module) else None
+        alpha = self.args.ref_model_mixup_alpha
         if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
             raise ValueError(problem)
         reference = make_reference(self.model, given, fresh_adapter, moves=self.args.sync_ref_model)

@@ -167,13 +167,14 @@ class ServerTeacher:
 
     def _ask(self, sample: Sample) -> list[dict[int, float]]:
         """``{token: log-probability}`` at each token of a completion."""
-        body = {"model": self._model, "prompt": [*sample.prompt_ids, *sample.ids], "max_tokens": 1}
-        answer = self.server.call("/v1/completions", body | {"prompt_logprobs": self.top_k}, retries=RETRIES)
+        ids = [*sample.prompt_ids, *sample.ids]
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.top_k}
+        answer = self.server.call("/v1/completions", body, retries=RETRIES)
         known = answer["choices"][0].get("prompt_logprobs") or []
-        if len(known) != len(body["prompt"]):
+        if len(known) != len(ids):
             raise ConnectionError(
                 f"The teacher's server at {self.server.url} told log-probabilities of {len(known)} of "
-                f"{len(body['prompt'])} tokens. It must be vLLM's own (`vllm serve`), whose --max-logprobs is at "
+                f"{len(ids)} tokens. It must be vLLM's own (`vllm serve`), whose --max-logprobs is at "
                 f"least loss_top_k={self.top_k}."
             )
         return [

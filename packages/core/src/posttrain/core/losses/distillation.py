@@ -222,6 +222,7 @@ class _ByToken(_WithHead):
         if beta == 1:
             scores[0] = _dot(student, log_s.sub_(log_t))
             return student.mul_(log_s.sub_(scores[0].unsqueeze(1)))
+        assert self.mixture is not None  # of this beta
         mixture = torch.lerp(student, teacher, beta, out=self.mixture[: len(student)])
         log_m = mixture.clamp_(min=torch.finfo(mixture.dtype).tiny).log_()
         to_student, to_teacher = _dot(student, log_s.sub_(log_m)), _dot(teacher, log_t.sub_(log_m))
