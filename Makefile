@@ -12,7 +12,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help setup quickstart test test-all lint types check docs clean
+.PHONY: help setup quickstart test test-all gpu lint types check docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -27,6 +27,10 @@ test: $(STAMP) ## Run the tests that take minutes together.
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
+
+# With PY=python3 in the packages of that Python, of which nothing is installed.
+gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
+	$(PY) benchmarks/gpu.py $(if $(PART),--part $(PART))
 
 lint: $(STAMP) ## Check style and formatting; change nothing.
 	$(PY) -m ruff check .

@@ -1,0 +1,106 @@
+"""Benchmarks that wait for a GPU, or for a free hour, still run: at their smallest, on the CPU."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    return importlib.import_module("gpu")
+
+
+def columns(text):
+    """Of the rows of a Markdown table, below its header."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return rows[1:]
+
+
+def test_the_figures_of_a_gpu_are_written_at_their_smallest(gpu, tmp_path, monkeypatch, capsys):
+    one, other = (task for task in gpu.TASKS if task.kind == "sft" and task.packed)
+    changed = gpu.replace(one, contestants=("posttrain", "trl", "posttrain+compile"))
+    monkeypatch.setattr(gpu, "TASKS", (changed, other))
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)  # no other library is there
+    assert gpu.main(["--smallest", "--part", "sft", "--folder", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+    ours, trl, compiled = record["runs"]
+    assert ours["contestant"] == "posttrain" and ours["unit"] == "tokens" and ours["loss"] < 8
+    assert ours["per_second"] * ours["seconds_per_step"] == pytest.approx(changed.batch * 48)
+    assert trl["left_out"] == "trl is not installed" and "CPU" in compiled["left_out"]
+    [row] = columns((tmp_path / "gpu.md").read_text())
+    assert row[:2] == [changed.name, "posttrain"] and row[2].endswith("tokens") and row[3] == row[4] == "-"
+    assert f"- left out: {changed.name}, trl: trl is not installed" in (tmp_path / "gpu.md").read_text()
+    assert "57.8% MFU" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["sft", "large", "preference", "online"])
+def test_every_task_of_a_gpu_runs_at_its_smallest(part, gpu, tmp_path):
+    assert gpu.main(["--smallest", "--part", part, "--folder", str(tmp_path)]) == 0
+    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
+    assert {row["task"] for row in runs} == {task.name for task in gpu.TASKS if task.part == part}
+    for row in runs:
+        if row["contestant"] == "posttrain" or "left_out" not in row:
+            assert row["per_second"] > 0, row
+
+
+def test_without_a_gpu_the_others_say_so_and_measure_nothing(gpu, tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    assert gpu.main(["--folder", str(tmp_path)]) == 2
+    assert "No CUDA device is visible" in capsys.readouterr().err and not (tmp_path / "gpu.json").exists()
+
+
+def test_a_part_of_tests_says_which_failed_and_which_were_left_out(gpu, tmp_path, monkeypatch):
+    left_out = "@pytest.mark.skip(reason='no flash')\ndef test_c(): pass\n"
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n" + left_out, encoding="utf-8"
+    )
+    monkeypatch.setitem(gpu.TESTS, "kernels", [str(tmp_path / "test_it.py")])
+    found = gpu.tests_of("kernels", gpu.time.monotonic() + 60, tmp_path / "log", [])
+    assert (found["passed"], found["failed"], found["finished"]) == (1, ["test_b"], True)
+    assert list(found["skipped"].values()) == [1] and "no flash" in next(iter(found["skipped"]))
+
+
+def test_a_run_that_fails_is_a_row_with_its_last_line(gpu, tmp_path):
+    found = gpu.asked(["run", "posttrain", '{"absent": 1}', "[1, 1]"], 60, tmp_path / "log")
+    assert "unexpected keyword argument 'absent'" in found["left_out"] and gpu.is_failure(found)
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_parts_that_run_apart_are_one_record_on_one_machine_alone(gpu, tmp_path):
+    machine = {"device": "one", "versions": {"torch": "2"}, "python": "3"}
+    record = gpu.open_record(tmp_path / "gpu.json", machine)
+    record["runs"].append({"part": "sft", "task": "a", "contestant": "trl", "left_out": "trl is not installed"})
+    gpu.save(record, tmp_path)
+    assert gpu.open_record(tmp_path / "gpu.json", machine)["runs"] == record["runs"]
+    assert gpu.open_record(tmp_path / "gpu.json", machine | {"device": "another"})["runs"] == []
+    assert not gpu.is_failure(record["runs"][0])
+
+
+def test_the_operations_of_a_token_are_those_that_torch_counts(gpu):
+    task = gpu.replace(gpu.smallest(gpu.TASKS[0]), batch=2)
+    model = gpu.model_of(task)
+    model.set_attn_implementation("eager")  # of which torch counts the products
+    ids = torch.arange(2 * 48).view(2, 48) + 2
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    products = sum(count for name, count in counts.items() if name in ("aten.mm", "aten.addmm"))
+    shape = gpu.SHAPES["tiny"]
+    assert products == 2 * 48 * gpu.flops_of_token(shape, 0, lora=False)
+    attention = 2 * 48 * (gpu.flops_of_token(shape, 48, False) - gpu.flops_of_token(shape, 0, False))
+    assert counts["aten.bmm"] == pytest.approx(attention, rel=1e-3)  # and the angles of the rotary embedding
+    sizes = gpu.SHAPES["0.6B"].weights, gpu.SHAPES["8B"].weights
+    assert sizes == (pytest.approx(0.596e9, rel=0.01), pytest.approx(7.57e9, rel=0.01))  # embeddings are no products
+    assert gpu.tokens_seen([4]) == 2.5 and sum(gpu.documents_of(4096)) == 4096
+    assert gpu.peak_of("NVIDIA H200") == 989.4e12 and gpu.peak_of("some CPU") is None
