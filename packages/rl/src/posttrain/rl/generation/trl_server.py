@@ -51,7 +51,11 @@ class TrlServer:
         """See `Dialect.write_on`."""
         return self.write([prompt], 1, sampling, [seed])[0]
 
-    def update(self, weights: Weights, version: str) -> None:
+    def weights_of(self, model: torch.nn.Module) -> Weights:
+        """See `Dialect.weights_of`."""
+        return Weights(model)
+
+    def update(self, weights: Weights, number: int) -> None:
         """See `Dialect.update`."""
         self._send(weights, self.server)
         self.server.call("/reset_prefix_cache/", {}, empty=True)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed.environment import rank
+from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
@@ -59,8 +60,12 @@ class Dialect(Protocol):
         """A completion by `server`."""
         ...
 
-    def update(self, weights: Weights, version: str) -> None:
-        """Load `weights` into the servers."""
+    def weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
+        """What `update` sends of `model`."""
+        ...
+
+    def update(self, weights: Any, number: int) -> None:
+        """Load `weights` into the servers, as the `number`-th sync of this run."""
         ...
 
 
@@ -105,10 +110,11 @@ class VLLMServerGenerator:
         """
         for server in self.servers:
             server.wait(self.timeout)
-        dialect, weights = self._dialect, Weights(model)
+        dialect = self._dialect
+        weights = dialect.weights_of(model)
         self._syncs += 1
         if rank() == 0:
-            dialect.update(weights, f"posttrain-{self._syncs}")
+            dialect.update(weights, self._syncs)
         elif weights.are_in_pieces:
             for _ in weights:  # all processes help to gather them for the first
                 pass
@@ -142,62 +148,72 @@ class VLLMServerGenerator:
     def _dialect(self) -> Dialect:
         (first, *others) = self.servers
         if first.has("/v1/models"):
-            transport = self._transport if self._send is None else lambda _: Given(self._send)
-            return VLLMServers(self.servers, self.options, transport)
+            send = None if self._send is None else Given(self._send)
+            return VLLMServers(self.servers, self.options, send, self.folder, self.group_port, self.timeout)
         if others:
             raise ValueError(f"{first.url} is a server of an earlier trl, which works alone. Name one server.")
         return TrlServer(first, self.group_port, self.options, self.tokenizer, self._send)
-
-    def _transport(self, backend: str | None) -> Transport:
-        if self.folder is not None:
-            return Folder(self.folder)
-        if backend == "nccl":
-            return Nccl(self.group_port)
-        if backend == "gloo":
-            return Gloo(self.group_port, self.timeout)
-        raise ValueError(
-            f"The vLLM server at {self.servers[0].url} was started with weight transfer {backend or 'off'}. Start it "
-            'with --weight-transfer-config \'{"backend": "nccl"}\', without a GPU "gloo"; or set vllm_weight_folder.'
-        )
 
 
 class VLLMServers:
     """vLLM's OpenAI interface: one request for the completions of a prompt, at the server with the least to do.
 
     Args:
-        transport: how weights are sent to servers that were started for this backend.
+        send: how weights are sent, whatever the servers were started for.
+        folder: one that is shared with them, through which weights and adapters go if it is set.
+        port, timeout: of a transport that connects to them.
     """
 
     def __init__(
-        self, servers: Sequence[Server], options: dict[str, Any], transport: Callable[[str | None], Transport]
+        self,
+        servers: Sequence[Server],
+        options: dict[str, Any],
+        send: Transport | None = None,
+        folder: str | None = None,
+        port: int = 0,
+        timeout: float = 240.0,
     ) -> None:
         self.servers, self.options = servers, options
-        infos = [self._info(server) for server in servers]
-        modes = {info["model_config"].get("logprobs_mode", "raw_logprobs") for info in infos}
-        backends = {(info.get("weight_transfer_config") or {}).get("backend") for info in infos}
-        if len(modes) > 1 or len(backends) > 1:
-            raise ValueError(
-                "The vLLM servers were started with different options (--logprobs-mode "
-                f"{modes}, --weight-transfer-config {backends}). Start them alike."
-            )
-        self.scaled = modes == {"processed_logprobs"}
+        infos = [started_with(server) for server in servers]
+        if any(info != infos[0] for info in infos):
+            raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
+        self.scaled: bool | None = infos[0]["--logprobs-mode"] == "processed_logprobs"
+        self._backend, self._max_rank = infos[0]["--weight-transfer-config"], infos[0]["--max-lora-rank"]
+        self._send, self._folder, self._port, self._timeout = send, folder, port, timeout
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
-        self._transport, self._busy = transport(*backends), Busy(servers)
+        self._busy = Busy(servers)
 
-    def _info(self, server: Server) -> dict[str, Any]:
-        try:
-            return server.call("/server_info?config_format=json")["vllm_config"]
-        except Refused as error:
-            raise ConnectionError(f"{error}. Start it with VLLM_SERVER_DEV_MODE=1 in its environment.") from error
+    def weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
+        """See `Dialect.weights_of`: an adapter as such, if the servers take adapters and the folder is there."""
+        if self._send is None and self._folder is not None and is_servable(model, self._max_rank):
+            self.names = dict.fromkeys(self.names, NAME)
+            self._send = AdapterFolder(self._folder)
+        return AdapterWeights(model) if isinstance(self._send, AdapterFolder) else Weights(model)
 
-    def update(self, weights: Weights, version: str) -> None:
+    def update(self, weights: Any, number: int) -> None:
         """See `Dialect.update`. The servers write nothing meanwhile."""
+        if self._send is None:
+            self._send = self._make_transport()
+        kind = "adapter" if isinstance(weights, AdapterWeights) else "weights"
         everywhere(self.servers, "/pause?mode=wait", {})
         try:
-            self._transport.send(weights, self.servers, version)
+            self._send.send(weights, self.servers, f"posttrain-{kind}-{number}")
             everywhere(self.servers, "/reset_prefix_cache", {})
         finally:
             everywhere(self.servers, "/resume", {})
+
+    def _make_transport(self) -> Transport:
+        if self._folder is not None:
+            return Folder(self._folder)
+        if self._backend == "nccl":
+            return Nccl(self._port)
+        if self._backend == "gloo":
+            return Gloo(self._port, self._timeout)
+        raise ValueError(
+            f"The vLLM server at {self.servers[0].url} was started with weight transfer {self._backend or 'off'}. "
+            'Start it with --weight-transfer-config \'{"backend": "nccl"}\', without a GPU "gloo"; or set '
+            "vllm_weight_folder."
+        )
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
@@ -244,7 +260,7 @@ class VLLMServers:
             try:
                 return server, self._ask(server, prompt, n, sampling, seed)
             except ConnectionError as error:
-                if isinstance(error, Refused) and error.code not in BUSY:
+                if isinstance(error, Refused) and error.code not in BUSY and not is_fresh(server):
                     raise
                 return server, error
 
@@ -260,6 +276,19 @@ class VLLMServers:
         return [
             (one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop") for one in choices
         ]
+
+
+def started_with(server: Server) -> dict[str, Any]:
+    """Those of a server's options that its client must know."""
+    try:
+        info = server.call("/server_info?config_format=json")["vllm_config"]
+    except Refused as error:
+        raise ConnectionError(f"{error}. Start it with VLLM_SERVER_DEV_MODE=1 in its environment.") from error
+    return {
+        "--logprobs-mode": info["model_config"].get("logprobs_mode", "raw_logprobs"),
+        "--weight-transfer-config": (info.get("weight_transfer_config") or {}).get("backend"),
+        "--max-lora-rank": (info.get("lora_config") or {}).get("max_lora_rank"),
+    }
 
 
 class Restarted(ConnectionError):
