@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
@@ -49,10 +51,11 @@ def kinds():
 
 # finding_A4
 @pytest.mark.parametrize("kind", kinds())
-def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model(kind):
+def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model(kind, tmp_path):
     make, config = kinds()[kind]
     plain = make()
-    names = [name for name, _ in plain.named_parameters()]
+    plain.save_pretrained(tmp_path)
+    names = [name for name, _ in Weights(plain)]
     model = adapted(plain, config)
     ids = torch.arange(2, 26).view(2, 12)
     expected, without = model(ids).logits, make()(ids).logits
@@ -60,10 +63,8 @@ def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model
     sent = dict(weights)
     assert list(sent) == names and len(weights) == len(names)
     assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in sent.items()] == weights.facts
-    engine = make().eval()
-    with torch.no_grad():
-        for name, parameter in engine.named_parameters():
-            parameter.copy_(sent[name])
+    save_file({name: weight.contiguous() for name, weight in sent.items()}, tmp_path / "model.safetensors")
+    engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
     torch.testing.assert_close(engine(ids).logits, expected, atol=1e-5, rtol=0)
     assert (expected - without).abs().max() > 1e-3
 
@@ -99,6 +100,19 @@ def test_an_adapter_on_one_of_two_tied_weights_is_refused(module):
     model = adapted(tiny.causal_lm(tie_word_embeddings=True), lora(target_modules=["q_proj", module]))
     with pytest.raises(ValueError, match="embed_tokens.weight and lm_head.weight are one weight"):
         Weights(model)
+
+
+def test_experts_are_sent_one_by_one_as_a_checkpoint_holds_them(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny.mixture_of_experts()
+    model.save_pretrained(tmp_path)
+    saved, weights = load_file(tmp_path / "model.safetensors"), Weights(model)
+    sent = dict(weights)
+    assert sent.keys() == saved.keys() and len(sent) == len(weights) == 45  # 25 parameters
+    assert all(torch.equal(weight, saved[name]) for name, weight in sent.items())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in sent
+    assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in sent.items()] == weights.facts
 
 
 # finding_B5

@@ -38,8 +38,9 @@ def completions(written: Sequence[Written], with_logps: bool) -> Completions:
 class Weights:
     """The weights of a model as an engine loads them: ``(name, tensor)`` one by one, with adapters merged into copies.
 
-    Names are those of the model below all adapters. At most one layer is gathered or copied at a time, and the model
-    does not change. If weights are sharded, every process must iterate over all of them.
+    Names and shapes are those of a saved checkpoint of the model below all adapters, which engines read: each expert of
+    a mixture by itself. At most one layer is gathered or copied at a time, and the model does not change. If weights
+    are sharded, every process must iterate over all of them.
 
     Raises:
         ValueError: a weight is quantized, and cannot be sent as the engine would read it; or an adapter has changed one
@@ -49,14 +50,14 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         self.base = base_model(model)
         self._parts = _each_once(_parts(self.base))
+        shapes = {part.name: _shape_of(part.weight) for part in self._parts}
+        self._converts = saved_differently(self.base, shapes)
+        saved = (one for name, shape in shapes.items() for one in self._saved(name, shape))
+        self.facts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved]
+        """(name, dtype, shape) of each, in order, found without gathering."""
 
     def __len__(self) -> int:
-        return len(self._parts)
-
-    @property
-    def facts(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of each, in order, without gathering."""
-        return [(part.name, part.weight.dtype, whole_shape(part.weight)) for part in self._parts]
+        return len(self.facts)
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +71,14 @@ class Weights:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._whole():
+            yield from self._saved(name, weight)
+
+    def _saved(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """`weight` as a checkpoint holds it: under its name there, or in several parts."""
+        yield from as_saved(self.base, {name: weight}).items() if self._converts else [(name, weight)]
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         merged: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
         for part in self._parts:
             if part.layer is None:
@@ -78,6 +87,38 @@ class Weights:
             if merged is None or merged[0] is not part.layer:  # those of one layer are adjacent
                 merged = part.layer, _merged(part.layer)
             yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
+
+
+def as_saved(model: PretrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`weights` of `model` under the names and in the shapes of its checkpoints."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, weights)
+
+
+def saved_differently(model: PretrainedModel, shapes: dict[str, torch.Tensor]) -> bool:
+    """Whether checkpoints of `model` hold its weights under other names or in other shapes.
+
+    Raises:
+        ValueError: they hold several weights as one, so that no weight can be sent by itself.
+    """
+    whole = as_saved(model, shapes)
+    if {name: tensor.shape for name, tensor in whole.items()} == {n: tensor.shape for n, tensor in shapes.items()}:
+        return False
+    alone: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        alone |= as_saved(model, {name: shape})
+    if {name: tensor.shape for name, tensor in whole.items()} != {n: tensor.shape for n, tensor in alone.items()}:
+        raise ValueError(
+            f"Checkpoints of {type(model).__name__} hold several of its weights as one, and weights are sent to vLLM "
+            "one by one. Leave use_vllm out."
+        )
+    return True
+
+
+def _shape_of(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the type and the whole shape of `weight`, without its values."""
+    return torch.empty(whole_shape(weight), dtype=weight.dtype, device="meta")
 
 
 @dataclass(frozen=True)
