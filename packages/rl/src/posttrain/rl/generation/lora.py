@@ -46,8 +46,8 @@ def is_servable(model: nn.Module, max_rank: int | None) -> bool:
         "orthogonal",
     )  # others change the weights below
     plain = starts_plain and config.bias == "none" and not any(getattr(config, name, None) for name in BESIDE)
-    layers = [m.get_base_layer() for m in peft_model.modules() if hasattr(m, "lora_A")]
-    return plain and all(type(layer) is nn.Linear for layer in layers)
+    layers: list[Any] = [module for module in peft_model.modules() if hasattr(module, "lora_A")]
+    return plain and all(type(layer.get_base_layer()) is nn.Linear for layer in layers)
 
 
 class AdapterWeights:

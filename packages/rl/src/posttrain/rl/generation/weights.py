@@ -89,14 +89,14 @@ class Weights:
             yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
 
 
-def as_saved(model: PretrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`weights` of `model` under the names and in the shapes of its checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, weights)
 
 
-def saved_differently(model: PretrainedModel, shapes: dict[str, torch.Tensor]) -> bool:
+def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
     """Whether checkpoints of `model` hold its weights under other names or in other shapes.
 
     Raises:
