@@ -21,7 +21,7 @@ def running(tmp_path_factory):
         yield f"http://127.0.0.1:{port}", servers.Path(folder)
         return
     folder = tmp_path_factory.mktemp("server")
-    with servers.server(servers.save(folder / "model")) as url:
+    with servers.server(servers.save(folder / "model"), servers.FLAGS + servers.LORA) as url:
         yield url, folder
 
 

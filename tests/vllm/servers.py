@@ -28,6 +28,7 @@ FLAGS = [
     "--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--logprobs-mode", "processed_logprobs",
     "--weight-transfer-config", '{"backend": "gloo"}',
 ]  # fmt: skip
+LORA = ["--enable-lora", "--max-lora-rank", "8"]
 SECONDS = 600
 
 
@@ -87,6 +88,6 @@ def server(folder: Path, flags: list[str] = FLAGS) -> Iterator[str]:
 if __name__ == "__main__":
     where = Path(sys.argv[2])
     where.mkdir(parents=True, exist_ok=True)
-    running = start(save(where), int(sys.argv[1]), where / "server.log", FLAGS + sys.argv[3:])
+    running = start(save(where), int(sys.argv[1]), where / "server.log", FLAGS + LORA)
     print(running.pid, flush=True)
     running.wait()
