@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import sqlite3
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,8 @@ class Environments:
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
         counts: tool calls and failed ones since the counts were last read.
+        overlaps: completions begin before others are scored, which `give_back` ends. Else all are over when the next
+            ones begin.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class Environments:
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
         self.counts = {"calls": 0, "failures": 0}
+        self.overlaps = False
+        self._busy: set[int] = set()
+        self._lock = threading.Lock()
         for tool in self.tools.values():
             schema_of(tool)
         self.reward_functions = []
@@ -62,7 +68,8 @@ class Environments:
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Give each sample a reset environment and add the output of ``reset()`` to its prompt."""
-        taken = dict.fromkeys(self.pools, 0)
+        if not self.overlaps:
+            self._busy.clear()
         for sample in samples if self.factories else ():
             name = sample.row.get("environment") if self.by_name else None
             if name not in self.pools:
@@ -70,13 +77,25 @@ class Environments:
                     f"A row has environment={name!r}, which is not among the environments ("
                     f"{', '.join(map(str, self.pools))}){did_you_mean(str(name), map(str, self.pools)) or '.'}"
                 )
-            if taken[name] == len(self.pools[name]):
-                self.pools[name].append(self.factories[name]())
-            sample.environment = self.pools[name][taken[name]]
-            taken[name] += 1
+            sample.environment = self._free(name)
             row = {key: value for key, value in sample.row.items() if not (self.by_name and key == "environment")}
             told = background.call(partial(sample.environment.reset, **row))
             sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
+
+    def _free(self, name: Any) -> Any:
+        """An environment that no other completion has."""
+        with self._lock:
+            found = next((one for one in self.pools[name] if id(one) not in self._busy), None)
+            if found is None:
+                found = self.factories[name]()
+                self.pools[name].append(found)
+            self._busy.add(id(found))
+        return found
+
+    def give_back(self, samples: Sequence[Sample]) -> None:
+        """Let others have the environments of `samples`, which are scored."""
+        with self._lock:
+            self._busy.difference_update(id(sample.environment) for sample in samples)
 
     def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
         """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls.
@@ -131,7 +150,7 @@ class Environments:
     def answer(self, asked: Sequence[tuple[Sample, Sequence[Call]]], example: str = "") -> list[list[dict[str, Any]]]:
         """Make the calls of several samples: for each sample the messages of its tools, one for each call.
 
-        A sample's calls are made in their order. Plain functions run in the thread that trains, as `reset` does, one
+        A sample's calls are made in their order. Plain functions run in the thread that generates, as `reset` does, one
         after the other; async ones of all samples run side by side.
 
         Args:
@@ -208,7 +227,8 @@ class Environments:
             room = room_of(sample)
             sample.finished = more.finished and len(more.ids) <= room
             more.ids = more.ids[:room]
-            sample.add(more.ids, None if more.logps is None else more.logps[:room], chosen=True)
+            versions = None if more.versions is None else more.versions[:room]
+            sample.add(more.ids, None if more.logps is None else more.logps[:room], chosen=True, versions=versions)
             sample.is_exact &= more.is_exact
             sample.completion = [*sample.completion, *more.completion]
         return [(sample, more.ids) for sample, more in zip(samples, turns, strict=True)]
@@ -297,8 +317,8 @@ def _failure(error: Exception) -> tuple[str, bool]:
     if problem := _of_threads(error):
         raise RuntimeError(
             f"A tool failed because of the thread that it runs in, not because of the policy: {problem}. Async tools "
-            "run on an event loop in a separate thread, plain ones in the main thread. Make the tool a plain "
-            "function, or create its resources inside it."
+            "run on an event loop in a separate thread, plain ones in the main thread, or with max_staleness above 0 "
+            "in the thread that samples. Make the tool a plain function, or create its resources inside it."
         ) from error
     return f"error: {type(error).__name__}: {error}", True
 

@@ -26,8 +26,6 @@ from posttrain.rl.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
 OF_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 """Losses that sum over tokens and divide by a constant."""
 
@@ -84,19 +82,6 @@ class GRPOConfig(RolloutConfig):
         above=0,
         max=math.inf,
     )
-    vllm_importance_sampling_correction: bool = opt(
-        True,
-        "Weight completions by the ratio of the trainer's to the engine's probabilities.",
-    )
-    vllm_importance_sampling_mode: str = opt(
-        "sequence_mask",
-        "Weights per token or completion, truncated at the bounds or masked beyond them.",
-        choices=IMPORTANCE_MODES,
-    )
-    vllm_importance_sampling_clip_max: float | None = opt(
-        3.0, "Upper bound of these weights.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
-    )
-    vllm_importance_sampling_clip_min: float | None = opt(None, "Lower bound of these weights.", min=0)
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub to which completions are uploaded.")
 
     def _normalize(self) -> None:
@@ -105,15 +90,8 @@ class GRPOConfig(RolloutConfig):
         self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if self.num_generations == 1:
             yield "num_generations=1 leaves no other completion to compare with; set 2 or more"
-        if low is not None and high is not None and low >= high:
-            yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
-        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
-            yield (
-                f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
-            )
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True"
         if self.delta is not None and self.delta <= 1 + (
@@ -135,6 +113,7 @@ class GRPOTrainer(RolloutTrainer):
     config_class = GRPOConfig
     args: GRPOConfig
     tag_names = ("trl", "grpo")
+    corrects_itself = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -173,27 +152,10 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def _corrects_engine(self) -> bool:
         # Log-probabilities from a user's function are used as the engine's only with vLLM, as in trl.
-        known = self.rollout_func is None or self.args.use_vllm
+        known = self.rollout_func is None or self.args.use_vllm or self.args.max_staleness > 0
         # The policy's own samples need no correction: in bfloat16 their ratios are rounding errors, and the product
         # over a long completion is noise that would mask it.
         return self.args.vllm_importance_sampling_correction and known and not shares_weights(self.generator)
-
-    def _correction(self, old_logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        gap = (old_logps - sampled).abs()[mask]
-        gap = gap[~gap.isnan()]
-        self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
-        self._add_range("sampling/sampling_logp_difference", gap, ("max",))
-        mode, least = self.args.vllm_importance_sampling_mode, self.args.vllm_importance_sampling_clip_min
-        most = self.args.vllm_importance_sampling_clip_max
-        weights = policy_losses.engine_correction(old_logps, sampled, mask.float(), mode, least, most)
-        counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
-        self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
-        self._add_range("sampling/importance_sampling_ratio", counted, ("min", "max"))
-        return weights
-
-    def _add_range(self, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
-        for end in which if values.numel() else ():
-            self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards relative to the mean of their group; see `posttrain.rl.advantages`."""

@@ -74,7 +74,10 @@ class RewardArguments:
             "nothing, raise stops the run.", choices=("skip", "raise"),
     )  # fmt: skip
     reward_concurrency: int = opt(
-        1, "Reward functions that run at the same time, in threads; async ones always run side by side.", min=1
+        1,
+        "Reward functions that run at the same time, in threads; async ones always run side by side. With "
+        "max_staleness above 0, also the rollouts that are scored at the same time.",
+        min=1,
     )
 
     def _problems(self) -> Iterator[str]:

@@ -23,18 +23,21 @@ from posttrain.core.data.samplers import mix
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
+from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import varlen_attention, wrapping
-from posttrain.core.state import EvalLoopOutput
+from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
+from posttrain.rl import asynchronous, policy_losses
 from posttrain.rl import completions as told
-from posttrain.rl import policy_losses
 from posttrain.rl.advantages import equal_groups, total_rewards
+from posttrain.rl.asynchronous import Background, PerThread, Turns
 from posttrain.rl.environments import Environments, context_length, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.generation.protocol import has_own_weights, session
 from posttrain.rl.generation.transformers import generation_config
+from posttrain.rl.ledger import Ledger
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
@@ -84,9 +87,14 @@ class RolloutTrainer(Trainer):
     #: The reference; None: the weights that the policy begins with.
     given_reference: nn.Module | str | None = None
     INSTEAD = ROLLOUT_METHODS
+    metrics = PerThread[Metrics]()
+    clock = PerThread[Clock]()
     _shown: list[dict[str, Any]]  # samples of the current evaluation
     _rollout: Rollout | None  # the one whose micro-batches are being trained on
     _synced_at: int | None  # the optimizer step whose weights the generator has
+    _background: Background | None = None  # what samples while this trains
+    _ledger: Ledger | None = None
+    _version = 0  # the optimizer step of the weights that the engine was sent last
 
     def __init__(
         self,
@@ -120,10 +128,12 @@ class RolloutTrainer(Trainer):
         )  # fmt: skip
         self.run_preflight(args, parts)
         if train_dataset is None and environment_factory is not None:
+            rollouts = asynchronous.rollouts_of(args) if args.max_staleness else 1
             train_dataset = [{}] * (
-                args.generation_batch_size // args.num_generations
+                rollouts * args.generation_batch_size // args.num_generations
             )  # the prompt is the output of reset()
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        self._generating, self._scoring = Turns(), Turns(args.reward_concurrency)
         self.rollout_func = rollout_func
         given = args.reward_funcs if reward_funcs is None else reward_funcs
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
@@ -162,6 +172,8 @@ class RolloutTrainer(Trainer):
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args)
+        if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
+            raise ValueError(problem)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if self.reference is not None and args.sync_ref_model:
@@ -216,13 +228,14 @@ class RolloutTrainer(Trainer):
     def _write(self, samples: list[Sample], sampling: Sampling) -> None:
         """One turn of the policy. Adjacent samples with the same prompt are generated together."""
         for size, places in runs([sample.prompt_ids for sample in samples]):
-            prompts = [samples[first].prompt_ids for first in places]
+            prompts, version = [samples[first].prompt_ids for first in places], self._version
             rows = [first + offset for first in places for offset in range(size)]
             done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows])
             for number, row in enumerate(rows):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
                 sample.logps = None if done.logps is None else done.logps[number]
+                sample.versions = done.versions[number] if done.versions else [version] * len(sample.ids)
                 schemas = self.environments.schemas_of(sample)
                 sample.completion = self.codec.decode(sample.prompt, sample.ids, sample.prompt_ids, schemas)
 
@@ -288,6 +301,22 @@ class RolloutTrainer(Trainer):
 
     # ---------------------------------------------------------------------------------- overridable methods of the loop
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
+        self._background, self._ledger = self._new_background() if self.args.max_staleness else None, self._new_ledger()
+        self.environments.overlaps = self._background is not None
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self._background is not None:
+                self._background.close()
+            self._background, self.environments.overlaps = None, False
+
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""
         if self.train_dataset is None:
@@ -321,7 +350,9 @@ class RolloutTrainer(Trainer):
         """Micro-batches of rollouts, which are made on demand."""
         if self.run.progress.batches == 0:  # the rest of an epoch that ended early is skipped
             self._forget_rollout(keep_count=self.run.progress.epoch > 0)
-        batches = iter(loader)
+            if self._ledger is not None and self.state.global_step == 0:
+                self._ledger.began(self.args.max_staleness)
+        batches = iter(loader) if self._background is None else self._background.read(self.run.progress.epoch, loader)
         self.restore_rng()
         yield from self._windows_of(plan, batches)
 
@@ -329,6 +360,8 @@ class RolloutTrainer(Trainer):
         if loader.epoch == epoch or self._rollout is None or self.run.epoch_stopped:
             return super().windows_left(plan, loader, epoch)
         self.restore_rng()  # the prompts were used up, the last rollout was not
+        if self._background is not None:
+            self._background.read(epoch, loader, iter(()))
         return self._windows_of(plan, iter(()))
 
     def _windows_of(
@@ -336,6 +369,8 @@ class RolloutTrainer(Trainer):
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self._micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            if self._background is not None:
+                self._background.fill(plan, self.state.global_step, self._micro_batches_left())
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
@@ -361,7 +396,10 @@ class RolloutTrainer(Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The policy loss, shape (); the outputs are the log-probabilities and entropies of the completions."""
         policy = self.logps(model, inputs, with_entropy=True, training=True)
-        loss = policy_losses.summed(self.policy_loss(policy, inputs), inputs["loss_mask"], self.average)
+        of_tokens = self.policy_loss(policy, inputs)
+        if "correction" in inputs and not self.corrects_itself:
+            of_tokens = of_tokens * inputs["correction"]
+        loss = policy_losses.summed(of_tokens, inputs["loss_mask"], self.average)
         loss = self.mean_loss(loss, inputs, num_items_in_batch, policy.aux_loss)
         tokens = inputs["loss_mask"].sum()
         if policy.entropies is not None:
@@ -434,6 +472,7 @@ class RolloutTrainer(Trainer):
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
         state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
         state["num_tokens"] = self._num_tokens
+        state |= {} if self._background is None else self._background.position()
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
         if self.reference is not None:
@@ -444,6 +483,8 @@ class RolloutTrainer(Trainer):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._forget_rollout()
+        if self._ledger is not None:
+            self._ledger.resumed(self.state.global_step, self.args.max_staleness)
         self._num_tokens = state["num_tokens"]
         self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
         if "rollout" in state and self._resumed_alike:
@@ -475,10 +516,9 @@ class RolloutTrainer(Trainer):
 
     def make_rollout(self, batches: Iterator[list[dict[str, Any]]]) -> Rollout | None:
         """The next rollout; None where the epoch has no more prompts."""
-        rows = next(batches, None)
-        if rows is None:
+        if (found := self._sample_and_score(batches)) is None:
             return None
-        samples, scores = self._sample_and_score(rows, batches)
+        samples, scores = found
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         rollout, kl = self._with_logps(rollout, samples)
         mine = told.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
@@ -493,6 +533,9 @@ class RolloutTrainer(Trainer):
             for name, value in metrics.items():
                 self.log_metric(name, value)
         advantages = advantages[self.layout.numbers(self.dist.rank)]
+        if self._background is not None:
+            asynchronous.log_staleness(self.metrics, rollout, self.state.global_step)
+        self._log_used(samples, scores.rewards, self.state.global_step + 1)
         self._tell(samples, scores, advantages)
         return replace(rollout, advantages=advantages)
 
@@ -534,13 +577,12 @@ class RolloutTrainer(Trainer):
         router = training and bool(self.router_aux_loss_coef)
         return completion_logps(model, batch, self.temperature, with_entropy, router_logits=router)
 
-    def _sample_and_score(
-        self, rows: list[dict[str, Any]], batches: Iterator[list[dict[str, Any]]]
-    ) -> tuple[list[Sample], Scores]:
-        samples, scores = self._sample_rows(rows)
-        if not self.args.dynamic_sampling:
-            return samples, scores
-        size, wanted = self.num_generations, len(rows) * self.dist.world_size
+    def _sample_and_score(self, batches: Iterator[list[dict[str, Any]]]) -> tuple[list[Sample], Scores] | None:
+        found = self._next_scored(batches)
+        if found is None or not self.args.dynamic_sampling:
+            return found
+        samples, scores = found
+        size, wanted = self.num_generations, len(samples) * self.dist.world_size
         kept: list[Triple] = []
         spare: list[Triple] = []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
@@ -552,32 +594,97 @@ class RolloutTrainer(Trainer):
             self.log_metric("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
             more = None
             if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
-                more = next(batches, None)
+                more = self._next_scored(batches)
             if more is None:
                 break
-            samples, scores = self._sample_rows(more)
+            samples, scores = more
+        if self.dist.is_main and (rest := (kept + spare)[wanted:]):
+            self._log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, _ in rest]), None)
         mine = [(kept + spare)[number] for number in self.layout.numbers(self.dist.rank)]
         rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
         return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
 
-    def _sample_rows(self, rows: list[dict[str, Any]]) -> tuple[list[Sample], Scores]:
-        samples = self.new_samples(rows)
-        for sample, number in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
-            sample.seed = mix(self.args.seed, self._num_rollouts, number)
-        self._num_rollouts += 1
+    def _next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> tuple[list[Sample], Scores] | None:
+        """Completions of the next batch of prompts; None where the epoch has no more."""
+        if self._background is not None:
+            return self._take_from_background()
+        if (rows := next(batches, None)) is None:
+            return None
+        samples = self._begin(rows, self._new_number())
         self._sample(samples, self.temperature)
         return samples, self._timed_score(samples)
+
+    def _new_background(self) -> Background:
+        calls = self._sample_ahead, self._timed_score, self._sync_weights, self._new_number, self._log_dropped
+        per_rollout = self.args.steps_per_generation * self.num_iterations
+        return Background(*calls, self.args.max_staleness, per_rollout, self.args.reward_concurrency)
+
+    def _take_from_background(self) -> tuple[list[Sample], Scores] | None:
+        with self.clock("wait"):
+            job = self._background.take()
+        if job is None:
+            return None
+        job.log_into(self.metrics, self.clock)
+        return job.scored.result()
+
+    def _new_number(self) -> int:
+        """The number of a new rollout."""
+        self._num_rollouts += 1
+        return self._num_rollouts - 1
+
+    def _begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """Samples of rollout `number`, without completions."""
+        samples = self.new_samples(rows)
+        for sample, place in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
+            sample.seed, sample.rollout, sample.place = mix(self.args.seed, number, place), number, place
+        return samples
+
+    def _log_used(self, samples: list[Sample], rewards: torch.Tensor, step: int | None) -> None:
+        if self._ledger is not None:
+            totals = total_rewards(rewards, self.rewards.weights).tolist()
+            self._ledger.used(samples, totals, self._version, step)
+
+    def _log_dropped(self, number: int, why: str) -> None:
+        if self._ledger is not None:
+            self._ledger.dropped(number, why)
+
+    def _new_ledger(self) -> Ledger | None:
+        """The ledger of a run that begins, if one is wanted."""
+        wanted = self.args.max_staleness > 0 if self.args.sample_ledger is None else self.args.sample_ledger
+        engine = getattr(self.generator, "name", type(self.generator).__name__)
+        return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted else None
+
+    def _sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        samples = self._begin(rows, number)
+        self._complete(samples, self.temperature)
+        return samples
 
     def _sample(self, samples: list[Sample], temperature: float) -> None:
         """Complete `samples`. Every process must call it, also one that has none."""
         with self._weights_to_generate():
-            if self._synced_at != self.state.global_step:
-                with self.clock("sync"):
-                    self.generator.sync_weights(self.model)
-                self._synced_at = self.state.global_step
-            with session(self.generator), self.clock("generate"), self.compute_loss_context_manager():
-                if samples:
-                    self.generate(samples, self.sampling(temperature))
+            self._sync_weights()
+            self._complete(samples, temperature)
+
+    def _sync_weights(self) -> None:
+        """Send the weights to the engine, if they have changed."""
+        if self._synced_at == self.state.global_step:
+            return
+        if hasattr(self.generator, "version"):
+            self.generator.version = self.state.global_step
+        with self.clock("sync"), asynchronous.waits_for_generation(self.generator, self._generating):
+            self.generator.sync_weights(self.model)
+            self._synced_at = self._version = self.state.global_step
+
+    def _complete(self, samples: list[Sample], temperature: float) -> None:
+        with self._generating, session(self.generator), self.clock("generate"), self.compute_loss_context_manager():
+            version = self._version
+            if samples:
+                self.generate(samples, self.sampling(temperature))
+            asynchronous.stamp(samples, version if self._background is not None else None)
+
+    def _micro_batches_left(self) -> int:
+        """Those of the present rollout."""
+        return 0 if self._rollout is None else self.args.steps_per_generation * self.num_iterations - self._used
 
     def _weights_to_generate(self) -> contextlib.AbstractContextManager:
         """The context in which the engine generates: with gathered weights, because completions differ in length
@@ -586,8 +693,9 @@ class RolloutTrainer(Trainer):
         return contextlib.nullcontext() if has_own_weights(self.generator) else self.dist.gathered(self.model)
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
-        with self.clock("score"):
+        with self._scoring, self.clock("score"):
             scores = self.score(samples)
+        self.environments.give_back(samples)
         for name, seconds in zip(self.reward_func_names, scores.seconds, strict=True):
             self.clock.add(f"reward_{name}", seconds)
         for name, values in scores.metrics.items():
@@ -597,8 +705,11 @@ class RolloutTrainer(Trainer):
     def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
         sampled, exact = rollout.sampling_logps, all(sample.is_exact for sample in samples)
-        exact = exact and sampled is not None and self.dist.precision == "no"
+        stale = rollout.versions is not None
+        exact = exact and sampled is not None and self.dist.precision == "no" and not stale
         corrects = not exact and sampled is not None and self._corrects_engine
+        if stale and self._corrects_engine and not corrects:
+            raise ValueError(asynchronous.NO_LOGPS.format(type(self.generator).__name__))
         by_entropy = self.top_entropy_quantile < 1
         old = sampled if exact else None
         if by_entropy or corrects or (old is None and (self.needs_old_logps or self.needs_kl_of_samples)):
@@ -622,14 +733,31 @@ class RolloutTrainer(Trainer):
         least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
         return (entropies >= least) & mask.bool()
 
+    #: Whether `policy_loss` multiplies by ``inputs["correction"]`` itself.
+    corrects_itself = False
+
     @property
     def _corrects_engine(self) -> bool:
-        """Whether completions of an engine that is not quite the policy are weighted, by `_correction`."""
-        return False
+        """Whether completions of weights that are not quite the policy are weighted, by `_correction`."""
+        return self.args.max_staleness > 0 and self.args.vllm_importance_sampling_correction
 
     def _correction(self, old_logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Weights (N, C) or (N, 1), from log-probabilities (N, C) of the policy and of the engine."""
-        raise TypeError(f"{type(self).__name__} must override _correction.")
+        gap = (old_logps - sampled).abs()[mask]
+        gap = gap[~gap.isnan()]
+        self.metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
+        self._add_range("sampling/sampling_logp_difference", gap, ("max",))
+        mode, least = self.args.vllm_importance_sampling_mode, self.args.vllm_importance_sampling_clip_min
+        most = self.args.vllm_importance_sampling_clip_max
+        weights = policy_losses.engine_correction(old_logps, sampled, mask.float(), mode, least, most)
+        counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
+        self.metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
+        self._add_range("sampling/importance_sampling_ratio", counted, ("min", "max"))
+        return weights
+
+    def _add_range(self, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
+        for end in which if values.numel() else ():
+            self.metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
 
     def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
         """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""

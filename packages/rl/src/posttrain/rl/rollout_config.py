@@ -23,6 +23,8 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
 }
 
 
+IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
 #: Arguments that are objects, and may be written as JSON.
 OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
@@ -202,6 +204,32 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
         flag=True,
     )
 
+    max_staleness: int = opt(
+        0,
+        "Optimizer steps between the weights that sample a completion and the first step that learns from it, at most. "
+        "Above 0 the next rollouts are sampled and scored while the policy is trained; 0: sample and train in turn.",
+        min=0,
+    )
+    sample_ledger: bool | None = opt(
+        None,
+        "Write a line for each completion into samples-<rank>.jsonl in the output folder: prompt, weights, reward, and "
+        "the step that learned from it. None: with max_staleness above 0.",
+        flag=True,
+    )
+    vllm_importance_sampling_correction: bool = opt(
+        True,
+        "Weight completions by the ratio of the trainer's to the engine's probabilities.",
+    )
+    vllm_importance_sampling_mode: str = opt(
+        "sequence_mask",
+        "Weights per token or completion, truncated at the bounds or masked beyond them.",
+        choices=IMPORTANCE_MODES,
+    )
+    vllm_importance_sampling_clip_max: float | None = opt(
+        3.0, "Upper bound of these weights.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
+    )
+    vllm_importance_sampling_clip_min: float | None = opt(None, "Lower bound of these weights.", min=0)
+
     beta: float = opt(0.0, "Weight of the KL divergence from the reference model. 0: no reference model at all.", min=0)
     epsilon: float = opt(0.2, "How far the ratio to the old policy may move before a token stops teaching.", min=0)
     epsilon_high: float | None = opt(
@@ -259,6 +287,14 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
                 "group would be cut in two and its baseline would be wrong; set steps_per_generation to a multiple "
                 f"of {group // math.gcd(group, b * world)}"
             )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            yield f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
+        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
+            yield (
+                f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
+            )
+        yield from self._staleness_problems()
         for name in OBJECTS:
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
@@ -277,3 +313,15 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
             yield "sync_ref_model=True needs a reference model, and beta=0 uses none; set beta above 0"
         if self.dynamic_sampling and (self.num_generations or 0) < 2:
             yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"
+
+    def _staleness_problems(self) -> Iterator[str]:
+        if self.max_staleness and self.use_vllm and self.vllm_mode == "colocate":
+            yield (
+                "max_staleness above 0 samples while the policy is trained, and vllm_mode='colocate' generates and "
+                "trains in turn; set vllm_mode='server', or max_staleness=0"
+            )
+        if self.max_staleness and self.use_transformers_continuous_batching:
+            yield (
+                "max_staleness above 0 is not supported with use_transformers_continuous_batching=True; set one of "
+                "the two back"
+            )

@@ -20,8 +20,10 @@ class Sample:
         prompt_ids: tokens of the prompt. ids: tokens after it, tool answers included.
         logps: of the engine, for each of `ids`; None if unknown. is_exact: see `Completions`.
         learn: for each of `ids`, whether the policy chose it; None: all.
+        versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
         finished: whether the completion ended by itself.
         completion: decoded as text or messages.
+        rollout, place: the number of its batch of prompts in the run, and its own in that.
         extra: further columns for reward functions. environment: the object with its tools.
     """
 
@@ -32,19 +34,26 @@ class Sample:
     logps: list[float] | None = None
     is_exact: bool = False
     learn: list[bool] | None = None
+    versions: list[int] | None = None
     finished: bool = False
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
     environment: Any = None
     seed: int = 0
+    rollout: int = 0
+    place: int = 0
 
     @property
     def num_chosen(self) -> int:
         """Tokens that the policy chose."""
         return len(self.ids) if self.learn is None else sum(self.learn)
 
-    def add(self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool) -> None:
+    def add(
+        self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
+    ) -> None:
         """Put tokens, which the policy chose or not, behind the completion. The lists of an engine may be shared."""
+        if self.versions is not None:  # tokens of others have that of the last one before them
+            self.versions = [*self.versions, *(versions or self.versions[-1:] * len(ids))]
         learn = [True] * len(self.ids) if self.learn is None else self.learn
         self.learn = [*learn, *[chosen] * len(ids)]
         self.ids = [*self.ids, *ids]
@@ -76,6 +85,7 @@ class Rollout:
             log-probabilities, -inf where it names fewer.
         teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
         teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
+        versions: (N, C) the optimizer step of the weights that wrote each token; None in synchronous training.
     """
 
     prompt_ids: torch.Tensor
@@ -94,6 +104,7 @@ class Rollout:
     teacher_rows: torch.Tensor | None = None
     teacher_lengths: torch.Tensor | None = None
     teacher_places: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
@@ -110,6 +121,9 @@ class Rollout:
         logps = None
         if all(sample.logps is not None for sample in samples):
             logps = _stack([torch.tensor(sample.logps, dtype=torch.float32) for sample in samples], 0.0)
+        versions = None
+        if all(sample.versions is not None for sample in samples):
+            versions = _stack([torch.tensor(sample.versions) for sample in samples], 0)
         return cls(
             prompt_ids=_stack(prompts, 0),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
@@ -117,6 +131,7 @@ class Rollout:
             completion_lengths=torch.tensor([len(completion) for completion in completions]),
             loss_mask=_stack(learn, False),
             sampling_logps=logps,
+            versions=versions,
         )
 
     def __len__(self) -> int:

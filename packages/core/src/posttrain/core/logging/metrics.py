@@ -179,6 +179,11 @@ class Clock:
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase since the last `performance`, without laps on a device."""
+        return dict(self._phases)
+
     def begin(self) -> None:
         """The first lap begins."""
         self._mark = time.perf_counter() if self._device is None else self._event()

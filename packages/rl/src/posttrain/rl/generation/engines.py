@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.generation.transformers import TransformersGenerator
@@ -36,7 +37,8 @@ def make_generator(tokenizer: Any, args: Any) -> Generator:
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
     if args.cache_implementation:
         settings["cache_implementation"] = args.cache_implementation
-    return TransformersGenerator(tokenizer, settings) if settings else LocalGenerator(tokenizer)
+    local = TransformersGenerator(tokenizer, settings) if settings else LocalGenerator(tokenizer)
+    return CopiedGenerator(local) if args.max_staleness else local
 
 
 def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:

@@ -46,19 +46,24 @@ class Completions:
         finished: whether each ended before `max_new_tokens`.
         is_exact: `logps` come from the trainer's weights in its precision, up to float32 rounding, so no second pass is
             needed.
+        versions: for each token the `version` of the engine that wrote it; None if the engine does not return them, and
+            the weights count as those with which the call began.
     """
 
     ids: list[list[int]]
     logps: list[list[float]] | None
     finished: list[bool]
     is_exact: bool = False
+    versions: list[list[int]] | None = None
 
 
 class Generator(Protocol):
     """An engine that generates.
 
     Optional: ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be
-    gathered; and ``session()``, see `session`.
+    gathered; ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
+    completions go on under the new weights; ``version``, which is set to the optimizer step before each `sync_weights`;
+    and ``session()``, see `session`.
     """
 
     def generate(
@@ -81,6 +86,11 @@ class Generator(Protocol):
 def has_own_weights(generator: Generator) -> bool:
     """Whether `generator` writes with a copy of the weights, and not with the model that is trained."""
     return bool(getattr(generator, "has_own_weights", False))
+
+
+def updates_in_flight(generator: Generator) -> bool:
+    """Whether `generator` takes new weights while it generates."""
+    return bool(getattr(generator, "updates_in_flight", False))
 
 
 def shares_weights(generator: Generator) -> bool:

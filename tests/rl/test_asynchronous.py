@@ -1,0 +1,484 @@
+"""Sampling that goes on while the trainer learns: bound on staleness, order of prompts, corrections, resuming."""
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from posttrain.core import TrainerCallback
+from posttrain.core.data.samplers import mix
+from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer
+from posttrain.rl.asynchronous import Turns, Worker
+from posttrain.rl.generation import Sampling
+from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.local import LocalGenerator
+from tests import tiny
+from tests.contract.trainers import arguments, digit_sum, text_rows
+
+WAIT = 60  # seconds after which a test that hangs fails
+
+
+class PowerCut(Exception):
+    pass
+
+
+def recording(kind):
+    """A trainer that notes each rollout it begins to learn from: step, prompts, and versions of the tokens."""
+
+    class Recording(kind):
+        def make_rollout(self, batches):
+            rollout = super().make_rollout(batches)
+            if rollout is not None:
+                rows = rollout.prompt_ids.tolist()
+                prompts = [tuple(row[:n]) for row, n in zip(rows, rollout.prompt_lengths, strict=True)]
+                notes = self.__dict__.setdefault("notes", [])
+                versions = None if rollout.versions is None else rollout.versions[rollout.loss_mask]
+                notes.append((self.state.global_step, prompts, versions))
+                self.__dict__.setdefault("rollouts", []).append(rollout)
+            return rollout
+
+    Recording.__name__ = kind.__name__
+    return Recording
+
+
+def make(out, kind=GRPOTrainer, rows=9, callbacks=None, reward=digit_sum, generator=None, **changes):
+    usual = {"num_generations": 2, "max_completion_length": 6, "gradient_checkpointing": False,
+             "generation_kwargs": {"stop": ["e", "a", "o"]}}  # fmt: skip
+    return recording(kind)(
+        model=tiny.causal_lm(initializer_range=0.1),
+        reward_funcs=reward,
+        args=arguments(kind.config_class, out, **(usual | changes)),
+        processing_class=tiny.tokenizer(),
+        train_dataset=[{"prompt": row["prompt"]} for row in text_rows(rows)],
+        eval_dataset=[{"prompt": row["prompt"]} for row in text_rows(3)],
+        callbacks=callbacks,
+        generator=generator,
+    )
+
+
+def prompts_of(trainer):
+    return [prompts for _, prompts, _ in trainer.notes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (GRPOTrainer, {"max_staleness": 1}),
+        (RLOOTrainer, {"max_staleness": 3}),
+        # four optimizer steps a rollout
+        (GRPOTrainer, {"max_staleness": 2, "steps_per_generation": 2, "num_iterations": 2}),
+        (RLOOTrainer, {"max_staleness": 5, "steps_per_generation": 2, "num_iterations": 2}),
+        # a window holds two rollouts and a half, and the epoch's last one fewer
+        (ReinforcePlusPlusTrainer, {"max_staleness": 1, "per_device_train_batch_size": 2, "rows": 8,
+                                    "gradient_accumulation_steps": 5, "steps_per_generation": 2}),
+        (GRPOTrainer, {"max_staleness": 2, "rows": 4}),  # an epoch is one rollout
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_completion_is_older_than_the_bound_and_prompts_come_in_the_same_order(kind, changes, tmp_path):
+    straight = make(tmp_path / "straight", kind, **{**changes, "max_staleness": 0})
+    straight.train()
+    ahead = make(tmp_path / "ahead", kind, **changes)
+    ahead.train()
+    assert ahead.state.global_step == straight.state.global_step
+    assert prompts_of(ahead) == prompts_of(straight)
+    ages = [step - int(versions.min()) for step, _, versions in ahead.notes]
+    assert max(ages) <= changes["max_staleness"] and min(ages) >= 0
+    logged = [record["staleness/max"] for record in ahead.state.log_history if "staleness/max" in record]
+    assert logged and max(logged) == max(ages)
+    assert all(versions is None for *_, versions in straight.notes)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("posttrain-s")]
+
+
+def test_dynamic_sampling_takes_more_rollouts_from_the_queue(tmp_path):
+    def mostly_equal(completion_ids):
+        return [float(sum(ids) % 5 == 0) for ids in completion_ids]
+
+    changes = {"reward": mostly_equal, "dynamic_sampling": True, "dynamic_sampling_rounds": 3, "rows": 40}
+    trainer = make(tmp_path / "ahead", max_staleness=2, num_train_epochs=1, **changes)
+    trainer.train()
+    assert max(step - int(versions.min()) for step, _, versions in trainer.notes) <= 2
+    assert any(record.get("dynamic_sampling/kept", 1) < 1 for record in trainer.state.log_history)
+
+
+def test_the_reward_of_a_rollout_is_computed_while_an_earlier_one_is_learned_from(tmp_path):
+    """In turn, the second call of the reward would wait for a step that begins after it."""
+    stepping, calls = threading.Event(), []
+
+    def reward(completion_ids):
+        calls.append(threading.current_thread().name)
+        if len(calls) == 2:
+            assert stepping.wait(WAIT), "no optimizer step has begun"
+        return digit_sum(completion_ids)
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            stepping.set()
+
+    trainer = make(tmp_path, reward=reward, max_staleness=1, callbacks=[Begins()])
+    trainer.train()
+    assert len(calls) == trainer.state.global_step and set(calls) == {"posttrain-score"}
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_as_many_rollouts_are_scored_at_a_time_as_rewards_may_run(at_once, tmp_path):
+    running, most, lock, both = 0, 0, threading.Lock(), threading.Event()
+
+    def reward(completion_ids):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        if most == at_once == 2:
+            both.set()
+        if at_once == 2:
+            both.wait(WAIT)  # the first call waits for the second one
+        with lock:
+            running -= 1
+        return digit_sum(completion_ids)
+
+    make(tmp_path, reward=reward, max_staleness=3, reward_concurrency=at_once, max_steps=4).train()
+    assert most == at_once
+
+
+def test_synchronous_training_uses_no_thread_and_completions_of_the_weights_that_learn(tmp_path):
+    class Checking(LocalGenerator):
+        def generate(self, *args, **kwargs):
+            assert threading.current_thread() is threading.main_thread()
+            before.append({name: value.clone() for name, value in self.model.state_dict().items()})
+            return super().generate(*args, **kwargs)
+
+    before, at_step = [], []
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            at_step.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    make(tmp_path, generator=Checking(tiny.tokenizer()), callbacks=[Begins()]).train()
+    assert len(before) == len(at_step) > 2
+    for old, new in zip(before, at_step, strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+# ---- corrections
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_completions_are_weighted_by_the_ratio_of_the_policy_to_the_weights_that_wrote_them(kind, mode, tmp_path):
+    """The weights that wrote each rollout are kept, and the ratios computed from them in a plain way."""
+    kept, found = {}, []
+
+    class Keeping(CopiedGenerator):
+        version = 0
+
+        def sync_weights(self, model):
+            kept[self.version] = {name: value.clone() for name, value in model.state_dict().items()}
+            super().sync_weights(model)
+
+    class Looks(kind):
+        def make_rollout(self, batches):
+            rollout = super().make_rollout(batches)
+            if rollout is not None and self.state.global_step > 1:
+                found.append((rollout, {name: value.clone() for name, value in self.model.state_dict().items()}))
+            return rollout
+
+    Looks.__name__ = kind.__name__
+    trainer = make(
+        tmp_path, Looks, generator=Keeping(LocalGenerator(tiny.tokenizer())), max_staleness=2,
+        vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=3.0, learning_rate=0.5,
+    )  # fmt: skip
+    trainer.train()
+    model, far = tiny.causal_lm(initializer_range=0.1).eval(), 0.0
+    for rollout, now in found:
+        for i in range(len(rollout)):
+            prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]].tolist()
+            ids = rollout.completion_ids[i, : rollout.completion_lengths[i]].tolist()
+            values = []
+            for state in (now, kept[int(rollout.versions[i, 0])]):
+                model.load_state_dict(state)
+                with torch.no_grad():
+                    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                values.append(logits.gather(1, torch.tensor(ids)[:, None]).squeeze(1))
+            ratio = (values[0] - values[1]).exp()
+            far = max(far, float((ratio - 1).abs().max()))
+            if mode == "token_truncate":
+                expected, mine = ratio.clamp(max=3), rollout.correction[i, : len(ids)]
+            else:
+                expected, mine = ratio.prod()[None], rollout.correction[i]
+                expected = expected.masked_fill(expected > 3, 0)
+            torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
+    assert far > 0.01  # else nothing was corrected
+
+
+@pytest.mark.parametrize("kind", [RLOOTrainer, GRPOTrainer])
+def test_the_loss_of_each_algorithm_is_weighted_once(kind, tmp_path):
+    trainer = make(tmp_path, kind, max_staleness=1, beta=0.0, max_steps=1, vllm_importance_sampling_mode="token_mask")
+    trainer.train()
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 9, 10]]), "loss_mask": torch.ones(2, 2),
+        "advantages": torch.tensor([1.0, -2.0]), "old_logps": torch.zeros(2, 2), "tokens_per_row": torch.tensor(2.0),
+    }  # fmt: skip
+    logps = torch.randn(2, 2).mul(0.01)
+
+    class Logps:
+        pass
+
+    def loss(correction):
+        policy = Logps()
+        policy.logps, policy.entropies, policy.aux_loss, policy._asdict = logps, torch.zeros(2, 2), None, dict
+        trainer.logps = lambda *args, **kwargs: policy
+        inputs = batch if correction is None else batch | {"correction": correction}
+        return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(4.0))
+
+    assert loss(torch.full((2, 2), 0.5)).item() == pytest.approx(loss(None).item() / 2)
+    assert loss(None).item() != 0
+
+
+def test_stale_completions_without_log_probabilities_are_refused(tmp_path):
+    class Silent(CopiedGenerator):
+        def generate(self, *args, **kwargs):
+            return replace(super().generate(*args, **kwargs), logps=None)
+
+    silent = Silent(LocalGenerator(tiny.tokenizer()))
+    with pytest.raises(ValueError, match="Silent returned no log-probabilities"):
+        make(tmp_path, generator=silent, max_staleness=1).train()
+    make(tmp_path, generator=silent, max_staleness=1, max_steps=2, vllm_importance_sampling_correction=False).train()
+
+
+def test_engines_that_generate_with_the_weights_in_training_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="LocalGenerator generates with the weights that are being trained"):
+        make(tmp_path, generator=LocalGenerator(tiny.tokenizer()), max_staleness=1)
+    with pytest.raises(ValueError, match="vllm_mode='server', or max_staleness=0"):
+        GRPOConfig(str(tmp_path), max_staleness=1, use_vllm=True, vllm_mode="colocate")
+    assert isinstance(make(tmp_path, max_staleness=1).generator, CopiedGenerator)
+
+
+# ---- weights that change while an engine writes
+
+
+class InFlight(CopiedGenerator):
+    """Writes the second half of its completions after the next weight sync, as a server that was paused does."""
+
+    updates_in_flight = True
+
+    def __init__(self):
+        super().__init__(LocalGenerator(tiny.tokenizer()))
+        self.version, self.synced, self.calls = 0, threading.Condition(), 0
+
+    def sync_weights(self, model):
+        with self.synced:
+            super().sync_weights(model)
+            self.has = self.version
+            self.synced.notify_all()
+
+    def generate(self, prompts, n, sampling, seeds=None):
+        with self.synced:
+            self.calls, first = self.calls + 1, self.has
+            half = super().generate(prompts, n, replace(sampling, max_new_tokens=3, stop=()), seeds)
+            if self.calls == 2:
+                assert self.synced.wait_for(lambda: self.has != first, WAIT), "no weights came while it was writing"
+            second = self.has
+            asked = [prompt for prompt in prompts for _ in range(n)]
+            rows = [[*prompt, *ids] for prompt, ids in zip(asked, half.ids, strict=True)]
+            rest = super().generate(rows, 1, replace(sampling, max_new_tokens=3, stop=()), seeds)
+
+        def joined(left, right):
+            return [a + b for a, b in zip(left, right, strict=True)]
+
+        versions = joined([[first] * len(ids) for ids in half.ids], [[second] * len(ids) for ids in rest.ids])
+        return replace(rest, ids=joined(half.ids, rest.ids), logps=joined(half.logps, rest.logps), versions=versions)
+
+
+def test_a_completion_goes_on_under_new_weights_and_knows_the_version_of_each_token(tmp_path):
+    trainer = make(tmp_path, generator=InFlight(), max_staleness=2)
+    trainer.train()
+    (mixed,) = [one for one in trainer.rollouts if len(one.versions[one.loss_mask].unique()) > 1]
+    old, new = mixed.versions[:, :3][mixed.loss_mask[:, :3]], mixed.versions[:, 3:][mixed.loss_mask[:, 3:]]
+    assert int(old.max()) < int(new.min()) and len(new) > len(mixed)
+    assert max(step - int(versions.min()) for step, _, versions in trainer.notes) <= 2
+
+
+# ---- stopping and resuming
+
+
+class Cut(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise PowerCut
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 2, "per_device_train_batch_size": 2}], ids=str)
+def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, changes, tmp_path):
+    """The rollouts on their way are sampled again from the same prompts, with the weights of the checkpoint."""
+    changes = {"max_staleness": 3, "save_strategy": "steps", "save_steps": 1, "rows": 13} | changes
+    straight = make(tmp_path / "straight", **changes)
+    straight.train()
+    cut = make(tmp_path / "cut", callbacks=[Cut(step)], **changes)
+    with pytest.raises(PowerCut):
+        cut.train()
+    resumed = make(tmp_path / "cut", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == straight.state.global_step
+    learned = sum(note[0] < step for note in cut.notes)  # a rollout of the last step was begun and never learned from
+    assert [*prompts_of(cut)[:learned], *prompts_of(resumed)] == prompts_of(straight)
+    assert resumed._num_rollouts == straight._num_rollouts
+    assert all(int(versions.min()) >= step for _, _, versions in resumed.notes)  # nothing older than the checkpoint
+
+
+def test_an_epoch_that_a_callback_ends_drops_what_was_read_ahead_of_it(tmp_path):
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step in (1, 3)
+
+    changes = {"rows": 16, "num_train_epochs": 3, "callbacks": [Ends()]}
+    straight = make(tmp_path / "straight", **changes)
+    straight.train()
+    ahead = make(tmp_path / "ahead", max_staleness=2, **changes)
+    ahead.train()
+    assert prompts_of(ahead) == prompts_of(straight)
+
+
+# ---- user code in the background
+
+
+class Counter:
+    """An environment that knows whether it is used for two completions at a time."""
+
+    lock, made = threading.Lock(), []
+
+    def __init__(self):
+        self.busy, self.clashes = False, 0
+        self.made.append(self)
+
+    def reset(self, **row):
+        with self.lock:
+            self.clashes += self.busy
+            self.busy = True
+        return "count"
+
+    def add(self, number: int):
+        """Adds.
+
+        Args:
+            number: what to add.
+        """
+        return str(number)
+
+    def get_reward(self):
+        with self.lock:
+            self.busy = False
+        return float(len(self.made) % 3)
+
+
+def test_no_environment_serves_two_rollouts_at_a_time(tmp_path):
+    Counter.made.clear()
+    release, seen = threading.Event(), []
+
+    def reward(completions, environments):
+        seen.append({id(one) for one in environments})
+        if len(seen) == 1:
+            release.wait(WAIT)
+        return [float(i) for i in range(len(completions))]
+
+    class Begins(CopiedGenerator):
+        calls = 0
+
+        def generate(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls > 1:
+                release.set()  # a second rollout has its environments, while the first is not scored
+            return super().generate(*args, **kwargs)
+
+    trainer = GRPOTrainer(
+        model=tiny.causal_lm(initializer_range=0.1), reward_funcs=reward, environment_factory=Counter,
+        args=arguments(GRPOConfig, tmp_path, num_generations=2, max_completion_length=4, max_staleness=2, max_steps=4,
+                       gradient_checkpointing=False),
+        processing_class=tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS),
+        generator=Begins(LocalGenerator(tiny.tokenizer())),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4 and len(seen) == 4 and not seen[0] & seen[1]
+    assert sum(one.clashes for one in Counter.made) == 0
+
+
+def test_metrics_of_background_code_belong_to_training_and_not_to_an_evaluation_at_the_time(tmp_path):
+    def reward(completion_ids, log_metric):
+        log_metric("mine", 1.0 if threading.current_thread() is threading.main_thread() else 2.0)
+        return digit_sum(completion_ids)
+
+    trainer = make(tmp_path, reward=reward, max_staleness=2, eval_strategy="steps", eval_steps=1, max_steps=4)
+    trainer.train()
+    training = [record["mine"] for record in trainer.state.log_history if "mine" in record]
+    evaluations = [record["eval_mine"] for record in trainer.state.log_history if "eval_mine" in record]
+    assert training == [2.0] * 4 and evaluations == [1.0] * 4
+
+
+def test_an_error_of_a_reward_in_the_background_ends_the_run(tmp_path):
+    def reward(completion_ids):
+        raise KeyError("no such answer")
+
+    with pytest.raises(Exception, match="no such answer"):
+        make(tmp_path, reward=reward, max_staleness=2).train()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("posttrain-s")]
+
+
+# ---- parts
+
+
+def test_a_thread_that_asks_again_and_again_lets_others_have_their_turn():
+    turns, rounds, done = Turns(), [], threading.Event()
+
+    def greedy():
+        while not done.is_set():
+            with turns:
+                rounds.append(None)
+
+    thread = threading.Thread(target=greedy, daemon=True)
+    thread.start()
+    for _ in range(50):
+        with turns:
+            pass
+    done.set()
+    thread.join(WAIT)
+    assert rounds and not thread.is_alive()
+
+
+def test_a_worker_gives_results_and_errors_in_order():
+    worker, began = Worker("test-worker"), []
+
+    def call(value):
+        began.append(value)
+        if value == 1:
+            raise LookupError("one")
+        return value
+
+    futures = [worker.submit(lambda value=value: call(value)) for value in range(3)]
+    with contextlib.suppress(LookupError):
+        futures[1].result(WAIT)
+    assert futures[0].result(WAIT) == 0 and futures[2].result(WAIT) == 2 and began == [0, 1, 2]
+    assert isinstance(futures[1].exception(), LookupError)
+    worker.end()
+    assert not any(thread.is_alive() for thread in worker._threads)
+
+
+def test_a_copy_generates_with_the_weights_of_its_last_sync():
+    model = tiny.causal_lm(initializer_range=0.3)
+    copied, local = CopiedGenerator(LocalGenerator(tiny.tokenizer())), LocalGenerator(tiny.tokenizer())
+    copied.sync_weights(model)
+    local.sync_weights(tiny.causal_lm(initializer_range=0.3))
+    ask = ([[5, 9, 14], [7, 8]], 2, Sampling(9, eos_token_ids=(3,)), [mix(1, i) for i in range(4)])
+    first = local.generate(*ask)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert copied.generate(*ask).ids == first.ids
+    copied.sync_weights(model)
+    local.sync_weights(model)
+    assert copied.generate(*ask).ids == local.generate(*ask).ids != first.ids
