@@ -68,6 +68,13 @@ class TrainerCallback:
     def on_push_begin(self, args, state, control, **kwargs): ...
 
 
+class ClosingCallback(TrainerCallback):
+    """A callback that gives something back when training ends, also by an error, where `on_train_end` is not called."""
+
+    def close(self) -> None:
+        """Called once training is over, perhaps a second time."""
+
+
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
     """Problems with a trainer's `callbacks`; a callback may define ``preflight(args)`` for its own checks."""
     given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]

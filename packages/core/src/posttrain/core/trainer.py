@@ -22,7 +22,14 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import FLAGS, CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+from posttrain.core.callbacks import (
+    FLAGS,
+    CallbackHandler,
+    ClosingCallback,
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+)
 from posttrain.core.checkpoint import Store, codec, manager, rng, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
@@ -30,7 +37,7 @@ from posttrain.core.data.stateful_dataloader import check_limits
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
-from posttrain.core.logging import run_record, trackers
+from posttrain.core.logging import report, run_record, trackers
 from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, is_performance, means, speed_metrics
 from posttrain.core.losses import normalization, scale_check
@@ -70,7 +77,9 @@ logger = logging.getLogger(__name__)
 #: What stands for a model, an optimizer or a manager until the run makes it.
 NOT_MADE: Any = None
 
-DEFAULT_CALLBACKS = [DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback]
+DEFAULT_CALLBACKS = [
+    DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback, report.RunReportCallback,
+]  # fmt: skip
 
 
 class Trainer(HFCompat):
@@ -876,7 +885,7 @@ class Trainer(HFCompat):
                 reads.end_workers()
             self.checkpoints.close()  # after an error; else everything is settled
             for callback in handler.callbacks:
-                if isinstance(callback, trackers.JSONLinesCallback):
+                if isinstance(callback, ClosingCallback):
                     callback.close()  # on_train_end is not called when training raises
             if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
                 self.optimizer.eval()

@@ -24,6 +24,7 @@ COMMANDS = {
     "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
     "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
+    "report": "Write a page about a run, or about several side by side.",
     "env": "Versions and hardware, for a bug report.",
 }
 

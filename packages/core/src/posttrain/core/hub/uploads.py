@@ -104,8 +104,8 @@ def jobs(
     """
     found: list[tuple[Path, str, tuple[str, ...]]] = []
     if at_end:
-        # run.json describes this machine, which is private.
-        found.append((Path(output_dir), "", (*RESUME_FILES, "run.json", "checkpoint-*", ".*", "_*")))
+        # run.json and the page made of it describe this machine, which is private.
+        found.append((Path(output_dir), "", (*RESUME_FILES, "run.json", "report.html", "checkpoint-*", ".*", "_*")))
     elif checkpoint is not None and strategy != "end":
         # A checkpoint has no model card, at most a template by PEFT.
         found.append((Path(checkpoint), "", (*RESUME_FILES, "README.md")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import json
 import logging
@@ -55,11 +56,8 @@ class RunRecordCallback(TrainerCallback):
             with contextlib.suppress(CheckpointError):  # a damaged one is no reason not to train
                 before = read(path)["starts"]
         now = start(args, model, getattr(train_dataloader, "dataset", None), state.global_step)
-        record = {"format": FORMAT, "version": VERSION, "starts": [*before, now]}
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".json.tmp")
-        unfinished.write_text(json.dumps(strict(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        _write(path, [*before, now])
 
 
 @contextlib.contextmanager
@@ -89,12 +87,31 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "asked": _asked.get(),
         "processes": args.world_size,
         "arguments": json.loads(args.to_json_string()),
+        "changed": changed(args),
         "model": None if model is None else of_model(model),
         "data": of_rows(rows),
         "code": code(str(Path(sys.argv[0]).resolve().parent) if sys.argv[0] else os.getcwd()),
         "packages": packages(),
         "hardware": hardware(),
     }
+
+
+def add_end(folder: Path, facts: dict[str, Any]) -> None:
+    """Add to the record in `folder`, if there is one, how its last start ended.
+
+    Raises:
+        CheckpointError: it is damaged. OSError: it cannot be written.
+    """
+    if (folder / RECORD).is_file():
+        *before, last = read(folder)["starts"]
+        _write(folder / RECORD, [*before, last | {"ended": facts}])
+
+
+def _write(path: Path, starts: list[dict[str, Any]]) -> None:
+    record = {"format": FORMAT, "version": VERSION, "starts": starts}
+    unfinished = path.with_suffix(".json.tmp")
+    unfinished.write_text(json.dumps(strict(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -128,6 +145,16 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if then["processes"] != now["processes"]:
         found.append(f"there were {then['processes']} processes and there are {now['processes']}")
     return found
+
+
+def changed(args: Any) -> list[str]:
+    """The names of arguments that are not what they are by default, beside the output folder."""
+    try:
+        plain = type(args)(args.output_dir)
+    except Exception:  # a class of the user's, with arguments that must be given
+        return []
+    names = [field.name for field in dataclasses.fields(args) if field.init]
+    return [name for name in names if getattr(args, name) != getattr(plain, name)]
 
 
 def of_model(model: torch.nn.Module) -> dict[str, Any]:

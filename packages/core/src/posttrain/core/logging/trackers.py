@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.core.callbacks import EVENTS, TrainerCallback
+from posttrain.core.callbacks import EVENTS, ClosingCallback
 from posttrain.core.callbacks import _hears as hears
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
@@ -44,6 +44,9 @@ class LoggingArguments:
     )
     report_to: Resolved[list[str] | None | str, list[str]] = opt(  # in this order, HfArgumentParser takes several words
         "none", "Experiment trackers to report to, such as tensorboard, wandb, trackio, mlflow; none and all also work."
+    )
+    report: bool = opt(
+        True, "Write report.html into output_dir when training ends: curves, results, times, warnings, arguments."
     )
     run_name: str | None = opt(None, "Name of the run in the trackers.")
     logging_dir: str | None = opt(
@@ -99,7 +102,7 @@ def set_verbosity(level: int) -> None:
         log.addHandler(handler)
 
 
-class JSONLinesCallback(TrainerCallback):
+class JSONLinesCallback(ClosingCallback):
     """Writes every log record to ``log.jsonl`` in the output directory, as strict JSON.
 
     A run touches the file with its first record, not before. A new run renames the log of an earlier run to

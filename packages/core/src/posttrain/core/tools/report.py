@@ -1,0 +1,33 @@
+"""The command ``posttrain report``, which writes one page about a run, or about several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.core.cli import parse
+from posttrain.core.errors import ConfigError
+from posttrain.core.logging import report
+
+USAGE = """usage: posttrain report FOLDER [FOLDER ...] [--output FILE]
+
+Write a page (HTML, readable without a network) of curves, results, times and arguments of the runs with these output
+folders, from their log.jsonl and run.json. Several runs are compared. The page of one run goes to FOLDER/report.html,
+of several to report.html in the working directory, unless --output names another file."""
+
+
+def run(words: list[str]) -> None:
+    """Write the page.
+
+    Raises:
+        ConfigError: no folder is named, or a flag is unknown. CheckpointError: a folder holds no run.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    folders, flags = parse.read_flags(words)
+    unknown = sorted(set(flags) - {"output"})
+    problems = [f"unknown flag --{name}" for name in unknown] + ([] if folders else ["name the output folder of a run"])
+    if problems:
+        raise ConfigError("report", problems)
+    default = Path(folders[0] if len(folders) == 1 else ".", report.REPORT)
+    print(f"Wrote {report.write(folders, flags['output'].value if 'output' in flags else default)}.")
