@@ -113,8 +113,6 @@ class Trainer(HFCompat):
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by
     #: computing it twice for one micro-batch, with one count and with twice that (`posttrain.core.losses.scale_check`).
     loss_is_scaled_for_ga: bool | None = None
-    #: Fills up predictions of ragged width; an evaluation that generates sets its pad token.
-    prediction_fill: int = -100
     #: What the Hub finds models of this trainer by.
     tag_names: tuple[str, ...] = ()
 
@@ -471,6 +469,11 @@ class Trainer(HFCompat):
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         return self.make_dataloader(self.train_dataset, "Training", self.train_batch_size, is_training=True)
+
+    @property
+    def prediction_fill(self) -> int:
+        """Fills up predictions of ragged width; an evaluation that generates sets its pad token."""
+        return -100
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """The loader of `eval_dataset`: a dataset, the name of one of several, or the trainer's own."""

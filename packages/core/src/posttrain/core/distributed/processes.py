@@ -61,7 +61,7 @@ def _leave_group() -> None:
 def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
     """The watchdog of this process, started if necessary."""
     global _watchdog, _waits
-    if _watchdog is None or not _watchdog.is_alive():
+    if _watchdog is None or _waits is None or not _watchdog.is_alive():
         from torch.distributed.distributed_c10d import _get_default_store
 
         folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
@@ -215,23 +215,26 @@ class Distributed:
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, **options)
 
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        """Shard `model` in place, unless it is sharded already."""
+        """Shard `model` in place, unless it is sharded already, or none is to be."""
+        settings = self.sharding
+        if settings is None:
+            return model
         if sharding.is_sharded(model):
-            sharding.scatter(model, self.sharding)  # after a forward without a backward
+            sharding.scatter(model, settings)  # after a forward without a backward
             return model
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         # torch counts its own use of a deprecated call against us.
         with self._waiting("sharding the model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            sharding.shard(model, self.sharding, self._processes(), self.device, self.precision)
+            sharding.shard(model, settings, self._processes(settings), self.device, self.precision)
         sharding.follow(optimizer, before, model)
         return model
 
-    def _processes(self) -> Any:
+    def _processes(self, settings: sharding.Sharding) -> Any:
         """The device mesh over which models are sharded."""
         if self._mesh is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._mesh = sharding.make_mesh(self.sharding, self.device.type, self.world_size, local)
+            self._mesh = sharding.make_mesh(settings, self.device.type, self.world_size, local)
         return self._mesh
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
@@ -242,17 +245,18 @@ class Distributed:
             rounds: store weights rounded to bfloat16 or float16 if the forward rounds them anyway; the results are
                 equal.
         """
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        if self.shards:
-            dtype = self.sharding.param_dtype or dtype
+        dtype, settings = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision), self.sharding
+        if settings is not None:
+            dtype = settings.param_dtype or dtype
         if rounds and dtype is not None:
             _round(model, dtype, everything=self.shards)
-        if not self.shards:
+        if settings is None:
             self.place(model)
             return model
         with self._waiting("sharding a frozen model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return sharding.shard(model, self.sharding, self._processes(), self.device, self.precision, frozen=True)
+            mesh = self._processes(settings)
+            return sharding.shard(model, settings, mesh, self.device, self.precision, frozen=True)
 
     @property
     def saves_in_parts(self) -> bool:
@@ -282,7 +286,8 @@ class Distributed:
             with self.engine.gathered(model):
                 yield
             return
-        if not self.shards or id(model) in self._gathered or not sharding.is_sharded(model):
+        settings = self.sharding
+        if settings is None or id(model) in self._gathered or not sharding.is_sharded(model):
             yield
             return
         with self._waiting("gathering the weights"):
@@ -292,7 +297,7 @@ class Distributed:
             yield
         finally:
             self._gathered.remove(id(model))
-            sharding.scatter(model, self.sharding)
+            sharding.scatter(model, settings)
 
     def whole_state_dict(
         self, model: nn.Module, only: Callable[[str], bool] = lambda name: True

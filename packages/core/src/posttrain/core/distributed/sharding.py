@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.environment import is_true
 from posttrain.core.errors import did_you_mean
 from posttrain.core.models.wrapping import base_model, unwrap
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +228,7 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
     names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     if isinstance(policy, str):
         policy = {"param_dtype": policy, "reduce_dtype": policy}
-    types = {}
+    types: dict[str, Any] = {}
     for name, dtype in dict(policy).items():
         if name not in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs"):
             raise ValueError(f"{name!r} is neither param_dtype nor reduce_dtype")
@@ -358,7 +361,8 @@ def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tupl
         moved: ``{id(tensor): (tensor, its replacement)}``; tied weights stay tied.
     """
     for module in unit.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is None or is_piece(tensor):
                     continue
@@ -429,7 +433,7 @@ def extent(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def is_piece(value: Any) -> bool:
+def is_piece(value: Any) -> TypeGuard[DTensor]:
     """Whether `value` is a `DTensor`."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
 
@@ -448,7 +452,7 @@ def is_in_pieces(tensor: torch.Tensor) -> bool:
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole `tensor`."""
-    return tuple(tensor.ds_shape if deepspeed.is_piece(tensor) else tensor.shape)
+    return tuple(getattr(tensor, "ds_shape", tensor.shape) if deepspeed.is_piece(tensor) else tensor.shape)
 
 
 def is_first_copy(tensor: Any) -> bool:

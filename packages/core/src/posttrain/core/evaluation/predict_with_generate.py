@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop, generate
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
@@ -66,13 +67,13 @@ class GeneratesText(Trainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         """Evaluates, then logs generated texts."""
-        if self.args.predict_with_generate:
+        if self._generation.predict_with_generate:
             longest = getattr(getattr(dataloader, "sampler", None), "longest_target", None)
-            self._gen_kwargs = generate.options(self.args, self._given, self.model, longest)
+            self._gen_kwargs = generate.options(self._generation, self._given, self.model, longest)
             if self.lean_generator is not None:
                 self.lean_generator.refresh()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if self.args.predict_with_generate and self.dist.is_main:
+        if self._generation.predict_with_generate and self.dist.is_main:
             self._show_samples(dataloader, output, metric_key_prefix)
         return output
 
@@ -90,12 +91,16 @@ class GeneratesText(Trainer):
         Args:
             gen_kwargs: arguments of ``generate``; by default those of the `evaluate` or `predict` that is running.
         """
-        if not self.args.predict_with_generate or prediction_loss_only:
+        if not self._generation.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self.prepare_inputs(inputs)
         compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
-        chosen = generate.options(self.args, gen_kwargs, model, None) if gen_kwargs else self._gen_kwargs
-        place = {"label_names": self.label_names, "pad_token_id": self.prediction_fill, "lean": self.lean_generator}
+        chosen = generate.options(self._generation, gen_kwargs, model, None) if gen_kwargs else self._gen_kwargs
+        place: dict[str, Any] = {
+            "label_names": self.label_names,
+            "pad_token_id": self.prediction_fill,
+            "lean": self.lean_generator,
+        }
         synced = self.is_fsdp_enabled or self.is_deepspeed_enabled
         with self.compute_loss_context_manager():
             return generate.predict_batch(model, inputs, compute_loss, chosen, synced=synced, **place)
@@ -103,7 +108,9 @@ class GeneratesText(Trainer):
     @property
     def prediction_fill(self) -> int:
         """What fills up generated rows: the pad token; -100 where logits are kept."""
-        return generate.padding_id(self.processing_class, self.model) if self.args.predict_with_generate else -100
+        return (
+            generate.padding_id(self.processing_class, self.model) if self._generation.predict_with_generate else -100
+        )
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
@@ -116,7 +123,8 @@ class GeneratesText(Trainer):
         args = self.args
         # Outputs that are used batch by batch need the order of the dataset.
         by_batch = eval_loop.by_batch(self.compute_metrics, args.batch_eval_metrics) is not None
-        if by_batch or args.dataloader_drop_last or not args.eval_do_concat_batches or not args.predict_with_generate:
+        by_batch = by_batch or args.dataloader_drop_last or not args.eval_do_concat_batches
+        if by_batch or not self._generation.predict_with_generate:
             return super()._get_eval_sampler(eval_dataset)
         return self._longest_first(eval_dataset)
 
@@ -125,8 +133,14 @@ class GeneratesText(Trainer):
     def set_model(self, model: nn.Module) -> None:
         """As the core's, with the generation config that the arguments name."""
         super().set_model(model)
-        if self.args.generation_config is not None:
-            wrapping.base_model(model).generation_config = self.load_generation_config(self.args.generation_config)
+        if self._generation.generation_config is not None:
+            wrapping.base_model(model).generation_config = self.load_generation_config(
+                self._generation.generation_config
+            )
+
+    @property
+    def _generation(self) -> generate.GenerationArguments:
+        return checked_args(self.args, generate.GenerationArguments)
 
     @property
     def text_tokenizer(self) -> Any:
@@ -135,7 +149,7 @@ class GeneratesText(Trainer):
 
     def check_generation(self) -> None:
         """What an evaluation would fail on, before training. For the end of a constructor."""
-        if not self.args.predict_with_generate:
+        if not self._generation.predict_with_generate:
             return
         if not callable(getattr(self.model, "generate", None)):
             raise TypeError(
@@ -145,7 +159,7 @@ class GeneratesText(Trainer):
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         for dataset in sets:
             order = self._longest_first(dataset)
-            generate.options(self.args, {}, self.model, None if order is None else order.longest_target)
+            generate.options(self._generation, {}, self.model, None if order is None else order.longest_target)
 
     def _longest_first(self, dataset: Any) -> generate.LongestFirst | None:
         for known, order in self._orders:
@@ -170,11 +184,15 @@ class GeneratesText(Trainer):
             self._is_evaluating = not outermost
 
     def _show_samples(self, dataloader: Any, output: EvalLoopOutput, prefix: str) -> None:
-        number, dataset = self.args.generation_samples, getattr(dataloader, "dataset", None)
-        encodes = generate.is_encoder_decoder(self.model)
-        options = {"main_input": self.main_input, "encodes": encodes}
+        number, dataset = self._generation.generation_samples, getattr(dataloader, "dataset", None)
         self.generated_samples = generate.samples(
-            dataset, output.predictions, output.label_ids, self.text_tokenizer, number, **options
+            dataset,
+            output.predictions,
+            output.label_ids,
+            self.text_tokenizer,
+            number,
+            main_input=self.main_input,
+            encodes=generate.is_encoder_decoder(self.model),
         )
         if self.generated_samples:
             shown = generate.table(self.generated_samples)

@@ -482,7 +482,9 @@ class Gradients:
             gradient.mul_(slope)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0) if factor is None else factor @ gradient)
-        if tiles.dtype == torch.float16:  # small probabilities underflow unless the loss scale is in the tile
+        if (
+            factor is not None and tiles.dtype == torch.float16
+        ):  # small probabilities underflow unless the loss scale is in the tile
             gradient.mul_(factor.unsqueeze(1))
         products.copy_(gradient)
 

@@ -155,37 +155,35 @@ class OffloadActivations:
         if self._beside is None:
             tensor = kept.host
         else:
-            self._fetch(kept)
+            tensor, fetched = self._fetch(kept, self._beside)
             if (before := self._kept.get(kept.number - 1)) is not None:
-                self._fetch(before)
-            torch.accelerator.current_stream(self.device).wait_event(kept.fetched)
-            tensor = kept.tensor
+                self._fetch(before, self._beside)
+            torch.accelerator.current_stream(self.device).wait_event(fetched)
         if tensor.stride() != kept.stride:
             tensor = torch.empty_strided(tensor.shape, kept.stride, dtype=tensor.dtype, device=tensor.device).copy_(
                 tensor
             )
         return tensor
 
-    def _fetch(self, kept: _Kept) -> None:
-        if kept.tensor is not None:
-            return
-        kept.tensor = torch.empty_like(kept.host, device=self.device)
-        self._beside.wait_stream(torch.accelerator.current_stream(self.device))  # which may still read that memory
-        with self._beside:
-            kept.tensor.copy_(kept.host, non_blocking=True)
-        kept.tensor.record_stream(self._beside)  # it may be dropped unread
-        kept.fetched = self._beside.record_event()
+    def _fetch(self, kept: _Kept, beside: torch.Stream) -> tuple[torch.Tensor, torch.Event]:
+        if kept.fetched is None:
+            tensor = torch.empty_like(kept.host, device=self.device)
+            beside.wait_stream(torch.accelerator.current_stream(self.device))  # which may still read that memory
+            with beside:
+                tensor.copy_(kept.host, non_blocking=True)
+            tensor.record_stream(beside)  # it may be dropped unread
+            kept.fetched = tensor, beside.record_event()
+        return kept.fetched
 
 
 class _Kept:
-    """One tensor in host memory, and on the device again for as long as the backward pass needs it."""
+    """One tensor in host memory; while the backward pass needs it also on the device, with the end of that copy."""
 
-    __slots__ = ("__weakref__", "fetched", "host", "number", "stride", "tensor")
+    __slots__ = ("__weakref__", "fetched", "host", "number", "stride")
 
     def __init__(self, number: int, stride: tuple[int, ...], host: torch.Tensor) -> None:
         self.number, self.stride, self.host = number, stride, host
-        self.tensor: torch.Tensor | None = None
-        self.fetched: torch.Event | None = None
+        self.fetched: tuple[torch.Tensor, torch.Event] | None = None
 
 
 @contextlib.contextmanager

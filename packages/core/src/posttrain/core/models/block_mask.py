@@ -38,9 +38,10 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     for blocks in ((count > 0) & ~full, full):
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(1)[None, None], order[None, None]]
-    listed = [tensor.to(torch.int32).to(device, non_blocking=True) for tensor in listed]
+    partly, partly_at, fully, fully_at = (tensor.to(torch.int32).to(device, non_blocking=True) for tensor in listed)
     lengths = segments.num_tokens, segments.num_tokens
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=lengths)
+    options: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "mask_mod": rule, "seq_lengths": lengths}
+    return BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, **options)
 
 
 def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:

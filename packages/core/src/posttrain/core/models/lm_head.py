@@ -117,7 +117,7 @@ def loss_in_head(
         groups = shift_labels(groups, 0)
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        loss = linear_cross_entropy(
+        found = linear_cross_entropy(
             hidden,
             head.weight,
             _behind_virtual_tokens(model, targets, hidden, ignore_index),
@@ -132,9 +132,9 @@ def loss_in_head(
             groups=None if groups is None else _behind_virtual_tokens(model, groups, hidden, 0),
             num_groups=num_groups,
         )
-        if not return_stats:
-            return loss.unsqueeze(0)
-        loss, stats, *by_group = loss
+        if isinstance(found, torch.Tensor):
+            return found.unsqueeze(0)
+        loss, stats, *by_group = found
         return torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
 
     with _head_replaced(model, loss):
@@ -175,7 +175,8 @@ def logps_in_head(
             return_entropy=return_entropy,
             stats=stats,
         )
-        return (torch.stack(scores) if return_entropy or stats else scores)[..., aligned.shape[1] - targets.shape[1] :]
+        scores = scores if isinstance(scores, torch.Tensor) else torch.stack(scores)
+        return scores[..., aligned.shape[1] - targets.shape[1] :]
 
     with _head_replaced(model, logps):
         yield

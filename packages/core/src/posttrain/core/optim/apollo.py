@@ -64,12 +64,13 @@ class Apollo(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, whole: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step `parameter`, whose gradient is `whole`."""
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        grad = self._project(parameter, group) if "rank" in group else parameter.grad
+        grad = self._project(whole, state, group, self._seeds[parameter]) if "rank" in group else whole
         if "exp_avg" not in state:
             state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
@@ -78,38 +79,42 @@ class Apollo(torch.optim.Optimizer):
         # The norm that may grow by GROWTH is taken before the correction of the moments' bias, as in the authors' code.
         update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
         if "rank" in group:
-            update = self._scale_gradient(parameter, grad, update, group)
+            update = self._scale_gradient(whole, state, grad, update, group)
         correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * correction)
 
-    def _project(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _project(self, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], seed: int) -> torch.Tensor:
         """The gradient in the subspace: (r, n) where m < n, else (m, r)."""
-        grad, state = parameter.grad, self.state[parameter]
         wide = grad.shape[0] < grad.shape[1]
         if state.get("step", 0) % group["update_proj_gap"] == 0:
             if group["proj"] == "svd":
                 left, right = projection(grad, group["rank"])
                 state["projection"] = left if wide else right
             else:
-                seed = self._seeds[parameter] + len(self._seeds) * (state.get("step", 0) // group["update_proj_gap"])
-                generator = torch.Generator(grad.device).manual_seed(seed)
+                drawn = state.get("step", 0) // group["update_proj_gap"]
+                generator = torch.Generator(grad.device).manual_seed(seed + len(self._seeds) * drawn)
                 shape = (grad.shape[0], group["rank"]) if wide else (group["rank"], grad.shape[1])
                 noise = torch.randn(shape, generator=generator, device=grad.device, dtype=torch.float32)
                 state["projection"] = (noise / math.sqrt(group["rank"])).to(grad.dtype)
         return state["projection"].T @ grad if wide else grad @ state["projection"].T
 
     def _scale_gradient(
-        self, parameter: torch.Tensor, grad: torch.Tensor, update: torch.Tensor, group: dict[str, Any]
+        self,
+        whole: torch.Tensor,
+        state: dict[str, Any],
+        grad: torch.Tensor,
+        update: torch.Tensor,
+        group: dict[str, Any],
     ) -> torch.Tensor:
-        """The full gradient, with the length that `update` has next to `grad` in the subspace."""
-        state, norm = self.state[parameter], torch.linalg.vector_norm
+        """The gradient `whole`, with the length that `update` has next to `grad` in the subspace."""
+        norm = torch.linalg.vector_norm
         if group["scale_type"] == "channel":
-            axis = 0 if parameter.shape[0] < parameter.shape[1] else 1
+            axis = 0 if whole.shape[0] < whole.shape[1] else 1
             factor = norm(update, dim=axis, keepdim=True) / (norm(grad, dim=axis, keepdim=True) + 1e-8)
         else:
             factor = norm(update) / (norm(grad) + 1e-8)
-        scaled = parameter.grad * factor
+        scaled = whole * factor
         length = norm(scaled)
         if "length" in state:
             limit = (length / (state["length"] + 1e-8)).clamp(min=GROWTH) / GROWTH

@@ -90,7 +90,7 @@ class GaLore(torch.optim.Optimizer):
         """Step every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         projected = [
-            (parameter, group, *self._project(parameter, group))
+            (parameter, group, *self._project(parameter, parameter.grad, group))
             for group in self.param_groups
             if "rank" in group
             for parameter in group["params"]
@@ -104,11 +104,15 @@ class GaLore(torch.optim.Optimizer):
             self.state[parameter].update(saved)
         return loss
 
-    def _project(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def _project(
+        self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Replace a parameter by a small zero matrix with its gradient; returns (weights, gradient, state)."""
-        weights, grad, state = parameter.data, parameter.grad, self.state[parameter]
+        weights, state = parameter.data, self.state[parameter]
         # Taken out for the step: optimizers set up a parameter whose state is empty.
-        saved = {name: state.pop(name, default) for name, default in (("age", 0), ("left", None), ("right", None))}
+        saved: dict[str, Any] = {
+            name: state.pop(name, default) for name, default in (("age", 0), ("left", None), ("right", None))
+        }
         if saved["age"] % group["update_proj_gap"] == 0:
             saved["left"], saved["right"] = projection(grad, group["rank"], group["proj_type"])
         saved["age"] += 1

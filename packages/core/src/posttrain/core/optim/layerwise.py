@@ -58,7 +58,7 @@ class Layerwise(torch.optim.Optimizer):
         worker.step()
         parameter.grad = None
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Does nothing: the backward pass made the step."""
 
     def state_dict(self) -> dict[str, Any]:

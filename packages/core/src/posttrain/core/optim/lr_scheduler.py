@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 Curve = Callable[[int], float]
-WSD_SHAPES: dict[str, Curve] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
+WSD_SHAPES: dict[str, Callable[[float], float]] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
     "linear": lambda progress: progress,
     "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1.0 - math.sqrt(1.0 - progress),
@@ -229,10 +229,12 @@ def _cosine_above(floor: float, waves: float) -> float:
 
 def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
     """The floor as a share of the peak."""
-    if (min_lr is None) == (min_lr_rate is None):
-        given = "neither is" if min_lr is None else "both are"
-        raise ValueError(f"give either min_lr, a learning rate, or min_lr_rate, a share of the peak; {given} given")
-    return min_lr_rate if min_lr is None else min_lr / lr
+    if min_lr is not None and min_lr_rate is None:
+        return min_lr / lr
+    if min_lr_rate is not None and min_lr is None:
+        return min_lr_rate
+    given = "neither is" if min_lr is None else "both are"
+    raise ValueError(f"give either min_lr, a learning rate, or min_lr_rate, a share of the peak; {given} given")
 
 
 # ------------------------------------------------------------------------------------- schedules that follow a metric
@@ -256,14 +258,16 @@ class GreedyLR(ReduceLROnPlateau):
         reset_start: reset everything after this many attempts to lower the rate at its lower bound.
     """
 
+    warmup_counter: int
+
     def __init__(
         self,
         optimizer: Optimizer,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         factor: float = 0.95,
         patience: int = 10,
         threshold: float = 1e-6,
-        threshold_mode: str = "abs",
+        threshold_mode: Literal["rel", "abs"] = "abs",
         cooldown: int = 0,
         warmup: int = 0,
         min_lr: float | list[float] = 1e-3,
@@ -275,7 +279,8 @@ class GreedyLR(ReduceLROnPlateau):
         reset_start: int = 500,
     ) -> None:
         self.warmup, self.verbose = warmup, verbose
-        self.smooth, self.window_size, self.window = smooth, window_size, []
+        self.smooth, self.window_size = smooth, window_size
+        self.window: list[float] = []
         self.reset_start = self.resets_in = reset_start
         self.initial_lrs = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps)
@@ -283,7 +288,7 @@ class GreedyLR(ReduceLROnPlateau):
         if len(self.max_lrs) != len(self.min_lrs):
             raise ValueError(f"max_lr holds {len(self.max_lrs)} rates for {len(self.min_lrs)} parameter groups")
 
-    def step(self, metrics: Any, epoch: int | None = None) -> None:
+    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as in torch's own
         current = float(metrics)
         if self.smooth:
             self.window = [*self.window, current][-self.window_size :]
@@ -438,11 +443,12 @@ def follows_a_metric(scheduler: Any) -> bool:
     """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
     one.
     """
-    return _needs_metrics(type(scheduler))  # cached, because each step asks for it
+    kind: type = type(scheduler)
+    return _needs_metrics(kind)  # cached, because each step asks for it
 
 
 @cache
-def _needs_metrics(kind: type) -> bool:
+def _needs_metrics(kind: Any) -> bool:
     metrics = inspect.signature(kind.step).parameters.get("metrics")
     return issubclass(kind, ReduceLROnPlateau) or (metrics is not None and metrics.default is metrics.empty)
 

@@ -14,7 +14,7 @@ from posttrain.core.errors import require
 def torchao_adamw(bits: int) -> type[torch.optim.Optimizer]:
     """torchao's AdamW with state of 8 or 4 bits. It runs compiled, on the CPU too, where compiling takes a minute."""
     name, package = f"AdamW{bits}bit", "torchao>=0.11"
-    base = getattr(require("torchao.optim", package, why=f"optim='adamw_torch_{bits}bit'"), name)
+    base: Any = getattr(require("torchao.optim", package, why=f"optim='adamw_torch_{bits}bit'"), name)
     quantized = getattr(require(f"torchao.optim.subclass_{bits}bit", package), f"OptimState{bits}bit")
 
     class Savable(base):

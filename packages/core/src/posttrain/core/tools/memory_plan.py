@@ -225,7 +225,8 @@ def _make_fake(model: nn.Module) -> None:
     """Replace each tensor of `model` by an empty one on the current device; tied ones stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor not in made:
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -248,11 +249,12 @@ def _register_attention() -> str:
         rows, length, dropout = len(query), query.shape[2], kwargs.get("dropout")
         if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
             return sdpa(module, query, key, value, mask, *args, **kwargs)
-        flat = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+        queries, keys, values = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
         segments = Segments((length,) * rows, (-1,) * rows)  # the trainers' layout of rows on the CPU
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
-        out = varlen_attention.segment_attention(*flat, segments, scale=scale, window=window, softcap=softcap)
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        out = varlen_attention.segment_attention(queries, keys, values, segments, **options)
         return out[0].transpose(0, 1).unflatten(0, (rows, length)), None
 
     AttentionInterface.register("footprint", attend)
@@ -323,7 +325,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
     head = lm_head.output_embedding(wrapping.base_model(model))
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
     labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
-    in_tiles = work.loss in ("tokens", "logps") and type(head) is nn.Linear
+    in_tiles = isinstance(head, nn.Linear) and type(head) is nn.Linear and work.loss in ("tokens", "logps")
     if not in_tiles and work.loss != "score":
         inputs["labels"] = labels
 
@@ -331,12 +333,13 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         nonlocal reached
         reached = live.high = live.now
 
-    def loss_in_tiles(hidden: torch.Tensor) -> torch.Tensor:
+    def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
         targets, live.most = language_modeling.shift_labels(labels), TILE
         if work.loss == "logps":
-            return torch.stack(language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS))
-        loss, stats = language_modeling.linear_cross_entropy(
+            scores = language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS)
+            return torch.stack(tuple(scores))
+        loss, stats, *_ = language_modeling.linear_cross_entropy(
             hidden, head.weight, targets, bias=head.bias, return_stats=True
         )
         return torch.stack([loss, *stats])
@@ -345,8 +348,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
     with contextlib.ExitStack() as stack:
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
-        if in_tiles:
-            head.forward = loss_in_tiles
+        if isinstance(head, nn.Linear) and in_tiles:
+            vars(head)["forward"] = functools.partial(loss_in_tiles, head)
             stack.callback(vars(head).pop, "forward")
         with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
             output = model(**inputs)
@@ -412,7 +415,8 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
     if enough := [found for found in alone if found and found.footprint.peak <= memory]:
         yield from enough
         return
-    least, changes = measure(run, workload(run)).peak, {}
+    least = measure(run, workload(run)).peak
+    changes: dict[str, Any] = {}
     for rung, first in zip(RUNGS, alone, strict=True):
         found = try_rung(with_changes(run, changes), rung) if changes else first
         if found is not None and found.footprint.peak < least:

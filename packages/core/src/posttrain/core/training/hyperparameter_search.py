@@ -134,7 +134,7 @@ def search(
         dist.broadcast_object(((trial.number, trial.params, name, values), None))
         return run(trial, name, values)
 
-    best = None
+    best: Any = None
     if not dist.is_main:
         while (message := dist.broadcast_object(None))[0] is not None:
             number, params, name, values = message[0]
@@ -149,7 +149,9 @@ def search(
         best = _best(study, several)
     finally:
         dist.broadcast_object((None, best))
-    return [one._replace(run_summary=study) for one in best] if several else best._replace(run_summary=study)
+    if isinstance(best, list):
+        return [one._replace(run_summary=study) for one in best]
+    return best._replace(run_summary=study)
 
 
 def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: Any, kwargs: dict[str, Any]) -> None:
@@ -195,7 +197,10 @@ def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any
     if problems:
         raise ConfigError(f"Trial {name}", problems)
     # Trackers group the trials of a search by the name of the run.
-    mine = {"output_dir": os.path.join(args.output_dir, name), "run_name": args.run_name or args.output_dir}
+    mine: dict[str, Any] = {
+        "output_dir": os.path.join(args.output_dir, name),
+        "run_name": args.run_name or args.output_dir,
+    }
     return dataclasses.replace(args, **mine, resume_from_checkpoint=None, **values)
 
 

@@ -48,7 +48,8 @@ class Dialect(Protocol):
         scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
     """
 
-    scaled: bool | None
+    @property
+    def scaled(self) -> bool | None: ...
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
