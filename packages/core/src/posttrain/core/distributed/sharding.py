@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.environment import is_true
 from posttrain.core.errors import did_you_mean
 from posttrain.core.models.wrapping import base_model, unwrap
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +202,8 @@ def _with(settings: Sharding, name: str, value: Any) -> Sharding:
     if name == "auto_wrap_policy":
         return replace(settings, wrap=_chosen(value, POLICIES))
     if name.startswith("transformer_"):
-        return replace(
-            settings, layer_classes=tuple(word.strip() for part in _listed(value) for word in part.split(","))
-        )
+        words = tuple(word.strip() for part in _listed(value) for word in part.split(","))
+        return replace(settings, layer_classes=words)
     if name == "min_num_params":
         return replace(settings, min_num_params=int(value))
     if name == "mixed_precision_policy":
@@ -309,9 +305,10 @@ def shard(
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     _load_from_main(model, device, moved)
     # The rest is mostly the embedding and the head, so it is gathered once for forward and backward.
-    fully_shard(model, reshard_after_forward=frozen or (None if settings.reshard_after_forward else False), **options)
+    rest = frozen or (None if settings.reshard_after_forward else False)
+    root = fully_shard(model, reshard_after_forward=rest, **options)
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
-    model._get_fsdp_state()._lazy_init()
+    root._get_fsdp_state()._lazy_init()
     return model
 
 
@@ -361,8 +358,7 @@ def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tupl
         moved: ``{id(tensor): (tensor, its replacement)}``; tied weights stay tied.
     """
     for module in unit.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
+        for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in table.items():
                 if tensor is None or is_piece(tensor):
                     continue
@@ -433,7 +429,7 @@ def extent(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def is_piece(value: Any) -> TypeGuard[DTensor]:
+def is_piece(value: Any) -> TypeGuard[Any]:
     """Whether `value` is a `DTensor`."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
 

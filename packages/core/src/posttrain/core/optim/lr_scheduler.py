@@ -443,8 +443,7 @@ def follows_a_metric(scheduler: Any) -> bool:
     """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
     one.
     """
-    kind: type = type(scheduler)
-    return _needs_metrics(kind)  # cached, because each step asks for it
+    return _needs_metrics(scheduler.__class__)  # cached, because each step asks for it
 
 
 @cache
