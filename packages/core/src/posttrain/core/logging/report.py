@@ -31,7 +31,10 @@ MARK = "Written by posttrain"
 MOST_MESSAGES = 50
 #: Points of a line; of longer logs, this many are drawn.
 MOST_POINTS = 2000
-PHASES = ("data", "generation", "rewards", "forward_backward", "optimizer", "eval", "save")
+#: The phases of training, in the order in which they follow each other; a trainer may have more.
+PHASES = ("data", "sync", "generate", "score", "wait", "forward_backward", "optimizer", "eval", "save")
+_COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
+_PHASE = re.compile(r"perf/(?!step_|time_left_)(\w+)_seconds")
 _ASSETS = Path(__file__).with_name("report_page")
 _FIRST = ("loss", "reward", "learning_rate", "grad_norm")
 # Of the last record, about the whole run: no curves.
@@ -323,13 +326,16 @@ def _messages(run: Run) -> str:
 
 def _times(run: Run, name: str) -> str:
     """Where the seconds of training went."""
-    spent = {phase: sum(v or 0 for v in _points(run.log, f"perf/{phase}_seconds").values()) for phase in PHASES}
+    spent = dict.fromkeys(PHASES, 0.0)
+    for record in run.log:
+        for name, seconds in record.items():
+            if (found := _PHASE.fullmatch(name)) and isinstance(seconds, (int, float)):
+                spent[found[1]] = spent.get(found[1], 0.0) + seconds
     spent = {phase: seconds for phase, seconds in spent.items() if seconds > 0}
     total = sum(spent.values())
     if not total:
         return ""
-    colors = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8")
-    shade = dict(zip(PHASES, colors, strict=True))
+    shade = {phase: _COLORS[number % len(_COLORS)] for number, phase in enumerate(spent)}
     bar = "".join(f'<div style="flex:{s / total:.4f};background:{shade[p]}"></div>' for p, s in spent.items())
     keys = "".join(
         f'<span><span class="key" style="background:{shade[p]}"></span>{_text(p.replace("_", " and "))} '
