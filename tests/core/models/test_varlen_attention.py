@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from posttrain.core.data.segments import Segments, without_padding
+from posttrain.core.data.segments import Segments, shared_beginning, without_padding
 from posttrain.core.models import varlen_attention
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.varlen_attention import enable_segments, segment_attention, segments_problem
@@ -432,3 +432,52 @@ def test_batches_that_are_not_padded_on_the_right_stay_as_they_are():
         assert (
             without_padding(batch).keys() == batch.keys() and without_padding(batch)["input_ids"] is batch["input_ids"]
         )
+
+
+def test_what_all_documents_begin_with_is_in_the_row_once():
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 0], [1, 2, 3, 8, 9, 0]])
+    mask = (ids != 0).long()
+    labels = torch.tensor([[-100] * 4 + [5, 6], [-100] * 4 + [7, -100], [-100] * 4 + [9, -100]])
+    row = without_padding({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 4, 7, 8, 9]]
+    assert row["labels"].tolist() == [[-100] * 4 + [5, 6, -100, 7, -100, 9]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 3, 4, 3, 4]]
+    assert row["segments"] == Segments.groups([(3, [3, 2, 2])])
+
+
+def test_the_token_that_predicts_a_label_is_not_shared():
+    ids, nothing = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4]), torch.zeros(8, dtype=torch.bool)
+    assert shared_beginning(ids, nothing, (4, 4)) == 3  # a token of its own stays
+    first = nothing.clone()
+    first[2] = True  # predicted by the second token of the first document
+    assert shared_beginning(ids, first, (4, 4)) == 1
+    assert shared_beginning(ids, ~nothing, (4, 4)) == 0
+    assert shared_beginning(ids, nothing, (8,)) == 0 and shared_beginning(ids, nothing, (7, 1)) == 0
+    long = torch.tensor([1, 2, *range(10, 30), 1, 2, *range(40, 60)])  # 1 of 44 tokens would be saved, or 2
+    assert shared_beginning(long, torch.zeros(44, dtype=torch.bool), (22, 22)) == 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_shared_beginning_changes_neither_loss_nor_gradients(arch):
+    from posttrain.core.models.lm_head import loss_in_head
+
+    model = causal_lm(arch)
+    ids = torch.randint(1, 90, (5, 17), generator=torch.Generator().manual_seed(0))
+    ids[:, :9] = ids[0, :9]
+    mask = torch.arange(17) < torch.tensor([17, 12, 11, 16, 14])[:, None]
+    labels = torch.where(mask & (torch.arange(17) >= 10), ids, -100)
+    batch = {"input_ids": ids * mask, "attention_mask": mask.long(), "labels": labels}
+
+    def loss_and_gradients(inputs):
+        model.zero_grad()
+        with loss_in_head(model, inputs.pop("labels")):
+            loss, correct, entropy = model(**inputs, use_cache=False).logits
+        loss.backward()
+        return [loss.detach(), correct, entropy, *(p.grad.clone() for p in model.parameters())]
+
+    expected = loss_and_gradients(dict(batch))
+    enable_segments(model)
+    row = without_padding(batch)
+    assert row["input_ids"].numel() == int(mask.sum()) - 4 * 9
+    for found, wanted in zip(loss_and_gradients(row), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

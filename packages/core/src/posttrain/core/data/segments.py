@@ -147,6 +147,9 @@ def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
 def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[str, Any]:
     """A batch padded on the right as one row without padding: for a model that reads segments, the same sum of losses.
 
+    On the CPU the tokens with which all documents begin, such as a system prompt, are in the row once, see
+    `shared_beginning`.
+
     Args:
         batch: ``input_ids`` and ``labels``, each (B, T), with ``attention_mask`` (B, T), or packed, with
             ``position_ids`` and ``seq_lengths``, as for `with_segments`. ``sources`` (B, T), a number for each token,
@@ -178,7 +181,38 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
     labels = labels.masked_fill(send(unpredicted, labels.device), ignore_index)
     rows["labels"] = know(labels, None if copy is None else copy.masked_fill(unpredicted, ignore_index))
     ids = rows["input_ids"]
+    if ids.is_cpu and (shared := shared_beginning(ids[0], rows["labels"][0] != ignore_index, segments.lengths)):
+        own = segments.position_ids()[0] >= shared
+        own[:shared] = True
+        kept = own.nonzero().squeeze(1)
+        segments = Segments.groups([(shared, [length - shared for length in segments.lengths])])
+        rows = {name: row[:, kept] for name, row in rows.items()}
+        ids = rows["input_ids"]
     return {**rows, **segments.model_inputs(ids.shape, ids.device)}
+
+
+#: The part of a row's tokens that sharing must save: attention to a shared beginning takes a step of its own.
+WORTH_SHARING = 1 / 8
+
+
+def shared_beginning(ids: torch.Tensor, labelled: torch.Tensor, lengths: Sequence[int]) -> int:
+    """How many tokens all documents of a row begin with and need to be there once; 0 where too little is saved.
+
+    The token that predicts a document's first label stays its own, and so does at least one token.
+
+    Args:
+        ids: (N,) the documents, one after another. labelled: (N,) bool, whether a token has a label.
+        lengths: tokens of each document.
+    """
+    count, sizes = len(lengths), torch.tensor(lengths)
+    starts = sizes.cumsum(0) - sizes
+    width = int(sizes.min()) - 1
+    if count < 2 or width < 1 or (count - 1) * width < WORTH_SHARING * len(ids):
+        return 0
+    first = starts[:, None] + torch.arange(width + 1)
+    alike = (ids[first[:, :width]] == ids[:width]).all(0) & ~labelled[first[:, 1:]].any(0)
+    shared = int(alike.int().cumprod(0).sum())
+    return shared if (count - 1) * shared >= WORTH_SHARING * len(ids) else 0
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
