@@ -2,9 +2,9 @@
 
     python benchmarks/shared_beginning.py [--model FOLDER] [--rounds 3] [--dtypes float32 bfloat16]
 
-The model is SmolLM2-135M (`examples/pretrained.py`), unless another is named; rows are the reviews of examples/data, asked
-as in `make quickstart`, 16 in a batch. Both sides take turns in one process, on one thread; time is that of a forward
-and a backward pass in CPU seconds, the first round is not counted. Losses of both sides are compared.
+The model is SmolLM2-135M (`examples/pretrained.py`), unless another is named; rows are the reviews of examples/data,
+asked as in `make quickstart`, 16 in a batch. Both sides take turns in one process, on one thread; time is that of a
+forward and a backward pass in CPU seconds, the first round is not counted. Losses of both sides are compared.
 """
 
 from __future__ import annotations

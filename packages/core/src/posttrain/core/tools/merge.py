@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.cli import parse
-from posttrain.core.errors import CheckpointError, ConfigError, did_you_mean, require
+from posttrain.core.errors import CheckpointError, ConfigError, require
 from posttrain.core.models import loading, special_tokens
 
 #: Classes of transformers by the task that peft notes in an adapter's config.
@@ -41,26 +41,11 @@ def run(words: list[str]) -> None:
     if {"-h", "--help"} & set(words):
         print(HELP.rstrip())
         return
-    problems: list[str] = []
-    folders, flags = parse.read_flags(words)
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
-    given = {}
-    for name, setting in flags.items():
-        if name not in kinds:
-            problems.append(f"unknown flag --{name}{did_you_mean(name, kinds)}")
-            continue
-        try:
-            given[name] = parse.convert(setting.value, (kinds[name],))
-        except ValueError as error:
-            problems.append(f"--{name} {error}")
-    if len(folders) != 2:
-        problems.append("it takes the folder of the adapter and the folder to write: ADAPTER FOLDER, before any flag")
-    if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
-        problems.append(f"--dtype={given['dtype']} is not one of float32, bfloat16, float16")
+    what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
+    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what)
     if not given.get("tolerance", 0.0) >= 0:
-        problems.append(f"--tolerance={given['tolerance']} must be >= 0")
-    if problems:
-        raise ConfigError("merge", problems)
+        raise ConfigError("merge", [f"--tolerance={given['tolerance']} must be >= 0"])
     try:
         print(merge(folders[0], folders[1], **given))
     except (FileExistsError, FileNotFoundError) as error:
