@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -459,7 +460,9 @@ def test_a_worker_gives_results_and_errors_in_order():
             raise LookupError("one")
         return value
 
-    futures = [worker.submit(lambda value=value: call(value)) for value in range(3)]
+    futures = [Future() for _ in range(3)]
+    for value, future in enumerate(futures):
+        worker.submit(future, lambda value=value: call(value))
     with contextlib.suppress(LookupError):
         futures[1].result(WAIT)
     assert futures[0].result(WAIT) == 0 and futures[2].result(WAIT) == 2 and began == [0, 1, 2]

@@ -79,11 +79,9 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Callable[[], Value]) -> Future[Value]:
-        """The result of ``call()``, when it is there."""
-        future: Future[Value] = Future()
+    def submit(self, future: Future[Value], call: Callable[[], Value]) -> None:
+        """Let `future` have the result of ``call()``."""
         self._calls.put((future, call))
-        return future
 
     def end(self, wait: float = LAST_CALL) -> None:
         """End the threads after the calls that were submitted; wait for that so many seconds at most."""
@@ -121,8 +119,8 @@ class Job:
     number: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     clock: Clock = field(default_factory=Clock)
-    sampled: Future[list[Sample]] | None = None
-    scored: Future[Scored] | None = None
+    sampled: Future[list[Sample]] = field(default_factory=Future)
+    scored: Future[Scored] = field(default_factory=Future)
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
@@ -171,7 +169,8 @@ class Background:
         self.max_staleness, self.per_rollout = max_staleness, per_rollout
         self.jobs: deque[Job] = deque()
         self._sampler, self._scorer = Worker("posttrain-sample"), Worker("posttrain-score", scorers)
-        self._epoch, self._loader, self._plan = 0, None, Plan(1, None, 0, 0)
+        self._epoch, self._plan = 0, Plan(1, None, 0, 0)
+        self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
         self._ahead: Iterator[Any] | None = None  # of the next epoch
         self._num_ahead = 0
@@ -179,8 +178,9 @@ class Background:
 
     def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[Any]:
         """Take the prompts of `epoch` from `loader`, which may be read already, or from `batches`. Returns them."""
-        is_next = self._ahead is not None and epoch == self._epoch + 1
-        self._batches = self._ahead if is_next else iter(loader) if batches is None else batches
+        if self._ahead is not None and epoch == self._epoch + 1:
+            batches = self._ahead
+        self._batches = iter(loader) if batches is None else batches
         self._epoch, self._loader, self._ahead, self._num_ahead = epoch, loader, None, 0
         for job in [job for job in self.jobs if job.epoch < epoch]:  # a callback ended the epoch
             self._drop(job, "its epoch has ended")
@@ -197,12 +197,12 @@ class Background:
         self._plan = plan
         most = min(self.max_staleness, plan.max_steps - step - 1)
         while (job := self._peek()) is not None and self._steps_until(job, left) <= most:
-            self._begin()
+            self._begin(job)
 
     def take(self) -> Job | None:
         """The oldest rollout of this epoch, scored; None where the prompts are used up."""
-        if not self.jobs and self._peek() is not None:
-            self._begin()
+        if not self.jobs and (job := self._peek()) is not None:
+            self._begin(job)
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
         self.jobs[0].scored.result()
@@ -237,13 +237,13 @@ class Background:
             return micro_batches // size
         return -(-micro_batches // size) + (len(self.jobs) - here) * self.per_rollout // size
 
-    def _begin(self) -> None:
+    def _begin(self, job: Job) -> None:
         """Begin the rollout of the prompts that were read last."""
-        job, self._next = self._next, None
+        self._next = None
         self._sync()
         job.number = self._new_number()
-        job.sampled = self._sampler.submit(lambda: self._run_sample(job))
-        job.scored = self._scorer.submit(lambda: self._run_score(job))
+        self._sampler.submit(job.sampled, lambda: self._run_sample(job))
+        self._scorer.submit(job.scored, lambda: self._run_score(job))
         self.jobs.append(job)
 
     def _peek(self) -> Job | None:

@@ -607,7 +607,7 @@ class RolloutTrainer(Trainer):
     def _next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> tuple[list[Sample], Scores] | None:
         """Completions of the next batch of prompts; None where the epoch has no more."""
         if self._background is not None:
-            return self._take_from_background()
+            return self._take(self._background)
         if (rows := next(batches, None)) is None:
             return None
         samples = self._begin(rows, self._new_number())
@@ -619,9 +619,9 @@ class RolloutTrainer(Trainer):
         per_rollout = self.args.steps_per_generation * self.num_iterations
         return Background(*calls, self.args.max_staleness, per_rollout, self.args.reward_concurrency)
 
-    def _take_from_background(self) -> tuple[list[Sample], Scores] | None:
+    def _take(self, background: Background) -> tuple[list[Sample], Scores] | None:
         with self.clock("wait"):
-            job = self._background.take()
+            job = background.take()
         if job is None:
             return None
         job.log_into(self.metrics, self.clock)
