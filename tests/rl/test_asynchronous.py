@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -15,8 +16,10 @@ from posttrain.rl.asynchronous import Turns, Worker
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
+from posttrain.rl.generation.vllm import VLLMServerGenerator
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
+from tests.rl.test_generation_vllm import OpenAI, Server
 
 WAIT = 60  # seconds after which a test that hangs fails
 
@@ -267,7 +270,7 @@ class InFlight(CopiedGenerator):
 
     def __init__(self):
         super().__init__(LocalGenerator(tiny.tokenizer()))
-        self.version, self.synced, self.calls = 0, threading.Condition(), 0
+        self.version, self.synced, self.calls, self.begun = 0, threading.Condition(), 0, threading.Event()
 
     def sync_weights(self, model):
         with self.synced:
@@ -278,6 +281,7 @@ class InFlight(CopiedGenerator):
     def generate(self, prompts, n, sampling, seeds=None):
         with self.synced:
             self.calls, first = self.calls + 1, self.has
+            self.begun.set() if self.calls == 2 else None
             half = super().generate(prompts, n, replace(sampling, max_new_tokens=3, stop=()), seeds)
             if self.calls == 2:
                 assert self.synced.wait_for(lambda: self.has != first, WAIT), "no weights came while it was writing"
@@ -293,13 +297,133 @@ class InFlight(CopiedGenerator):
         return replace(rest, ids=joined(half.ids, rest.ids), logps=joined(half.logps, rest.logps), versions=versions)
 
 
+class HoldsFirstStep(TrainerCallback):
+    """Begins the first optimizer step when `ready` says so: the second rollout is being written by then."""
+
+    def __init__(self, ready):
+        self.ready = ready
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        assert state.global_step > 0 or self.ready(), "no second rollout was begun"
+
+
 def test_a_completion_goes_on_under_new_weights_and_knows_the_version_of_each_token(tmp_path):
-    trainer = make(tmp_path, generator=InFlight(), max_staleness=2)
+    engine = InFlight()
+    holds = HoldsFirstStep(lambda: engine.begun.wait(WAIT))
+    trainer = make(tmp_path, generator=engine, max_staleness=2, callbacks=[holds])
     trainer.train()
     (mixed,) = [one for one in trainer.rollouts if len(one.versions[one.loss_mask].unique()) > 1]
     old, new = mixed.versions[:, :3][mixed.loss_mask[:, :3]], mixed.versions[:, 3:][mixed.loss_mask[:, 3:]]
     assert int(old.max()) < int(new.min()) and len(new) > len(mixed)
     assert max(step - int(versions.min()) for step, _, versions in trainer.notes) <= 2
+
+
+class Pausing(OpenAI):
+    """vLLM's interface that takes tokens: it writes one token after the other, and none while it is paused."""
+
+    def do_POST(self):
+        if self.path.startswith("/pause"):
+            self.server.running.clear()
+        if self.path == "/resume":
+            self.server.resumed += 1
+            self.server.running.set()
+        if self.path != "/inference/v1/generate":
+            return super().do_POST()
+        asked = self.asked()
+        if self.server.is_old:
+            return self.answer("Scale-out endpoints are disabled.", 403)
+        wanted = asked["sampling_params"]
+        rows = [self.row(asked["token_ids"], wanted, wanted["seed"] + number) for number in range(wanted["n"])]
+        return self.answer({"choices": [{"index": i} | row for i, row in enumerate(rows)][::-1]})
+
+    def row(self, prompt, wanted, seed):
+        ids, logps, versions, server = [], [], [], self.server
+        server.rows += 1
+        waits = server.rows == server.waits_in_row
+        for place in range(wanted["max_tokens"]):
+            if waits and place == 3:
+                server.waits_for = server.resumed + 1
+                assert server.wait_until(lambda: server.resumed >= server.waits_for), "no weights came meanwhile"
+            server.running.wait(WAIT)
+            with server.lock:
+                sampling = Sampling(1, wanted["temperature"])
+                done = server.engine.generate([[*prompt, *ids]], 1, sampling, [mix(seed, place)])
+                ids, logps, versions = ids + done.ids[0], logps + done.logps[0], [*versions, server.version]
+        spans = [{"version": v, "start": versions.index(v), "end": versions.index(v) + versions.count(v)}
+                 for v in dict.fromkeys(versions)]  # fmt: skip
+        content = [{"token_id": token, "logprob": logp} for token, logp in zip(ids, logps, strict=True)]
+        return {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length", "weight_versions": spans}
+
+
+@pytest.fixture
+def server():
+    one = Server(tiny.causal_lm(initializer_range=0.1).eval(), Pausing, mode="processed_logprobs")
+    one.running, one.resumed, one.rows, one.waits_in_row, one.waits_for = threading.Event(), 0, 0, 0, 0
+    one.running.set()
+    one.is_old = False
+
+    def wait_until(true):
+        until = time.monotonic() + WAIT
+        while not true() and time.monotonic() < until:
+            time.sleep(0.01)
+        return true()
+
+    one.wait_until = wait_until
+    yield one
+    one.shutdown()
+
+
+def client_of(server, in_flight=True):
+    def send(weights, target):
+        with server.lock:
+            server.model.load_state_dict(dict(weights), strict=False)
+
+    url = f"http://127.0.0.1:{server.server_port}/"
+    return VLLMServerGenerator(url, timeout=5, send=send, tokenizer=tiny.tokenizer(), in_flight=in_flight)
+
+
+def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_token(server):
+    models = [tiny.causal_lm(initializer_range=0.3, seed=seed).eval() for seed in (1, 2)]
+    client = client_of(server)
+    client.version = 40
+    client.sync_weights(models[0])
+    server.waits_in_row = server.rows + 2  # the second completion of the next request
+    found = Future()
+    Worker("test-generate").submit(found, lambda: client.generate([[5, 9, 14]], 3, Sampling(6), [1, 2, 3]))
+    assert server.wait_until(lambda: server.waits_for)
+    client.version = 41
+    client.sync_weights(models[1])
+    done = found.result(WAIT)
+    assert done.versions == [[40] * 6, [40] * 3 + [41] * 3, [41] * 6]
+    paths = [path for path in server.paths if path.startswith(("/pause", "/reset", "/resume"))]
+    assert paths[-3:] == ["/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
+    for ids, logps, versions in zip(done.ids, done.logps, done.versions, strict=True):
+        with torch.no_grad():
+            both = [model(torch.tensor([[5, 9, 14] + ids])).logits[0, 2:-1].log_softmax(-1) for model in models]
+        expected = [both[version - 40][place, ids[place]].item() for place, version in enumerate(versions)]
+        assert logps == pytest.approx(expected, abs=1e-5)
+
+
+def test_without_that_interface_the_weights_count_as_those_at_the_beginning(server, caplog):
+    server.is_old, client = True, client_of(server)
+    client.sync_weights(tiny.causal_lm(initializer_range=0.3).eval())
+    done = client.generate([[5, 9, 14]], 2, Sampling(4), [1, 2])
+    assert done.versions is None and len(done.logps) == 2 and "--enable-scale-out" in caplog.text
+    assert sum(path == "/inference/v1/generate" for path in server.paths) == 1  # it is not asked for again
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_trainer_updates_a_server_in_flight(kind, server, tmp_path):
+    client = client_of(server)
+    server.waits_in_row = 12  # of the second rollout, after the check of the first sync
+    holds = HoldsFirstStep(lambda: server.wait_until(lambda: server.waits_for))
+    trainer = make(tmp_path, kind, generator=client, max_staleness=2, callbacks=[holds])
+    trainer.train()
+    versions = [versions for _, _, versions in trainer.notes]
+    assert any(len(one.unique()) > 1 for one in versions)
+    assert max(step - int(one.min()) for one, (step, *_) in zip(versions, trainer.notes, strict=True)) <= 2
+    ratios = [r["sampling/sampling_logp_difference/mean"] for r in trainer.state.log_history if "staleness/mean" in r]
+    assert ratios[0] < 1e-5 and max(ratios) > 1e-4  # the first rollout is of the present weights
 
 
 # ---- stopping and resuming

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 FLAGS = [
     "--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--logprobs-mode", "processed_logprobs",
-    "--weight-transfer-config", '{"backend": "gloo"}',
+    "--weight-transfer-config", '{"backend": "gloo"}', "--enable-scale-out",
 ]  # fmt: skip
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
 SECONDS = 600

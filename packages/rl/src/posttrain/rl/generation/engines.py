@@ -52,7 +52,7 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerGenerator(
             url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer, folder=args.vllm_weight_folder,
-            request_timeout=args.vllm_request_timeout,
+            request_timeout=args.vllm_request_timeout, in_flight=args.max_staleness > 0,
         )  # fmt: skip
     from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 

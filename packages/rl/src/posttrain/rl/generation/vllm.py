@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +29,17 @@ from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
-from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
+from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
 
 logger = logging.getLogger(__name__)
 
 FRESH = "default"
 """What a vLLM server calls the weights that it was started with."""
+FORBIDDEN, UNKNOWN = 403, 404
+NO_VERSIONS = (
+    "The vLLM server at %s does not say which weights wrote a token: all tokens of a completion count as written by "
+    "those with which it began. Start it with --enable-scale-out to know."
+)
 CONCURRENCY = 256
 """Requests under way at each server; vLLM itself decides how many of them it works on."""
 
@@ -81,9 +87,14 @@ class VLLMServerGenerator:
         send: ``(weights, server)``, sends weights; by default as the servers were started to receive them.
         folder: where the servers read weights instead, see `transfer.Folder`.
         request_timeout: seconds within which a server must answer a request.
+        in_flight: weights are sent while completions are written, which go on under them.
+
+    Attributes:
+        version: a number for the weights of the next sync.
     """
 
     has_own_weights = True
+    version = 0
 
     def __init__(
         self,
@@ -95,7 +106,10 @@ class VLLMServerGenerator:
         send: Callable[[Weights, Server], None] | None = None,
         folder: str | None = None,
         request_timeout: float = 1800.0,
+        in_flight: bool = False,
     ) -> None:
+        self.updates_in_flight = in_flight
+        self._versions: dict[int, int] = {}
         self.servers = [Server(one.strip(), request_timeout) for one in url.split(",")]
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
         self.options, self.tokenizer, self._send = dict(options or {}), tokenizer, send
@@ -114,6 +128,7 @@ class VLLMServerGenerator:
         dialect = self._dialect
         weights = dialect.weights_of(model)
         self._syncs += 1
+        self._versions[self._syncs] = self.version
         if rank() == 0:
             dialect.update(weights, self._syncs)
         elif weights.are_in_pieces:
@@ -134,7 +149,9 @@ class VLLMServerGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
         plain = not filters(sampling) if self._scaled else sampling.temperature == 1
-        return completions(done, with_logps=plain)
+        found = completions(done, with_logps=plain)
+        versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
+        return replace(found, versions=versions)
 
     def _check(self, model: nn.Module) -> None:
         prompt = None if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
@@ -150,7 +167,9 @@ class VLLMServerGenerator:
         (first, *others) = self.servers
         if first.has("/v1/models"):
             send = None if self._send is None else Given(self._send)
-            return VLLMServers(self.servers, self.options, send, self.folder, self.group_port, self.timeout)
+            where = self.folder, self.group_port, self.timeout
+            return VLLMServers(self.servers, self.options, send, *where, in_flight=self.updates_in_flight)
+        self.updates_in_flight = False
         if others:
             raise ValueError(f"{first.url} is a server of an earlier trl, which works alone. Name one server.")
         return TrlServer(first, self.group_port, self.options, self.tokenizer, self._send)
@@ -162,7 +181,7 @@ class VLLMServers:
     Args:
         send: how weights are sent, whatever the servers were started for.
         folder: one that is shared with them, through which weights and adapters go if it is set.
-        port, timeout: of a transport that connects to them.
+        port, timeout: of a transport that connects to them. in_flight: see `VLLMServerGenerator`.
     """
 
     def __init__(
@@ -173,8 +192,10 @@ class VLLMServers:
         folder: str | None = None,
         port: int = 0,
         timeout: float = 240.0,
+        in_flight: bool = False,
     ) -> None:
         self.servers, self.options = servers, options
+        self._in_flight = self._says_versions = in_flight
         infos = [started_with(server) for server in servers]
         if any(info != infos[0] for info in infos):
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
@@ -192,14 +213,18 @@ class VLLMServers:
         return AdapterWeights(model) if isinstance(self._send, AdapterFolder) else Weights(model)
 
     def update(self, weights: Any, number: int) -> None:
-        """See `Dialect.update`. The servers write nothing meanwhile."""
+        """See `Dialect.update`. The servers write nothing meanwhile.
+
+        In flight, they keep what they have begun, and read it again with the new weights before they go on.
+        """
         if self._send is None:
             self._send = self._make_transport()
         kind = "adapter" if isinstance(weights, AdapterWeights) else "weights"
-        everywhere(self.servers, "/pause?mode=wait", {})
+        everywhere(self.servers, f"/pause?mode={'keep' if self._in_flight else 'wait'}", {})
         try:
             self._send.send(weights, self.servers, f"posttrain-{kind}-{number}")
-            everywhere(self.servers, "/reset_prefix_cache", {})
+            running = "?reset_running_requests=true" if self._in_flight else ""
+            everywhere(self.servers, f"/reset_prefix_cache{running}", {})
         finally:
             everywhere(self.servers, "/resume", {})
 
@@ -266,6 +291,14 @@ class VLLMServers:
                 return server, error
 
     def _ask(self, server: Server, prompt: Sequence[int], n: int, sampling: Sampling, seed: int) -> list[Written]:
+        if self._says_versions:
+            try:
+                return self._ask_with_versions(server, prompt, n, sampling, seed)
+            except Refused as error:
+                if error.code not in (FORBIDDEN, UNKNOWN):
+                    raise
+                self._says_versions = False
+                logger.warning(NO_VERSIONS, server.url)
         choices = server.call("/v1/completions", self.options | {
             "model": self.names[server.url], "prompt": list(prompt), "n": n, "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
@@ -277,6 +310,32 @@ class VLLMServers:
         return [
             (one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop") for one in choices
         ]
+
+    def _ask_with_versions(
+        self, server: Server, prompt: Sequence[int], n: int, sampling: Sampling, seed: int
+    ) -> list[Written]:
+        """As `_ask`, by the interface that says which weights wrote each token."""
+        choices = server.call("/inference/v1/generate", {
+            "model": self.names[server.url], "token_ids": list(prompt), "sampling_params": self.options | {
+                "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+                "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0,
+                "repetition_penalty": sampling.repetition_penalty, "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.eos_token_ids), "include_stop_str_in_output": True,
+                "seed": seed % 2**62, "logprobs": 0,
+            },
+        }, retries=RETRIES)["choices"]  # fmt: skip
+        choices.sort(key=lambda choice: choice["index"])
+        return [_stamped(choice) for choice in choices]
+
+
+def _stamped(choice: dict[str, Any]) -> Stamped:
+    logps = [token["logprob"] for token in choice["logprobs"]["content"]]
+    done = Stamped((choice["token_ids"], logps, choice["finish_reason"] == "stop"))
+    spans = choice.get("weight_versions") or []
+    numbers = [(span["version"].rpartition("-")[2], span["end"] - span["start"]) for span in spans]
+    if spans and all(number.isdecimal() for number, _ in numbers):  # else of adapters, which the server does not count
+        done.syncs = [int(number) for number, length in numbers for _ in range(length)]
+    return done
 
 
 def started_with(server: Server) -> dict[str, Any]:
@@ -336,6 +395,8 @@ class Busy:
     def least(self, completions: int) -> Iterator[Server]:
         """The server with the fewest, which has so many more in the context."""
         with self._lock:
+            if not self._load:
+                raise ConnectionError("No vLLM server is left that has the trainer's weights.")
             server = min(self._load, key=self._load.__getitem__)
             self._load[server] += completions
         try:

@@ -28,11 +28,19 @@ Written = tuple[list[int], list[float] | None, bool]
 """Tokens of a completion, their log-probabilities, and whether it ended before the limit."""
 
 
+class Stamped(tuple[list[int], "list[float] | None", bool]):
+    """A `Written` that knows for each token which sync its weights came with."""
+
+    syncs: list[int] | None = None
+
+
 def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     """`written` as an engine returns it; without log-probabilities where one completion has none."""
     known = [logps for _, logps, _ in written if logps is not None]
     logps = known if with_logps and len(known) == len(written) else None
-    return Completions([ids for ids, _, _ in written], logps, [ended for *_, ended in written])
+    syncs = [one.syncs for one in written if isinstance(one, Stamped) and one.syncs is not None]
+    versions = syncs if written and len(syncs) == len(written) else None
+    return Completions([ids for ids, _, _ in written], logps, [ended for *_, ended in written], versions=versions)
 
 
 class Weights:
