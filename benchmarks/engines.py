@@ -98,7 +98,7 @@ def part(engine: str, seeds: list[int], options: argparse.Namespace) -> list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=20, help="of fine-tuning")
+    parser.add_argument("--epochs", type=float, default=45, help="of fine-tuning")
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--url", help="of a server on such a model, instead of one that is started")

@@ -25,7 +25,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
         self.paths, self.lock, self.engine = [], threading.Lock(), LocalGenerator(tiny.tokenizer())
         self.model, self.failures, self.version, self.connections = model, 0, "default", 0
-        self.settings = {"mode": "raw_logprobs", "reads_ids": True, "nested": False} | settings
+        self.settings = {"mode": "raw_logprobs", "reads_ids": True, "nested": False, "longest": None} | settings
         self.engine.sync_weights(model)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -91,7 +91,14 @@ class OpenAI(Handler):
         path = self.path.split("?")[0]
         known = {
             "/health": None,
-            "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": self.server.settings["mode"]}}},
+            "/server_info": {
+                "vllm_config": {
+                    "model_config": {
+                        "logprobs_mode": self.server.settings["mode"],
+                        "max_model_len": self.server.settings["longest"],
+                    }
+                }
+            },
             "/v1/models": {"data": [{"id": "tiny"}]},
             "/weight_info": {"weight_version": self.server.version},
         }
@@ -106,6 +113,8 @@ class OpenAI(Handler):
             asked |= {"weight_version": asked["new_version"]} if "new_version" in asked else {}
             self.server.version = asked.get("weight_version", self.server.version)
             return self.answer(None)
+        if len(asked["prompt"]) + asked["max_tokens"] > (self.server.settings["longest"] or 999):
+            return self.answer("too long", 400)
         n = asked["n"]
         seeds = [asked["seed"] + number for number in range(n)]  # as vLLM counts them
         done = self.server.write([asked["prompt"]], n, asked, seeds)
@@ -362,6 +371,13 @@ def test_servers_that_were_started_differently_are_refused(model, serve, monkeyp
     client = client_of_several([serve(), serve(mode="processed_logprobs")], monkeypatch)
     with pytest.raises(ValueError, match="different options, .*--logprobs-mode"):
         client.sync_weights(model)
+
+
+def test_a_server_of_a_short_context_is_checked_with_a_short_prompt(model, serve):
+    client = client_of(serve(longest=12))
+    client.sync_weights(model)
+    with pytest.raises(ConnectionError, match="400: .too long"):
+        client.generate([[5] * 10], 1, Sampling(3), [1])
 
 
 def test_a_server_that_takes_no_weights_is_refused_with_what_to_set(model, serve):

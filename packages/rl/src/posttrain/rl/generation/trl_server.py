@@ -33,6 +33,7 @@ class TrlServer:
     """
 
     scaled: bool | None = None
+    longest: int | None = None
 
     def __init__(
         self,

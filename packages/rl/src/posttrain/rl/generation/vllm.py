@@ -52,10 +52,14 @@ class Dialect(Protocol):
 
     Attributes:
         scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
+        longest: tokens of prompt and completion together at most; None: unknown.
     """
 
     @property
     def scaled(self) -> bool | None: ...
+
+    @property
+    def longest(self) -> int | None: ...
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
@@ -155,6 +159,8 @@ class VLLMServerGenerator:
 
     def _check(self, model: nn.Module) -> None:
         prompt = None if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
+        if prompt is not None and self._dialect.longest is not None:
+            prompt = prompt[: self._dialect.longest - PROBE.max_new_tokens]
         for server in self.servers:
 
             def write(row: list[int], server: Server = server) -> Written:
@@ -200,6 +206,7 @@ class VLLMServers:
         if any(info != infos[0] for info in infos):
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
         self.scaled: bool | None = infos[0]["--logprobs-mode"] == "processed_logprobs"
+        self.longest: int | None = infos[0]["--max-model-len"]
         self._backend, self._max_rank = infos[0]["--weight-transfer-config"], infos[0]["--max-lora-rank"]
         self._send, self._folder, self._port, self._timeout = send, folder, port, timeout
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
@@ -346,6 +353,7 @@ def started_with(server: Server) -> dict[str, Any]:
         raise ConnectionError(f"{error}. Start it with VLLM_SERVER_DEV_MODE=1 in its environment.") from error
     return {
         "--logprobs-mode": info["model_config"].get("logprobs_mode", "raw_logprobs"),
+        "--max-model-len": info["model_config"].get("max_model_len"),
         "--weight-transfer-config": (info.get("weight_transfer_config") or {}).get("backend"),
         "--max-lora-rank": (info.get("lora_config") or {}).get("max_lora_rank"),
     }
