@@ -473,9 +473,8 @@ ASKED = [{"role": "user", "content": "2 and 3?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def caller():
-    """A model that calls the tool, and says what it answers."""
+def taught(model):
+    """`model`, which has learned to call the tool and to say what it answers."""
     tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
     answered = [
         {"role": "assistant", "content": CALL},
@@ -487,7 +486,6 @@ def caller():
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     labels = ids.clone()
     labels[0, : len(tokenizer(text[: text.index(CALL)])["input_ids"])] = -100
-    model = tiny.causal_lm(initializer_range=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
         loss = model(ids, labels=labels).loss
@@ -499,11 +497,45 @@ def caller():
     raise AssertionError("it has not learned to call")
 
 
+@pytest.fixture(scope="module")
+def caller():
+    return taught(tiny.causal_lm(initializer_range=0.1))
+
+
+def completed(engine, model, out, **options):
+    """Two completions of `ASKED` by a trainer with that engine, tools called in between."""
+    args = GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=2, num_generations=2, max_completion_length=150,
+        use_cpu=True, temperature=0.05, report_to="none", **options,
+    )  # fmt: skip
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    trainer = GRPOTrainer(
+        model, lambda completions, **others: [0.0] * len(completions), args, [{"prompt": ASKED}] * 2, None, tokenizer,
+        tools=[add], generator=engine,
+    )  # fmt: skip
+    samples = trainer.new_samples([{"prompt": ASKED}] * 2)
+    trainer.generator.sync_weights(trainer.model)
+    trainer.generate(samples, trainer.sampling())
+    return samples
+
+
+def assert_called(samples):
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    for one in samples:
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+        assert one.completion == [
+            {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "5"},
+            {"role": "assistant", "content": "It is 5"},
+        ]  # fmt: skip
+        told = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(one.ids) == f"{CALL}<|im_end|>{told}It is 5<|im_end|>" and one.finished
+        assert tokenizer.decode([i for i, learn in zip(one.ids, one.learn, strict=True) if not learn]) == told
+
+
 # finding_B3
 @pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm", "trl"])
 def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_path):
-    tokenizer, model = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS), copy.deepcopy(caller)
-    engine = None
+    model, engine = copy.deepcopy(caller), None
     if kind in ("vllm", "trl"):
         server = serve(OpenAI if kind == "vllm" else Trl)
         server.model.load_state_dict(model.state_dict())
@@ -514,23 +546,4 @@ def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_p
     }
     if kind == "continuous":
         options[kind]["transformers_continuous_batching_config"] = {"num_blocks": 32, "block_size": 32}
-    args = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_completion_length=150,
-        use_cpu=True, temperature=0.05, report_to="none", **options.get(kind, {}),
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        model, lambda completions, **others: [0.0] * len(completions), args, [{"prompt": ASKED}] * 2, None, tokenizer,
-        tools=[add], generator=engine,
-    )  # fmt: skip
-    samples = trainer.new_samples([{"prompt": ASKED}] * 2)
-    trainer.generator.sync_weights(trainer.model)
-    trainer.generate(samples, trainer.sampling())
-    for one in samples:
-        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-        assert one.completion == [
-            {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "5"},
-            {"role": "assistant", "content": "It is 5"},
-        ]  # fmt: skip
-        told = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(one.ids) == f"{CALL}<|im_end|>{told}It is 5<|im_end|>" and one.finished
-        assert tokenizer.decode([i for i, learn in zip(one.ids, one.learn, strict=True) if not learn]) == told
+    assert_called(completed(engine, model, tmp_path, **options.get(kind, {})))

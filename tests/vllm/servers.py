@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 FLAGS = [
-    "--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--logprobs-mode", "processed_logprobs",
+    "--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
     "--weight-transfer-config", '{"backend": "gloo"}', "--enable-scale-out",
 ]  # fmt: skip
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
@@ -34,7 +34,7 @@ SECONDS = 600
 
 def model(seed: int = 0, **options):
     """A language model that vLLM can serve on the CPU."""
-    return tiny.causal_lm(seed=seed, initializer_range=0.15, **SIZE | options).eval()
+    return tiny.causal_lm(seed=seed, **{"initializer_range": 0.15} | SIZE | options).eval()
 
 
 def save(folder: Path, made=None) -> Path:

@@ -84,6 +84,14 @@ def test_a_server_that_was_restarted_is_noticed(server):
     assert client.generate(PROMPTS, 1, Sampling(4), [1, 2, 3]).ids
 
 
+# finding_B3
+def test_tools_are_called_and_answered(server, tmp_path):
+    from tests.rl.test_generation_vllm import assert_called, completed, taught
+
+    model = taught(servers.model(initializer_range=0.1))
+    assert_called(completed(client_of(server), model, tmp_path))
+
+
 def adapted(**options):
     from peft import LoraConfig, get_peft_model
 
