@@ -34,7 +34,7 @@ test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	POSTTRAIN_VLLM=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.

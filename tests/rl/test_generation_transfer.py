@@ -21,7 +21,7 @@ class Workers:
 
     def __init__(self, number, size=1):
         self.url, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", [], "default"
-        self.refuses, self.received = False, [{} for _ in range(size)]
+        self.refuses, self.knows_versions, self.received = False, True, [{} for _ in range(size)]
         self.start()
 
     def start(self):
@@ -37,6 +37,8 @@ class Workers:
         if path == "/get_world_size":
             return {"world_size": len(self.workers)}
         if path == "/weight_info":
+            if not self.knows_versions:
+                raise Refused("Not Found", 404)
             return {"weight_version": self.version}
         if path == "/init_weight_transfer_engine":
             self.on_each(lambda worker: worker.init_transfer_engine(InitInfo(**body["init_info"])))
@@ -89,6 +91,16 @@ def test_a_server_that_was_started_anew_is_connected_anew():
     assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)
 
 
+def test_a_server_that_does_not_say_which_weights_it_has_is_connected_once():
+    server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
+    server.knows_versions = False
+    for version in ("one", "two"):
+        sender.send(Weights(changed(model)), [server], version)
+        assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)
+    assert server.paths.count("/init_weight_transfer_engine") == 1
+    assert transfer.version_of(server) is None
+
+
 def test_a_server_that_refuses_weights_says_why_at_once_and_can_be_sent_them_later():
     server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
     sender.send(Weights(model), [server], "one")
@@ -107,6 +119,8 @@ def test_files_in_a_folder_hold_the_weights_in_parts_of_a_bounded_size(tmp_path,
         url = "http://127.0.0.1:8000"
 
         def call(self, path, body=None, empty=False):
+            if path == "/weight_info":
+                return {"weight_version": "default"}
             calls.append((path, body))
             if path == "/collective_rpc":
                 files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))

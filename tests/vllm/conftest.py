@@ -1,4 +1,4 @@
-"""One vLLM server for all tests of this folder. Without vLLM there is nothing to test: see ``make test-vllm``."""
+"""One vLLM server for all tests of this folder, which ``make test-vllm`` runs, and no other command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
+if os.environ.get("POSTTRAIN_VLLM") != "1" or importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 

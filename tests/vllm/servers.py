@@ -88,6 +88,6 @@ def server(folder: Path, flags: list[str] = FLAGS) -> Iterator[str]:
 if __name__ == "__main__":
     where = Path(sys.argv[2])
     where.mkdir(parents=True, exist_ok=True)
-    running = start(save(where), int(sys.argv[1]), where / "server.log", FLAGS + LORA)
+    running = start(save(where), int(sys.argv[1]), where / "server.log", FLAGS + LORA + sys.argv[3:])
     print(running.pid, flush=True)
     running.wait()

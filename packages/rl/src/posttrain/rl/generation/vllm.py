@@ -370,8 +370,6 @@ def is_fresh(server: Server) -> bool:
     """Whether `server` has the weights that it was started with."""
     try:
         return version_of(server) == FRESH
-    except Refused:  # a server that does not count its updates
-        return False
     except ConnectionError:  # it has gone since it answered
         return True
 
