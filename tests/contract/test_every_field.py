@@ -21,10 +21,12 @@ from posttrain.rl import (
     GKDConfig,
     GRPOConfig,
     KTOConfig,
+    OnlineDPOConfig,
     ORPOConfig,
     ReinforcePlusPlusConfig,
     RewardConfig,
     RLOOConfig,
+    TPOConfig,
 )
 from posttrain.seq2seq import Seq2SeqConfig
 from posttrain.sft import SFTConfig
@@ -32,8 +34,8 @@ from tests.test_architecture import sources, tree
 
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
-    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, ModelConfig, DataSource,
-    LaunchArguments, ScriptArguments,
+    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig,
+    ModelConfig, DataSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")

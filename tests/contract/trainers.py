@@ -17,10 +17,12 @@ from posttrain.rl import (
     GKDTrainer,
     GRPOTrainer,
     KTOTrainer,
+    OnlineDPOTrainer,
     ORPOTrainer,
     ReinforcePlusPlusTrainer,
     RewardTrainer,
     RLOOTrainer,
+    TPOTrainer,
 )
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
@@ -160,6 +162,7 @@ def preference_rows(num_rows: int) -> list[dict[str, str]]:
             "prompt": " ".join(words[i : i + 3 + i % 5]),
             "chosen": " " + " ".join(words[i + 7 : i + 10 + i % 7]),
             "rejected": " " + " ".join(words[i + 11 : i + 13 + i % 5]),
+            "reference": " " + " ".join(words[i + 5 : i + 8 + i % 4]),
         }
         for i in range(num_rows)
     ]
@@ -200,6 +203,7 @@ def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Traine
 
     def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
         mine, peft_config = dict(options), None
+        prompts = mine.pop("prompts", 9)
         if mine.pop("lora", False):
             from peft import LoraConfig
 
@@ -217,7 +221,7 @@ def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Traine
             reward_funcs=digit_sum,
             args=arguments(trainer_class.config_class, output_dir, **(usual | mine | changes)),
             processing_class=tiny.tokenizer(),
-            train_dataset=[{"prompt": row["prompt"]} for row in text_rows(9)],
+            train_dataset=[{"prompt": row["prompt"]} for row in text_rows(prompts)],
             eval_dataset=[{"prompt": row["prompt"]} for row in text_rows(3)],
             peft_config=peft_config,
             callbacks=callbacks,
@@ -276,6 +280,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "kto-lora": preference(KTOTrainer, lora=True, precompute_ref_log_probs=True),
     "orpo": preference(ORPOTrainer),
     "cpo": preference(CPOTrainer),
+    "tpo": preference(TPOTrainer, beta=0.3),
     "simpo": preference(CPOTrainer, loss_type="simpo", cpo_alpha=0.0, beta=2.0),
     "reward": preference(RewardTrainer, center_rewards_coefficient=0.01),
     "grpo": online(GRPOTrainer),
@@ -285,6 +290,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "grpo-adaptive": online(GRPOTrainer, use_adaptive_entropy=True, top_entropy_quantile=0.5, loss_type="vespo"),
     "grpo-dynamic": online(GRPOTrainer, dynamic_sampling=True, dynamic_sampling_rounds=2, num_iterations=2),
     "rloo": online(RLOOTrainer),
+    "online-dpo": online(OnlineDPOTrainer, beta=0.3, prompts=18),
     "rloo-lora": online(RLOOTrainer, lora=True, windows_per_rollout=2, num_iterations=2),
     "distillation": distilled(DistillationTrainer),
     "distillation-lora": distilled(DistillationTrainer, lora=True, beta=0.0, windows_per_rollout=2),

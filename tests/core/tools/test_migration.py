@@ -393,7 +393,7 @@ def test_a_renamed_argument(call, today):
         ("TrainingArguments(group_by_length=False)", "group_by_length=False has no meaning; leave it out"),
         ("TrainingArguments(no_cuda=1, use_cpu=1)", "no_cuda is the old name of use_cpu, given too; keep use_cpu"),
         ("TrainingArguments(learning_rte=1)", "unknown argument 'learning_rte', did you mean 'learning_rate'?"),
-        ("TrainingArguments(num_generations=1)", "unknown argument 'num_generations', which GRPOConfig"),
+        ("TrainingArguments(num_generations=1)", "unknown argument 'num_generations', which DistillationConfig"),
         ("DPOConfig(rpo_alpha=0.5)", "rpo_alpha is now loss_weights=[1.0, 0.5], loss_type=['sigmoid', 'sft']"),
         ("DPOTrainer(m, beta=1)", "beta is an argument of its config; pass args=DPOConfig(beta=...)"),
         ("Trainer(m, train_datasets=1)", "unknown argument 'train_datasets', did you mean 'train_dataset'?"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from posttrain.rl.gkd import GKDConfig, GKDTrainer
     from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
     from posttrain.rl.kto import KTOConfig, KTOTrainer
+    from posttrain.rl.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.reward_functions import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     )
     from posttrain.rl.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.tpo import TPOConfig, TPOTrainer
 
 _HOMES = {
     "cpo": ("CPOConfig", "CPOTrainer"),
@@ -32,6 +34,7 @@ _HOMES = {
     "gkd": ("GKDConfig", "GKDTrainer"),
     "grpo": ("GRPOConfig", "GRPOTrainer"),
     "kto": ("KTOConfig", "KTOTrainer"),
+    "online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "orpo": ("ORPOConfig", "ORPOTrainer"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
     "reward_functions": (
@@ -44,6 +47,7 @@ _HOMES = {
     ),
     "reward_model": ("RewardConfig", "RewardTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
+    "tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

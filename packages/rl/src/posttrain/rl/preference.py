@@ -65,6 +65,12 @@ class PreferenceTrainer(Trainer):
     )  # fmt: skip
     #: Pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
+
+    @property
+    def completions_per_row(self) -> int:
+        """The chosen, the rejected, and others, which `preference_loss` finds as ``inputs["more_completions"]``."""
+        return 2
+
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
     INSTEAD = PREFERENCE_METHODS
@@ -229,14 +235,14 @@ class PreferenceTrainer(Trainer):
         scores = score_completions(model, inputs, stats=self.token_stats, **options)
         logp = self.completion_logp(scores)
         ref_logp = self.reference_logp(inputs) if self.needs_reference else None
-        half = len(logp) // 2
-        sides = []
-        for part in (slice(0, half), slice(half, None)):
+        size, sides = len(logp) // self.completions_per_row, []
+        for part in (slice(first, first + size) for first in range(0, len(logp), size)):
             stats = {name: stat[part] for name, stat in scores.stats.items()}
             tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
         self._check_start(*sides)
-        chosen, rejected = sides
+        chosen, rejected, *more = sides
+        inputs.update({"more_completions": more} if more else {})
         return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -262,7 +268,7 @@ class PreferenceTrainer(Trainer):
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
-        return 0 if pipeline.is_filler(inputs) else len(inputs["completion_mask"]) // 2
+        return 0 if pipeline.is_filler(inputs) else len(inputs["completion_mask"]) // self.completions_per_row
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from posttrain.rl.preference_data import REFERENCE_COLUMNS
+from posttrain.rl.preference_rows import PAIR
 from posttrain.rl.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, shared_rows
 
 
@@ -43,11 +44,11 @@ class Completions:
 
 @dataclass
 class PreferenceCollator:
-    """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones.
+    """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones, then others.
 
     Args:
         shared: one row, each prompt once, see `shared_rows`. flat: one row, without padding. Neither: a row each.
-        encoder: of a model that reads prompts in an encoder.
+        encoder: of a model that reads prompts in an encoder. names: of a row's completions.
     """
 
     pad_token_id: int
@@ -55,10 +56,12 @@ class PreferenceCollator:
     flat: bool = False
     pad_to_multiple_of: int | None = None
     encoder: Encoder | None = None
+    names: tuple[str, ...] = PAIR
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.lay_out([(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows])
-        batch = reorder(batch, [*range(0, 2 * len(rows), 2), *range(1, 2 * len(rows), 2)])
+        batch = self.lay_out([(row["prompt_ids"], [row[f"{name}_ids"] for name in self.names]) for row in rows])
+        size = len(self.names)
+        batch = reorder(batch, [place for side in range(size) for place in range(side, size * len(rows), size)])
         for name in REFERENCE_COLUMNS:
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])

@@ -16,7 +16,14 @@ from posttrain.core.data import chat_template
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
-from posttrain.rl.preference_rows import TOKEN_COLUMNS, PreferencePreparation, Tokens, to_pairs, to_unpaired
+from posttrain.rl.preference_rows import (
+    COMPLETIONS,
+    TOKEN_COLUMNS,
+    PreferencePreparation,
+    Tokens,
+    to_pairs,
+    to_unpaired,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +133,7 @@ def prepare_preferences(
             are converted where that is possible: pairs become unpaired rows, and unpaired rows of the same prompt
             pairs.
         tokenizer: or the processor that holds it.
-        kind: "preference" or "unpaired_preference".
+        kind: "preference", "unpaired_preference" or "triple_preference".
         max_length: tokens that a prompt with a completion may have, None for any number.
         truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, equally for
             both completions, and completions only if they alone are too long.
@@ -189,7 +196,7 @@ def _from_list(rows: list[Any], name: str) -> Any:
 
 def _of_kind(dataset: Any, kind: str, name: str) -> Any:
     """`dataset`, converted if its rows are of the other kind."""
-    found = _detect(dataset.column_names, name)
+    found = _detect(dataset.column_names, name, kind)
     if found == kind:
         return dataset
     rows = [{k: v for k, v in row.items() if not k.startswith("ref_")} for row in dataset]
@@ -199,11 +206,17 @@ def _of_kind(dataset: Any, kind: str, name: str) -> Any:
     return _from_list(converted, name)
 
 
-def _detect(columns: list[str], name: str) -> str:
+def _detect(columns: list[str], name: str, asked: str) -> str:
     if seen := {"image", "images"} & set(columns):
         raise DataError(
             f"{name}: the column {min(seen)!r} is vision-related, and preference training does not support images, "
             "not even with a vision-language model. Remove the column to train on the texts alone."
+        )
+    if asked == "triple_preference":
+        if {"reference", "reference_ids"} & set(columns):
+            return asked
+        raise DataError(
+            f"{name} has no column 'reference' with the completion to imitate. It has {', '.join(columns)}."
         )
     for kind, wanted in TOKEN_COLUMNS.items():
         if set(wanted) <= set(columns):
@@ -235,7 +248,7 @@ def _columns(drafts: list[Tokens], kind: str, limits: Mapping[str, int], name: s
     for draft in drafts:
         prompt, completions = draft.prompt, draft.completions
         if draft.fault:
-            prompt, completions = [], [[]] * (2 if kind == "preference" else 1)
+            prompt, completions = [], [[]] * len(COMPLETIONS[kind])
         _check_numbers(draft, limits, name)
         lengths = list(map(len, completions))
         facts = (
@@ -297,7 +310,7 @@ def _prepare_stream(
     columns_in = dataset.column_names or list(next(iter(dataset), {}))
     if not columns_in:
         raise DataError(f"{report.name}_dataset has no rows. If it was filtered, see what the filter kept.")
-    convert = _detect(columns_in, report.name) != prepare.kind
+    convert = _detect(columns_in, report.name, prepare.kind) != prepare.kind
     brought = [] if convert else [column for column in columns_in if column in KEPT_COLUMNS]
     if convert and prepare.kind == "preference":
         raise DataError(f"{report.name}: unpaired rows cannot be paired in a stream. Load them with streaming=False.")

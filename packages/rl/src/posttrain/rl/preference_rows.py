@@ -1,7 +1,8 @@
 """Prepares one preference row: finds its prompt and tokenizes prompt and completions.
 
-A *pair* has a prompt (or else the common beginning of both texts), a chosen and a rejected completion. An *unpaired*
-row has a prompt, a completion and a label, True for a good one. Both may be text, conversations or tokens.
+A *pair* has a prompt (or else the common beginning of both texts), a chosen and a rejected completion; a *triple* has a
+reference completion too. An *unpaired* row has a prompt, a completion and a label, True for a good one. All may be
+text, conversations or tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ PAIR = ("chosen", "rejected")
 TOKEN_COLUMNS = {
     "preference": ("prompt_ids", "chosen_ids", "rejected_ids"),
     "unpaired_preference": ("prompt_ids", "completion_ids", "label"),
+    "triple_preference": ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids"),
+}
+#: The completions of a row of each format.
+COMPLETIONS = {
+    "preference": PAIR,
+    "unpaired_preference": ("completion",),
+    "triple_preference": (*PAIR, "reference"),
 }
 LONG = ("truncate", "drop", "error")
 FAULTY = ("drop", "keep", "error")
@@ -49,7 +57,16 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
             length -= 1
         if length < 1:
             raise DataError("chosen and rejected have no message in common, and there is no prompt")
-    return {**row, "prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+    made = {**row, "prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
+    if row.get("reference") is not None and row.get("prompt") is None:  # of a triple
+        gold = row["reference"]
+        gold = gold if isinstance(gold, str) else chat_template.to_messages(gold, "reference")
+        if gold[:length] != made["prompt"]:
+            raise DataError(
+                "reference does not begin with the implicit prompt, what chosen and rejected have in common"
+            )
+        made["reference"] = gold[length:]
+    return made
 
 
 def to_unpaired(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -118,7 +135,7 @@ class PreferencePreparation:
         end = self.tokenizer.eos_token_id
         if end is not None and self.after[-1:] != [end]:
             self.after = [*self.after, end]
-        self.names = PAIR if self.kind == "preference" else ("completion",)
+        self.names = COMPLETIONS[self.kind]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Tokens]:
         """Prepare a batch of rows, the dataset's `indices`.
@@ -161,7 +178,7 @@ class PreferencePreparation:
             label = self._label(row) if self.kind == "unpaired_preference" else None
             if "prompt_ids" in row:
                 return self._read_tokens(row, index, label)
-            if self.kind == "preference" and (
+            if self.kind != "unpaired_preference" and (
                 row.get("prompt") is None or isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
                 and (row["chosen"] or [{}])[0].get("role") == "user"
             ):  # fmt: skip
@@ -277,7 +294,7 @@ class PreferencePreparation:
         draft.truncated = True
 
     def _judge(self, draft: Tokens) -> None:
-        if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
+        if len(draft.completions) > 1 and draft.completions[0] == draft.completions[1]:
             draft.oddity = "chosen and rejected are equal" + (" after truncation" if draft.truncated else "")
         if any(len(ids) + bool(draft.prompt) < 2 for ids in draft.completions):
             draft.fault = "a completion has no token to predict"

@@ -163,6 +163,9 @@ class RolloutTrainer(Trainer):
         self.reward_funcs, self.reward_func_names = functions, self.rewards.names
         self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
         self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
+        self.use_vllm, self.vllm_mode = args.use_vllm, args.vllm_mode
+        self.top_p, self.top_k, self.min_p = args.top_p, args.top_k, args.min_p
+        self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
@@ -888,7 +891,8 @@ class RolloutTrainer(Trainer):
     @property
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
-        return generation_config(self.sampling(), self.processing_class)
+        own = {k: v for k, v in (self.args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
+        return generation_config(self.sampling(), self.processing_class, own)
 
     @property
     def layout(self) -> Layout:

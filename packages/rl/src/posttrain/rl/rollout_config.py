@@ -247,12 +247,17 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
 
+    @property
+    def micro_batch_completions(self) -> int:
+        """Completions of a micro-batch on each process."""
+        return self.per_device_train_batch_size
+
     def _normalize(self) -> None:
         import torch
 
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        rows = self.per_device_train_batch_size * self.world_size
+        rows = self.micro_batch_completions * self.world_size
         if self.steps_per_generation is None:
             whole = self.generation_batch_size is None or self.generation_batch_size % rows
             self.steps_per_generation = (
@@ -272,7 +277,7 @@ class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
                     f"{name}={value!r} has no effect: evaluations sample and score completions, and no compute_metrics "
                     "is called; leave it out"
                 )
-        b, s, world = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
+        b, s, world = self.micro_batch_completions, self.steps_per_generation, self.world_size
         if self.generation_batch_size != b * s * world:
             yield (
                 f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes "

@@ -38,6 +38,7 @@ NOT_FOR_THE_MODEL = (
     "ref_rejected_logps",
     "ref_logps",
     "label",
+    "more_completions",
 )
 
 

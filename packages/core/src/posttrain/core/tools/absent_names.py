@@ -13,12 +13,12 @@ from posttrain.core.errors import did_you_mean
 PACKAGES = ("posttrain.core", "posttrain.sft", "posttrain.rl", "posttrain.seq2seq")
 
 _PPO = (
-    "learn from rewards with posttrain.rl.GRPOTrainer, RLOOTrainer or ReinforcePlusPlusTrainer, which need no value "
-    "model"
+    "trl dropped it for want of users; learn from rewards with posttrain.rl.GRPOTrainer, RLOOTrainer or "
+    "ReinforcePlusPlusTrainer, which need no value model, see docs/online-rl.md"
 )
 _ONLINE_PAIRS = (
-    "sample and score in your own loop and train with posttrain.rl.DPOTrainer, or turn the judge into a reward "
-    "function of posttrain.rl.GRPOTrainer"
+    "trl dropped it for want of users; posttrain.rl.OnlineDPOTrainer learns from pairs that a judge or rewards "
+    "compare, see docs/online-rl.md"
 )
 _DISTIL = (
     "posttrain.rl.DistillationTrainer has a teacher in this process, behind a server (teacher_model_server_url) and "
@@ -26,7 +26,10 @@ _DISTIL = (
 )
 _MINILLM = "set DistillationConfig(loss_type='policy_gradient') of posttrain.rl; see docs/distillation.md"
 _PIXELS = "diffusion models are not trained here; diffusers has training scripts for them"
-_JUDGE = "a judge is a function: pass one that scores completions as reward_funcs to posttrain.rl.GRPOTrainer"
+_JUDGE = (
+    "a judge is any object with judge(prompts, completions): pass one as judge to posttrain.rl.OnlineDPOTrainer, see "
+    "docs/online-rl.md"
+)
 _VALUE_HEAD = (
     "no trainer here has a value model; posttrain.rl.GRPOTrainer and RLOOTrainer take a plain causal language model"
 )
@@ -44,14 +47,16 @@ _OF_TRL = "it is a part of trl that no script needs here; import it from trl if 
 #: ``{names: what to use instead}``, a clause that follows "posttrain.rl has no 'PPOTrainer': ".
 _INSTEAD: dict[str, str] = {
     "PPO PPOv2 Policy": _PPO,
-    "XPO NashMD OnlineDPO Judge": _ONLINE_PAIRS,
+    "XPO NashMD Judge": _ONLINE_PAIRS,
     "GOLD SDFT SDPO AsyncDistillation ServerDistillation IWOPD SSD": _DISTIL,
     "MiniLLM": _MINILLM,
     "DDPO AlignProp": _PIXELS,
-    "PRM": "rewards for single steps are not in this version; posttrain.rl.RewardTrainer scores whole completions",
-    "BCO": "posttrain.rl.KTOTrainer learns from single completions called good or bad as well",
+    "PRM": "trl dropped it for want of users; posttrain.rl.RewardTrainer scores whole completions, see "
+    "docs/preference.md",
+    "BCO": "trl dropped it for want of users; posttrain.rl.KTOTrainer learns from single completions called good or "
+    "bad as well, see docs/preference.md",
     "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
-    "GFPO PAPO GRPOWithReplayBuffer AsyncGRPO GSPOToken A2PO GMPO TPO DPPO": _VARIANT,
+    "GFPO PAPO GRPOWithReplayBuffer AsyncGRPO GSPOToken A2PO GMPO DPPO": _VARIANT,
 }
 INSTEAD = {
     name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")

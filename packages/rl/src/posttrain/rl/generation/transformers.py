@@ -92,17 +92,15 @@ class TransformersGenerator:
             base.generation_config = own
 
 
-def generation_config(sampling: Sampling, tokenizer: Any) -> GenerationConfig:
-    """`sampling` in the words of transformers."""
+def generation_config(sampling: Sampling, tokenizer: Any, more: dict[str, Any]) -> GenerationConfig:
+    """`sampling` in the words of transformers, with `more` fields, which override."""
     from transformers import GenerationConfig
 
     ends = sampling.eos_token_ids
-    return GenerationConfig(
-        **_drawing_options(sampling),
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=ends[0] if len(ends) == 1 else list(ends) or None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    return GenerationConfig(**{
+        **_drawing_options(sampling), "max_new_tokens": sampling.max_new_tokens, "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, **more,
+    })  # fmt: skip
 
 
 def _drawing_options(sampling: Sampling) -> dict[str, Any]:
