@@ -111,7 +111,7 @@ class DistillationTrainer(RolloutTrainer):
     The other arguments are those of `RolloutTrainer`.
     """
 
-    config_class = DistillationConfig
+    config_class: type[DistillationConfig] = DistillationConfig
     args: DistillationConfig
     tag_names = ("trl", "distillation")
     signature_columns = ("prompt", "completion", "messages", "image", "images")

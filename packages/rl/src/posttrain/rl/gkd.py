@@ -49,7 +49,7 @@ class GKDConfig(DistillationConfig):
 class GKDTrainer(DistillationTrainer):
     """Trains a student on its own completions and on the dataset's. Arguments: see `DistillationTrainer`."""
 
-    config_class = GKDConfig
+    config_class: type[GKDConfig] = GKDConfig
     args: GKDConfig
     tag_names = ("trl", "gkd")
 

@@ -42,7 +42,9 @@ class OnlineDPOConfig(RolloutConfig):
     )
     vllm_gpu_memory_utilization: float = opt(0.55, "Share of the GPU's memory for a colocated vLLM.", above=0, max=1)
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
-    beta: list[float] = opt([0.1], "Pull towards the reference; larger stays closer. Several: one for each epoch.")
+    beta: list[float] = opt(  # type: ignore[assignment]  # one for each epoch
+        [0.1], "Pull towards the reference; larger stays closer. Several: one for each epoch."
+    )
     loss_type: str = opt("sigmoid", "The loss of DPO, or of IPO.", choices=LOSSES)
     missing_eos_penalty: float | None = opt(
         None, "Taken off the first reward of a completion that does not end by itself.", above=0
@@ -90,7 +92,7 @@ class OnlineDPOTrainer(RolloutTrainer):
     The other arguments are those of `RolloutTrainer`.
     """
 
-    config_class = OnlineDPOConfig
+    config_class: type[OnlineDPOConfig] = OnlineDPOConfig
     args: OnlineDPOConfig
     tag_names = ("trl", "online-dpo")
 

@@ -36,7 +36,7 @@ from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS
 from posttrain.rl.policy import router_coefficient
-from posttrain.rl.preference_batches import Completions, PreferenceCollator
+from posttrain.rl.preference_batches import Completions, PreferenceCollator, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions
@@ -224,7 +224,8 @@ class PreferenceTrainer(Trainer):
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
         if not pipeline.is_filler(inputs):
-            self._log_pairs(chosen, rejected, rewards)
+            for name, total, count in pair_metrics(chosen, rejected, rewards):
+                self.metrics.add_sum(name, total, count)
             if aux_loss is not None:
                 self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
@@ -377,20 +378,6 @@ class PreferenceTrainer(Trainer):
                 "since, or its adapter does not start at zero (init_lora_weights). To use another reference on "
                 "purpose, pass ref_model."
             )
-
-    def _log_pairs(self, chosen: Completions, rejected: Completions, rewards: torch.Tensor) -> None:
-        pairs, add = len(rewards), self.metrics.add_sum
-        totals = rewards.sum(0)
-        for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
-            add(f"rewards/{name}", totals[i], pairs)
-            add(f"logps/{name}", side.logp.detach().sum(), pairs)
-            tokens = side.lengths.sum()
-            add(f"logits/{name}", side.tokens.stats["mean_logit"].sum(), tokens)
-            add("entropy", side.tokens.stats["entropy"].sum(), tokens)
-            if name == "chosen":
-                add("mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens)
-        add("rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs)
-        add("rewards/margins", totals[0] - totals[1], pairs)
 
     def _write_samples(self, dataset: Any) -> None:
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)

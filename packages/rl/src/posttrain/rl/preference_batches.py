@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,25 @@ class Completions:
     def mean_logp(self) -> torch.Tensor:
         """(B,) log-probability of a token, on average."""
         return self.logp / self.lengths.clamp_min(1)
+
+
+def pair_metrics(
+    chosen: Completions, rejected: Completions, rewards: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | int]]:
+    """(name, sum, count) of what is logged of B pairs, whose rewards are (B, 2). The token statistics are those of
+    `posttrain.rl.preference.PreferenceTrainer`.
+    """
+    pairs, totals = len(rewards), rewards.sum(0)
+    for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
+        yield f"rewards/{name}", totals[i], pairs
+        yield f"logps/{name}", side.logp.detach().sum(), pairs
+        tokens = side.lengths.sum()
+        yield f"logits/{name}", side.tokens.stats["mean_logit"].sum(), tokens
+        yield "entropy", side.tokens.stats["entropy"].sum(), tokens
+        if name == "chosen":
+            yield "mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens
+    yield "rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs
+    yield "rewards/margins", totals[0] - totals[1], pairs
 
 
 @dataclass

@@ -77,7 +77,7 @@ class RolloutTrainer(Trainer):
     The other arguments are those of `Trainer`.
     """
 
-    config_class = RolloutConfig
+    config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
     evaluation_metrics = None
     signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
