@@ -25,7 +25,13 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
         self.paths, self.lock, self.engine = [], threading.Lock(), LocalGenerator(tiny.tokenizer())
         self.model, self.failures, self.version, self.connections = model, 0, "default", 0
-        self.settings = {"mode": "raw_logprobs", "reads_ids": True, "nested": False, "longest": None} | settings
+        self.settings = {
+            "mode": "raw_logprobs",
+            "reads_ids": True,
+            "nested": False,
+            "longest": None,
+            "dtype": "torch.bfloat16",
+        } | settings
         self.engine.sync_weights(model)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -96,6 +102,7 @@ class OpenAI(Handler):
                     "model_config": {
                         "logprobs_mode": self.server.settings["mode"],
                         "max_model_len": self.server.settings["longest"],
+                        "dtype": self.server.settings["dtype"],
                     }
                 }
             },
@@ -239,6 +246,18 @@ def test_weights_that_did_not_arrive_are_noticed(model, serve, handler, mode):
     client._send = lambda weights, server: None  # nothing is sent
     with pytest.raises(ValueError, match="differ from the trainer's"):
         client.sync_weights(model)
+
+
+def test_in_float32_weights_that_are_a_little_old_are_noticed(model, serve):
+    clients = {dtype: client_of(serve(dtype=f"torch.{dtype}")) for dtype in ("float32", "bfloat16")}
+    for client in clients.values():
+        client._send = lambda weights, server: None
+        client.sync_weights(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.05)
+    clients["bfloat16"].sync_weights(model)  # as far apart as two engines in bfloat16 may be
+    with pytest.raises(ValueError, match="differ from the trainer's by 0.0[1-9]"):
+        clients["float32"].sync_weights(model)
 
 
 def test_log_probabilities_before_the_temperature_are_not_told(model, serve):

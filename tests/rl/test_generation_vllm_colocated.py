@@ -55,6 +55,10 @@ class LLM:
             own.pop(name).data.copy_(weight)
         assert not own
 
+    def apply_model(self, function):
+        """As vLLM's; it holds a model of transformers, and no head of vLLM."""
+        function(self.policy)
+
     def reset_prefix_cache(self):
         self.events.append("reset")
 

@@ -64,7 +64,7 @@ def not_sent(trainer) -> str:
 
 
 def main(out: Path) -> None:
-    servers.save(out / "model")
+    servers.save(out / "model", servers.model(tie_word_embeddings=True))
     generator = VLLMColocatedGenerator(ENGINE, sleeps="sleep" in sys.argv)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True)
     found = {"full": run(trainer_of(out, generator)), "adapter": run(trainer_of(out, generator, peft_config=adapter))}

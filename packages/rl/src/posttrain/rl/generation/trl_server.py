@@ -34,6 +34,7 @@ class TrlServer:
 
     scaled: bool | None = None
     longest: int | None = None
+    in_float32 = False
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class Dialect(Protocol):
     Attributes:
         scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
         longest: tokens of prompt and completion together at most; None: unknown.
+        in_float32: whether it computes in float32; False: unknown.
     """
 
     @property
@@ -60,6 +61,9 @@ class Dialect(Protocol):
 
     @property
     def longest(self) -> int | None: ...
+
+    @property
+    def in_float32(self) -> bool: ...
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
@@ -166,7 +170,8 @@ class VLLMServerGenerator:
             def write(row: list[int], server: Server = server) -> Written:
                 return self._dialect.write_on(server, row, PROBE, 0)
 
-            self._scaled = check(model, write, self._dialect.scaled, f"the vLLM server at {server.url}", prompt)
+            who, dialect = f"the vLLM server at {server.url}", self._dialect
+            self._scaled = check(model, write, dialect.scaled, who, prompt, dialect.in_float32)
 
     @functools.cached_property
     def _dialect(self) -> Dialect:
@@ -207,6 +212,8 @@ class VLLMServers:
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
         self.scaled: bool | None = infos[0]["--logprobs-mode"] == "processed_logprobs"
         self.longest: int | None = infos[0]["--max-model-len"]
+        self.in_float32 = infos[0]["--dtype"] == "torch.float32"
+        self._on_cpu = infos[0]["--device"] == "cpu"
         self._backend, self._max_rank = infos[0]["--weight-transfer-config"], infos[0]["--max-lora-rank"]
         self._send, self._folder, self._port, self._timeout = send, folder, port, timeout
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
@@ -227,6 +234,12 @@ class VLLMServers:
         if self._send is None:
             self._send = self._make_transport()
         kind = "adapter" if isinstance(weights, AdapterWeights) else "weights"
+        if self._on_cpu and isinstance(self._send, Folder) and weights.base.config.tie_word_embeddings:
+            raise ValueError(
+                "vLLM on the CPU keeps an output head that is tied to the embedding as it was when it reads weights "
+                'from a folder. Start the server with --weight-transfer-config \'{"backend": "gloo"}\', and leave '
+                "vllm_weight_folder out."
+            )
         everywhere(self.servers, f"/pause?mode={'keep' if self._in_flight else 'wait'}", {})
         try:
             self._send.send(weights, self.servers, f"posttrain-{kind}-{number}")
@@ -353,6 +366,8 @@ def started_with(server: Server) -> dict[str, Any]:
         raise ConnectionError(f"{error}. Start it with VLLM_SERVER_DEV_MODE=1 in its environment.") from error
     return {
         "--logprobs-mode": info["model_config"].get("logprobs_mode", "raw_logprobs"),
+        "--device": (info.get("device_config") or {}).get("device_type"),
+        "--dtype": info["model_config"].get("dtype"),
         "--max-model-len": info["model_config"].get("max_model_len"),
         "--weight-transfer-config": (info.get("weight_transfer_config") or {}).get("backend"),
         "--max-lora-rank": (info.get("lora_config") or {}).get("max_lora_rank"),

@@ -22,6 +22,7 @@ from posttrain.core.errors import require
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
 
@@ -82,7 +83,12 @@ class VLLMColocatedGenerator:
             self._llm = self._start(model)
         self._model = model
         self._load()
-        check(model, lambda prompt: self._write([_Request(prompt, PROBE, 0)])[0], True, "the vLLM in this process")
+
+        def write(prompt: list[int]) -> Written:
+            return self._write([_Request(prompt, PROBE, 0)])[0]
+
+        in_float32 = self.engine.get("dtype", "float32") == "float32"  # by default that of the model
+        check(model, write, True, "the vLLM in this process", in_float32=in_float32)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -218,6 +224,8 @@ def _reload(llm: Any, weights: Weights) -> None:
     """Replace the weights of `llm`, layer by layer, in the layout of its kernels."""
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if weights.device.type == "cpu":
+            llm.apply_model(refresh_tied_head)
     except TypeError as error:
         if "weights_iterator" not in str(error):
             raise

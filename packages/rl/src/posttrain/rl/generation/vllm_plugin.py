@@ -27,6 +27,17 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, engine)
 
 
+def refresh_tied_head(model: Any) -> None:
+    """Let the output head of vLLM's `model` use its present weights, after weights were loaded into it again.
+
+    On the CPU vLLM 0.32 multiplies by a packed copy, which it makes anew for layers that weights were loaded into. A
+    head that is tied to the embedding is not among those, and would go on with the weights of the start.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 @dataclass
 class InitInfo:
     """Where the trainer is found.
@@ -85,6 +96,7 @@ class GlooReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        refresh_tied_head(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's, which waits for an accelerator that may not be there."""

@@ -14,13 +14,15 @@ from torch import nn
 from posttrain.core.distributed import is_in_pieces, whole, whole_shape
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.transformers import evaluating
+from posttrain.rl.generation.transformers import evaluating, is_float32
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
 
 LARGEST_GAP = 0.1
 """Mean difference of log-probabilities from which a weight sync counts as failed."""
+LARGEST_GAP_FLOAT32 = 0.01
+"""The same where trainer and engine both compute in float32."""
 PROBE = Sampling(8, temperature=2.0)
 """Sampling options of the check: the temperature separates scaled from unscaled log-probabilities."""
 
@@ -211,6 +213,7 @@ def check(
     scaled: bool | None,
     who: str,
     prompt: list[int] | None = None,
+    in_float32: bool = False,
 ) -> bool:
     """Compare an engine's log-probabilities of a few generated tokens with those of `model`.
 
@@ -219,12 +222,13 @@ def check(
         scaled: whether the engine divides logits by the temperature first; None: detect it.
         who: the engine, for the message.
         prompt: token ids; None: arbitrary ones.
+        in_float32: whether the engine computes in float32.
 
     Returns:
         `scaled`, as given or detected.
 
     Raises:
-        ValueError: they differ by `LARGEST_GAP` or more, on average.
+        ValueError: they differ by `LARGEST_GAP` or more on average, or in float32 by `LARGEST_GAP_FLOAT32`.
     """
     size = base_model(model).config.vocab_size
     prompt = prompt or [(37 * place + 5) % size for place in range(8)]
@@ -233,7 +237,7 @@ def check(
         raise ValueError(f"{who} returns no log-probabilities, so the weight sync cannot be verified.")
     gaps = {way: _gap(model, prompt, ids, logps, PROBE.temperature if way else 1.0) for way in (True, False)}
     found = gaps[True] <= gaps[False] if scaled is None else scaled
-    if not gaps[found] < LARGEST_GAP:
+    if not gaps[found] < (LARGEST_GAP_FLOAT32 if in_float32 and is_float32(base_model(model)) else LARGEST_GAP):
         raise ValueError(
             f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gaps[found]:.2g} "
             "on average: it has other weights or another model. Serve the model that is being trained."
