@@ -56,6 +56,12 @@ class LaunchArguments(metaclass=ConfigMeta):
     compute_environment: str = opt("LOCAL_MACHINE", "Where the run takes place.", choices=("LOCAL_MACHINE",))
     module: bool = opt(False, "PROGRAM is a module rather than a file.")
     no_python: bool = opt(False, "PROGRAM is started directly, without Python.")
+    ray: bool = opt(
+        False, "Start the processes as actors of a Ray cluster, that at RAY_ADDRESS or one of this machine."
+    )
+    ray_engine: str | None = opt(
+        None, "With --ray: a command that runs beside the processes, and is started again if it ends, such as a server."
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -82,6 +88,10 @@ class LaunchArguments(metaclass=ConfigMeta):
             yield "num_machines above 1 needs main_process_ip and main_process_port, the address of the first machine"
         if self.use_fsdp and self.use_deepspeed:
             yield "use_fsdp and use_deepspeed cannot both hold; keep one"
+        if self.ray_engine is not None and not self.ray:
+            yield "ray_engine is started by Ray; set ray=True too"
+        if self.ray and (self.num_machines > 1 or self.max_restarts):
+            yield "with ray=True, Ray knows the machines; leave out num_machines and max_restarts"
         for name, value in (self.dynamo_config or {}).items():
             short = name.removeprefix("dynamo_")
             if short not in ("backend", "mode") and str(value).lower() not in ("false", "no", "none", ""):
@@ -136,6 +146,11 @@ def run(words: list[str]) -> int:
         raise ConfigError("launch", ["there is no PROGRAM to start; posttrain launch --help shows how"])
     for note in notes:
         print(f"posttrain launch: {note}", file=sys.stderr)
+    if args.ray:
+        from posttrain.core.tools import launch_ray
+
+        words = launch_ray.command(program_words(args, program))
+        return launch_ray.run(words, args.num_processes or 1, environment(args), args.use_cpu, args.ray_engine)
     os.environ |= environment(args)
     return start([*torchrun_words(args), *program_words(args, program)])
 
