@@ -20,8 +20,9 @@ total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
 if sys.argv[2] == "fails" and dist.get_rank() == 1:
     sys.exit(7)
+found = {"total": total.item(), "local": os.environ["LOCAL_RANK"]}
 with open(f"{sys.argv[1]}/{dist.get_rank()}.json", "w") as file:
-    json.dump({"total": total.item(), "local": os.environ["LOCAL_RANK"], "mixed": os.environ["ACCELERATE_MIXED_PRECISION"]}, file)
+    json.dump(found | {"mixed": os.environ["ACCELERATE_MIXED_PRECISION"]}, file)
 if sys.argv[2] == "waits" and dist.get_rank() == 0:
     import pathlib, time
     while len(pathlib.Path(sys.argv[1], "engine").read_text().split()) < 3:

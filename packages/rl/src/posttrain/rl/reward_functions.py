@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from posttrain.core.errors import require
+
 THOUGHT_ENDS = ("</think>",)
 
 
@@ -106,6 +108,26 @@ def reasoning_accuracy_reward(
     ends = [max((text.rfind(mark) + len(mark) for mark in delimiters if mark in text), default=-1) for text in texts]
     answers = [text[end:] if end >= 0 else "" for text, end in zip(texts, ends, strict=True)]
     return accuracy_reward(answers, solution, log_extra)
+
+
+def math_verify_reward(completions: Sequence[Any], solution: Sequence[str]) -> list[float | None]:
+    """1 where math-verify (https://github.com/huggingface/Math-Verify) finds the answers equal, else 0; None for
+    solutions without an answer. It reads LaTeX: sets, intervals, matrices, equations and expressions.
+
+    Expressions have no time limit of their own, since those of math-verify work in the main thread alone: set
+    ``reward_timeout``.
+    """
+    math_verify = require("math_verify", "posttrain-rl[environments]", "math_verify_reward")
+
+    def parsed(text: str) -> Any:
+        return math_verify.parse(text, parsing_timeout=None)
+
+    rewards: list[float | None] = []
+    for completion, right in zip(completions, solution, strict=True):
+        gold = parsed(right) or parsed(f"${right}$")
+        given = parsed(text_of(completion))
+        rewards.append(float(math_verify.verify(gold, given, timeout_seconds=None)) if gold else None)
+    return rewards
 
 
 # -------------------------------------------------------------------------------------------------- format and length

@@ -28,14 +28,15 @@ from posttrain.rl.reward_functions import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    math_verify_reward,
     reasoning_accuracy_reward,
     think_format_reward,
 )
 
 __all__ = [
     "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "reward_functions",
-    "think_format_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "math_verify_reward", "reasoning_accuracy_reward",
+    "reward_functions", "think_format_reward",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -351,7 +352,8 @@ def _short(value: Any, length: int = 300) -> str:
 
 
 BUILT_IN = {
-    function.__name__: function for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
+    function.__name__: function
+    for function in (accuracy_reward, math_verify_reward, reasoning_accuracy_reward, think_format_reward)
 }
 
 
