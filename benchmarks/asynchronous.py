@@ -53,9 +53,10 @@ def run(url: str, folder: str, max_staleness: int, seed: int) -> dict[str, float
         return [len(set(ids)) / len(ids) for ids in completion_ids]
 
     args = GRPOConfig(
-        out, per_device_train_batch_size=16, num_generations=8, max_completion_length=32, num_iterations=ITERATIONS, max_steps=STEPS, seed=seed,
-        max_staleness=max_staleness, reward_concurrency=3, learning_rate=1e-3, logging_steps=1, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=False,
+        out, per_device_train_batch_size=16, num_generations=8, max_completion_length=32, num_iterations=ITERATIONS,
+        max_steps=STEPS, seed=seed, max_staleness=max_staleness, reward_concurrency=3, learning_rate=1e-3,
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=False,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = GRPOTrainer(
