@@ -71,6 +71,7 @@ def train(engine: str, generator, folder: Path, seed: int, updates: int, out: Pa
         "after": statistics.mean(calculator.shares(trainer.model, tokenizer, held_out, 4)),
         "first_rewards": statistics.mean(record["reward"] for record in records[:5]),
         "last_rewards": statistics.mean(last), "updates": len(records),
+        "mean_gap": max(record.get("sampling/sampling_logp_difference/mean", 0.0) for record in records),
         "largest_gap": max(record.get("sampling/sampling_logp_difference/max", 0.0) for record in records),
     }  # fmt: skip
 
