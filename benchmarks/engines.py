@@ -21,9 +21,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import calculator  # noqa: E402
+import results  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -100,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=45, help="of fine-tuning")
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--url", help="of a server on such a model, instead of one that is started")
     parser.add_argument("--out", type=Path, default=Path("out/engines"))
@@ -113,6 +115,8 @@ def main() -> None:
         for engine in options.engines:
             command = [sys.executable, __file__, *sys.argv[1:]]
             subprocess.run([*command, "--engines", engine], check=True)
+        rows = [json.loads(line) for line in (options.out / "engines.jsonl").read_text().splitlines()]
+        print(results.write("engines", {"runs": rows}))
         return
     rows = part(options.engines[0], seeds, options)
     with (options.out / "engines.jsonl").open("a") as lines:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "lightning", "datasets", "posttrain-core")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "lightning", "datasets", "posttrain-core", "vllm")
 
 
 def processor() -> str:
