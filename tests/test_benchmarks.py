@@ -104,3 +104,30 @@ def test_the_operations_of_a_token_are_those_that_torch_counts(gpu):
     assert sizes == (pytest.approx(0.596e9, rel=0.01), pytest.approx(7.57e9, rel=0.01))  # embeddings are no products
     assert gpu.tokens_seen([4]) == 2.5 and sum(gpu.documents_of(4096)) == 4096
     assert gpu.peak_of("NVIDIA H200") == 989.4e12 and gpu.peak_of("some CPU") is None
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    return importlib.import_module("counts")
+
+
+def test_the_counts_of_a_step_are_made_for_a_tiny_model(counts, monkeypatch):
+    monkeypatch.setattr(counts, "VOCABULARY", 600)
+    found = counts.measure("posttrain", "dpo-40", 16)
+    assert (found["waits"], found["breaks"]) == (0, 0)
+    # Of 4 pairs: the policy's forward and backward and the reference's forward, over each prompt once.
+    tokens, weights = 4 * (53 + 2 * 40), 4 * (16 * 4 * 2 * (4 + 2) + 3 * 16 * 48)
+    head = 10 * 4 * 2 * 40 * 600 * 16  # completions alone, and the policy's logits twice
+    attention = 9 * 4 * 4 * 4 * 8 * (53 * 54 // 2 + 2 * 40 * 53 + 40 * 41)
+    assert found["flops"] == pytest.approx(8 * tokens * weights + head + attention, rel=0.1)
+    assert found["operations"] < 1900
+    [row] = columns(counts.table({"dpo-40": {"posttrain": found, "trl": found}}))
+    assert row[0] == "dpo-40" and row[4:] == ["0 / 0", "0 / 0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sft-packed", "dpo-77"])
+def test_a_step_takes_less_of_everything_than_one_of_trl(task, counts):
+    ratio = counts.compare(task, 16)["ratio"]
+    assert ratio["flops"] < 0.6 and ratio["operations"] <= 1 and ratio["bytes"] < 0.3 and ratio["waits"] == 0

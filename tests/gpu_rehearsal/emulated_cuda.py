@@ -239,7 +239,7 @@ class EmulatedCuda(TorchDispatchMode):
             self.wait(_WAITS[name])
         inner_args, inner_kwargs = tree_map(_host, args), tree_map(_host, kwargs)
         out = func(*inner_args, **inner_kwargs)
-        self.dispatched += 1
+        self.dispatched += bool(to_device or on_device)
         if name == "aten::copy_" and not isinstance(args[0], CudaTensor):
             return args[0]
         if not to_device or name == "aten::_local_scalar_dense":

@@ -143,3 +143,14 @@ def test_flex_attention_is_compiled_for_a_kind_of_input_and_not_for_each_batch()
     finally:
         torch._dynamo.reset()
         varlen_attention._flex_attention.cache_clear()
+
+
+def test_a_block_mask_costs_the_device_copies_alone():
+    segments = Segments.documents([100, 300, 7, 900])
+    with EmulatedCuda() as gpu:
+        varlen_attention.block_mask.cache_clear()
+        mask = block_mask(segments, None, torch.device("cuda"))
+        assert gpu.dispatched <= 16 and not gpu.waits
+        queries, keys = mask.q_indices.cpu(), mask.kv_indices.cpu()
+        varlen_attention.block_mask.cache_clear()  # it holds tensors of this device
+    assert (queries.shape, keys.shape) == ((1, 1, 11, 11), (1, 1, 11, 11)) and mask.seq_lengths == (1307, 1307)

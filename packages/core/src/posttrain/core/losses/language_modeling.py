@@ -173,7 +173,7 @@ def linear_cross_entropy(
         weight: (V, H). bias: (V,).
         labels: (B, T) or (N,) integers in [0, V), or `ignore_index`.
         chunk_size: rows of a tile, of which 16 bit types take twice as many; the memory used is about
-            ``chunk_size * V * 4`` bytes plus the gradients.
+            ``chunk_size * V * 4`` bytes plus the gradients. On a GPU a tile has at least 2**23 logits.
         softcap: logits are bounded to (-softcap, softcap) by a tanh (Gemma 2). scale: multiplies them before that.
         reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" recomputes the tiles in the
             backward, as `token_logps` does.
@@ -319,9 +319,9 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 class Tiles:
     """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
 
-    A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits. It is
-    scored and overwritten in blocks that fit in the cache, in the type of the statistics. All tiles and blocks of a
-    call share their buffers.
+    A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits; on a GPU
+    at least a block. It is scored and overwritten in blocks that fit in the cache, in the type of the statistics. All
+    tiles and blocks of a call share their buffers.
     """
 
     def __init__(
@@ -338,10 +338,14 @@ class Tiles:
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         vocabulary, new = weight.shape[0], hidden.new_empty
-        self.tile_rows = min(options.chunk_size * (2 if self.dtype.itemsize == 2 else 1), max(num_rows, 1))
+        on_cpu = hidden.device.type == "cpu"
+        block_rows = max((BLOCK_ELEMENTS if on_cpu else BLOCK_ELEMENTS_ON_DEVICES) // vocabulary, 1)
+        tile_rows = options.chunk_size * (2 if self.dtype.itemsize == 2 else 1)
+        if not on_cpu:  # of a small vocabulary a tile would be too little work
+            tile_rows = max(tile_rows, block_rows)
+        self.tile_rows = min(tile_rows, max(num_rows, 1))
         self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
-        elements = BLOCK_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS_ON_DEVICES
-        self.block_rows = min(max(elements // vocabulary, 1), self.tile_rows)
+        self.block_rows = min(block_rows, self.tile_rows)
         block = self.block_rows, vocabulary
         self.statistics_dtype = statistics_dtype(self.dtype)
         self.probabilities = new(block, dtype=self.statistics_dtype)

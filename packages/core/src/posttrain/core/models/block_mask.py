@@ -11,6 +11,10 @@ from posttrain.core.data.segments import Segments
 
 #: Queries, and keys, of a block.
 BLOCK = 128
+#: Tensors of a mask: which blocks of keys those of queries see in part and in full, and by which they are seen.
+BLOCKS = tuple(
+    f"{full}{kind}_{what}" for kind in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
+)
 
 
 @functools.lru_cache(maxsize=8)
@@ -38,10 +42,13 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     for blocks in ((count > 0) & ~full, full):
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(1)[None, None], order[None, None]]
-    partly, partly_at, fully, fully_at = (tensor.to(torch.int32).to(device, non_blocking=True) for tensor in listed)
+    partly, partly_at, fully, fully_at = (tensor.to(torch.int32) for tensor in listed)
     lengths = segments.num_tokens, segments.num_tokens
-    options: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "mask_mod": rule, "seq_lengths": lengths}
-    return BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, **options)
+    options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": lengths}
+    made = BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, BLOCK_SIZE=BLOCK, **options)
+    # Which queries see a block of keys is found on the CPU: on a GPU it takes 60 kernels.
+    moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in BLOCKS}
+    return BlockMask(BLOCK_SIZE=made.BLOCK_SIZE, **options, **moved)
 
 
 def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
