@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup quickstart test test-all test-vllm gpu lint types check docs clean
+.PHONY: help setup quickstart test test-all test-vllm gpu lint types check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -54,6 +54,9 @@ docs: $(STAMP) ## Build the documentation site into site/, and check its links.
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --quiet --clean
 
 setup: $(STAMP) ## Install everything into .venv, and nothing more.
+
+dist-check: $(STAMP) ## Build the five distributions, install them from their files alone, and train with them.
+	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
 	rm -rf $(VENV) $(VLLM_VENV) out site

@@ -185,7 +185,7 @@ def fine_tune(name: str, data: tuple[str, list[dict], list[dict]], updates: int 
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=50,
             max_length=512,
-            learning_rate=1e-3,
+            learning_rate=5e-4,
             lr_scheduler_type="linear",
             warmup_steps=4,
             max_steps=updates,

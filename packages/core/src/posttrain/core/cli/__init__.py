@@ -16,6 +16,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
 # Each is a module of `posttrain.core.tools` with a function `run`.
 COMMANDS = {
+    "new": "List recipes, or write one out: a run to begin with.",
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show the training tokens of a run.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",

@@ -1,0 +1,104 @@
+"""Recipes are whole: each is written out, says what it is, and trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.cli import main, parse, registry
+from posttrain.core.tools import new
+from tests import tiny
+
+RECIPES = {recipe.name: recipe for recipe in new.recipes()}
+#: Their loss needs nothing but a small model, and they take the longest among those that are alike.
+QUICK = ["sft-chat", "simpo"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    def make(name: str) -> str:
+        folder = tmp_path / "model"
+        if name.startswith("seq2seq"):
+            tiny.seq2seq_lm().save_pretrained(folder)
+        else:
+            tiny.causal_lm(vocab_size=384).save_pretrained(folder)
+        tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def test_there_are_recipes_for_what_people_train():
+    assert len(RECIPES) >= 14
+    families = " ".join(recipe.model for recipe in RECIPES.values())
+    assert all(family in families for family in ("Qwen3", "Llama-3", "gemma-3", "gpt-oss"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_it_is(name):
+    recipe = RECIPES[name]
+    text = (recipe.folder / "run.yaml").read_text(encoding="utf-8")
+    head = [line.split(":")[0] for line in text.splitlines() if line.startswith("# ") and line[2].isupper()]
+    assert {"# Run", "# Data", "# Expect"} <= set(head)
+    assert text.startswith(f"# {name}: ") and (recipe.memory is None) == ("# Memory" not in head)
+    rows = [json.loads(line) for line in (recipe.folder / "rows.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert len(rows) == 20 and len({tuple(sorted(row)) for row in rows}) == 1
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
+def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
+    if name == "sft-qlora":
+        pytest.importorskip("bitsandbytes")
+    if name.startswith("seq2seq"):
+        pytest.importorskip("sacrebleu")
+    written = new.write(name, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    words = f"run.yaml --model_name_or_path {model(name)} --max_steps 2 --logging_steps 1 --eval_steps 2 --save_steps 2"
+    words += " --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --use_cpu --bf16 false --dtype float32"
+    words += " --report_to none"
+    if name.startswith("grpo"):
+        words += " --num_generations 2 --max_completion_length 8"
+    settings, _ = parse.read_words(["run.yaml"])
+    if "max_length" in settings:
+        words += " --max_length 256"
+    command = RECIPES[name].command.split()
+    if command[0] == "python":
+        assert tmp_path / "run" / "train.py" in written
+        done = subprocess.run([sys.executable, "train.py", *words.split()], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+    else:
+        assert registry.method(command[1]) and main([command[1], *words.split()]) == 0
+    history = json.loads((tmp_path / "run" / "out" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    logged = {key for record in history for key in record}
+    assert "loss" in logged and ("eval_loss" in logged or "eval_strategy" not in settings)
+
+
+def test_recipes_are_listed_and_written_out(tmp_path, monkeypatch, capsys):
+    assert main(["new"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in RECIPES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo-tools", "mine"]) == 0
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["rows.jsonl", "run.yaml", "train.py"]
+    assert "cd mine && python train.py run.yaml" in capsys.readouterr().out
+    (tmp_path / "mine" / "train.py").unlink()
+    assert main(["new", "grpo-tools", "mine"]) == 1
+    assert "is there already" in capsys.readouterr().err and not (tmp_path / "mine" / "train.py").exists()
+    assert main(["new", "sft-lor"]) == 2
+    assert "did you mean 'sft-lora'?" in capsys.readouterr().err
+    assert main(["new", "a", "b", "c"]) == 2
+
+
+def test_the_page_lists_every_recipe():
+    page = (Path(__file__).resolve().parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    memory = {r.name: "" if r.memory is None else f"{r.memory:.1f}" for r in RECIPES.values()}
+    assert [re.sub(r" +", " ", row) for row in rows] == [
+        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} |") for r in RECIPES.values()
+    ]
