@@ -182,7 +182,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
         OSError: ENOSPC before anything is written, if the file system reports that it is full.
     """
     size = source.size if isinstance(source, Source) else len(source)
-    if size < SMALL:
+    if isinstance(source, Source) and size < SMALL:
         whole = torch.empty(size, dtype=torch.uint8)
         source.copy(0, whole)
         with open(path, "wb") as file:
@@ -209,7 +209,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
 
     # One thread writes, for a file grows at one place at a time. None of them holds the interpreter's lock.
     with (
-        _opened(path) as file,
+        _opened(path) as out,
         ThreadPoolExecutor(1, "checkpoint-disk") as disk,
         ThreadPoolExecutor(_HASHING, "checkpoint-hash") as hashing,
     ):
@@ -217,10 +217,10 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
             for start in range(0, size, BLOCK):
                 view = block_at(start).numpy().data
                 digests.append(hashing.submit(digest, view))
-                written.append(disk.submit(file.write, view, start))
+                written.append(disk.submit(out.write, view, start))
             for future in written:
                 future.result()
-            file.sync()
+            out.sync()
         except BaseException:
             disk.shutdown(cancel_futures=True)  # before the file is closed
             raise

@@ -355,7 +355,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _fill(file: int, raw: torch.Tensor, offset: int) -> None:
-    view = memoryview(raw.numpy())
+    view = raw.numpy().data
     while view:
         count = os.preadv(file, [view], offset)
         if not count:

@@ -158,13 +158,14 @@ class Store:
         """The whole checkpoint of the highest step, with a warning on each damaged one that is passed over."""
         self.clean()
         checkpoints = self.checkpoints()
-        there = self.remote.whole() if self.remote is not None else []
+        remote = self.remote
+        there = [] if remote is None else remote.whole()
         names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: _step(Path(name)))
         for name in reversed(names):
             path = self.output_dir / name
             problems = self.verify(path) if path.is_dir() else ["It is not here."]
-            if problems and name in there:
-                problems = self._fetch(self.remote, name)
+            if problems and remote is not None and name in there:
+                problems = self._fetch(remote, name)
             if not problems:
                 self._warn_of_another_run(path, checkpoints)
                 return path
@@ -266,7 +267,7 @@ class Store:
 
     def look_for(self, resume_from_checkpoint: bool | str | Path) -> None:
         """Raise what `resolve` would, as far as it shows without reading a file whole, or fetching or deleting one."""
-        path = self.output_dir if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        path = self.output_dir if isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
         if resume_from_checkpoint is True:
             whole = any(not self.verify(one, deep=False) for one in self.checkpoints())
             if not whole and (self.remote is None or not self.remote.whole()):

@@ -97,7 +97,7 @@ class Saver:
                 raise
         reports = self._gather((failure, None if later or part is None else part.digests))
         self._pending = step
-        if later and not any(failure for failure, _ in reports):
+        if later and temp is not None and part is not None and not any(failure for failure, _ in reports):
             self._writer.submit(lambda: self._finish(temp, part, extra))
         else:
             done = self._conclude(temp, reports, extra)
@@ -159,7 +159,7 @@ class Saver:
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if self.rank != self._leader:
             return None, []
-        if failures:
+        if failures or temp is None:
             if temp is not None:
                 self.store.abort(temp)
             return None, failures

@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
+from posttrain.core.models.wrapping import base_model
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 ENCODER = "prompt_encoder.safetensors"
@@ -28,9 +29,9 @@ def save_weights(model: nn.Module, directory: str | Path) -> None:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_pretrained"):
+    if (save := getattr(model, "save_pretrained", None)) is not None:
         with _quiet(), _written_here(), _on_this_process(model):
-            model.save_pretrained(str(directory))
+            save(str(directory))
     else:
         from safetensors.torch import save_model
 
@@ -124,7 +125,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         return _load_adapters(model, directory)
     in_parts = sharded.processes(directory, PARTS) > 0
     tensors = sharded.load(directory, PARTS) if in_parts else read_tensors(directory)
-    own, kind = model.state_dict(), sharding.plain_class(model)
+    own = model.state_dict()
+    kind: Any = sharding.plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
     if kind.load_state_dict is not nn.Module.load_state_dict and not hasattr(model, "save_pretrained"):
         misfits = []  # a module with its own loading may resize first
@@ -197,7 +199,7 @@ def check_indices(folder: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    for adapter in model.peft_config:
+    for adapter in getattr(model, "peft_config", ()):
         # peft writes the adapter "default" into the folder itself and every other into a subfolder.
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
@@ -254,7 +256,7 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
     if not adapters:
         return lambda name: True
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    base = model.get_base_model()
+    base = base_model(model)
     ends = [base.get_input_embeddings(), base.get_output_embeddings()] if hasattr(base, "get_input_embeddings") else []
     embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     return lambda name: (
@@ -273,7 +275,7 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
     """
     from peft.utils import get_peft_model_state_dict
 
-    for adapter in model.peft_config:
+    for adapter in getattr(model, "peft_config", ()):
         file = next(
             (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
         )

@@ -168,7 +168,7 @@ def message_choice(
     flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
     if not flagged and train_on in (None, "all"):
         return None
-    roles = [message["role"] if "role" in message else ROLES.get(message.get("from")) for message in value]
+    roles = [message["role"] if "role" in message else ROLES.get(message.get("from", "")) for message in value]
     if train_on == "last":
         last = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
         chosen = [i == last for i in range(len(roles))]
@@ -436,14 +436,15 @@ class Template:
 
         variables = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": self._source()}
         try:
-            texts, marks = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [self._calls.put(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
             )
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
         # A template that leaves the end-of-turn token out of its marks would teach the model never to stop.
-        text, ending = texts[0], self._turn_ending.strip()
-        return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks[0]]
+        (text,), (marks,) = rendered
+        ending = self._turn_ending.strip()
+        return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks]
 
     def turn_ending(self) -> str:
         """The text that the template adds after an assistant's turn, e.g. ``"<|im_end|>\
@@ -488,7 +489,7 @@ def assistant_mask(
     """
     text, spans = Template(tokenizer, to_tools(tools), chat_template_kwargs).assistant_spans(to_messages(messages))
     encoding = encode_texts(tokenizer, [text], [spans])[0]
-    return encoding.ids, encoding.mask
+    return encoding.ids, np.ones(len(encoding.ids), dtype=bool) if encoding.mask is None else encoding.mask
 
 
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:

@@ -246,7 +246,7 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
 
 def num_examples(loader: Any) -> int:
     """Rows that `loader` reads in an epoch, over all processes; estimated from its batches if unknown."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if is_sized(dataset):
         return len(dataset)
     return len(loader) * (getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None) or 1)
@@ -349,14 +349,13 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
         and all(getattr(value, "is_cpu", False) for value in batch.values())
     ):
         return dict(batch)  # there already; a new dict, since losses of old code take labels out of theirs
+    kind: Any = type(batch)
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in batch.items()}
-        if type(batch) is dict:
-            return moved
-        return type(batch)(moved) if isinstance(batch, MutableMapping) else moved
+        return kind(moved) if kind is not dict and isinstance(batch, MutableMapping) else moved
     if isinstance(batch, (list, tuple)):
         parts = [to_device(value, device, non_blocking) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
     return batch.to(device) if hasattr(batch, "to") else batch
 
 

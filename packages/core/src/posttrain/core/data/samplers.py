@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from posttrain.core.errors import DataError
@@ -159,9 +160,8 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
     A sampler that draws from the global random numbers finds them in a state that belongs to the epoch, and leaves
     them as they were.
     """
-    source = (
-        sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", None)
-    )  # what a batch sampler draws from
+    # What a batch sampler draws from.
+    source: Any = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", None)
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     if isinstance(sampler, EpochSampler):
@@ -232,12 +232,12 @@ def private_random_numbers(seed: int) -> Iterator[None]:
     Only the cached second normal number of ``np.random.randn`` is lost.
     """
     # numpy's bits are swapped and not copied: its get_state and set_state take 100 us, all of the rest 20 us.
-    python, numpy, pytorch = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
-    np.random.set_bit_generator(_private_bits())
+    python, numpy, pytorch = random.getstate(), mtrand.get_bit_generator(), torch.get_rng_state()
+    mtrand.set_bit_generator(_private_bits())
     seed_cpu(seed)
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_bit_generator(numpy)
+        mtrand.set_bit_generator(numpy)
         torch.set_rng_state(pytorch)

@@ -234,19 +234,19 @@ class Loader(DataLoader):
                 "dataloader_num_workers as it was to resume exactly.", len(given), len(start.given),
             )  # fmt: skip
         if self._stream is not None and any(given) and start.dataset is None:
-            self._warn_about_replay(sum(given))
+            self._warn_about_replay(self._stream.dataset, sum(given))
 
     def __len__(self) -> int:
         """Batches of an epoch on this process."""
         return len(self._draws if self._stream is None else self._stream)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator's private class
         now = replace(self._next, given=list(self._next.given))
         self._now, self._next = now, self._beginning()
         self._generator.manual_seed(mix(self._seed, self.epoch))
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
-            return self._give_from_stream(workers.iterate(self._engine), now)
+            return self._give_from_stream(self._stream, workers.iterate(self._engine), now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
                 generator.set_state(now.sampler)
@@ -264,7 +264,8 @@ class Loader(DataLoader):
         return self.num_workers == 0 and not self.pin_memory
 
     def _read_here(self) -> Iterator[Any]:
-        read, collate = self._engine.dataset.__getitems__, self._engine.collate_fn
+        rows: Any = self._engine.dataset
+        read, collate = rows.__getitems__, self._engine.collate_fn
         for draw in self._draws:
             yield collate(read(draw))
 
@@ -276,7 +277,7 @@ class Loader(DataLoader):
             yield batch
         self._end(now)
 
-    def _give_from_stream(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
+    def _give_from_stream(self, stream: _Stream, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
         last, any_rank = None, self._any_rank
         while True:
             worker, batch = next(batches, (None, None))
@@ -285,7 +286,9 @@ class Loader(DataLoader):
             if any_rank is not None:
                 if not any_rank(worker is not None):
                     break
-                batch = last = batch if worker is not None else as_filler(self._first_batch() if last is None else last)
+                if worker is None:
+                    batch = as_filler(self._first_batch(stream) if last is None else last)
+                last = batch
             elif worker is None:
                 break
             if worker is not None:
@@ -305,17 +308,16 @@ class Loader(DataLoader):
     def _beginning(self) -> _Position:
         return _Position([0] * (max(self.num_workers, 1) if self._stream is not None else 1))
 
-    def _first_batch(self) -> Any:
+    def _first_batch(self, stream: _Stream) -> Any:
         with private_random_numbers(self._seed):
-            rows = list(islice(iter(self._stream.dataset), 1))
+            rows = list(islice(iter(stream.dataset), 1))
             if not rows:
                 raise DataError(
                     f"Process {self._rank} of {self._world_size} got not one row of the stream. Use fewer processes."
                 )
             return self.collate_fn(rows if self.batch_size is not None else rows[0])
 
-    def _warn_about_replay(self, rows: int) -> None:
-        dataset = self._stream.dataset
+    def _warn_about_replay(self, dataset: Any, rows: int) -> None:
         what = f"Resuming a stream of type {type(dataset).__name__} reads its first {rows} rows again and drops them"
         if _is_one_shot(dataset):
             logger.warning(
@@ -388,17 +390,19 @@ class _Draws(Sampler):
             if len(group) < self.group and self._drops_rest:
                 return
             part, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
+            indices: Any = part
             if self.batch_size is None:
-                part = part[0][-1:] if is_filler else part[0]
+                indices = indices[0][-1:] if is_filler else indices[0]
             seed = mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
-            yield _Draw(part, is_filler, seed, epoch)
+            yield _Draw(indices, is_filler, seed, epoch)
 
 
 class _Rows(Dataset):
     """Reads the rows of a `_Draw`: in a worker, under the draw's own seed."""
 
     def __init__(self, dataset: Any, forward_epoch: bool) -> None:
-        self.dataset, self.epoch = dataset, None
+        self.dataset = dataset
+        self.epoch: int | None = None
         self.forwards = forward_epoch and hasattr(dataset, "set_epoch")
 
     def __getitems__(self, draw: _Draw) -> _Read:
@@ -544,8 +548,9 @@ def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | Non
             wrong &= values != IGNORE_INDEX
         if wrong.any():
             place = wrong.nonzero()[0]
-            in_order = indices is not None and values.ndim and len(values) == len(indices)
-            row = f" in row {indices[place[0]]}" if in_order else ""
+            row = ""
+            if indices is not None and values.ndim and len(values) == len(indices):
+                row = f" in row {indices[place[0]]}"
             raise DataError(out_of_range(name, int(values[tuple(place)]), limit, row))
     ids, longest = batch.get("input_ids"), limits.get("positions")
     if longest is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and "position_ids" not in batch:

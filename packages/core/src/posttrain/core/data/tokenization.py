@@ -45,27 +45,27 @@ def encode_texts(
     prompt's tokens are those of generation. If that changes the text (tokenizers that add a space before each text), it
     stays whole and the crossing token is trained on.
     """
-    spans = spans or [None] * len(texts)
+    marks_of: Sequence[Any] = spans or [None] * len(texts)
     if not getattr(tokenizer, "is_fast", False):
         whole = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return [
             Encoding(ids, None, False) if marks is None else _encode_pieces(tokenizer, text, marks, ids)
-            for text, marks, ids in zip(texts, spans, whole, strict=True)
+            for text, marks, ids in zip(texts, marks_of, whole, strict=True)
         ]
-    bare = [i for i, marks in enumerate(spans) if marks is None]
+    bare = [i for i, marks in enumerate(marks_of) if marks is None]
     results: list[Any] = [None] * len(texts)
     for i, encoding in zip(bare, encode_fast(tokenizer, [texts[i] for i in bare], positions=False), strict=True):
         results[i] = Encoding(encoding.ids, None, False)
-    marked = [i for i, marks in enumerate(spans) if marks is not None]
+    marked = [i for i, marks in enumerate(marks_of) if marks is not None]
     for i, encoding in zip(marked, encode_fast(tokenizer, [texts[i] for i in marked]), strict=True):
         mask, crossing = np.zeros(len(encoding.ids), dtype=bool), False
-        for start, stop in spans[i]:
+        for start, stop in marks_of[i]:
             first, crosses_start = token_at(encoding, start, len(texts[i]))
             last, crosses_stop = token_at(encoding, stop, len(texts[i]))
             mask[first : last + crosses_stop] = True
             crossing |= crosses_start or crosses_stop
         whole = Encoding(encoding.ids, mask, False)
-        results[i] = _encode_pieces(tokenizer, texts[i], spans[i], *whole[:2]) if crossing else whole
+        results[i] = _encode_pieces(tokenizer, texts[i], marks_of[i], *whole[:2]) if crossing else whole
     return results
 
 

@@ -33,7 +33,7 @@ OF_THE_MODEL: dict[str, Callable[[int], int]] = {
     "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
     "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
 }
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("stage", int),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer", lambda device: {"device": device}),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param", lambda device: {"device": device}),
@@ -150,7 +150,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
-    config = getattr(base_model(model), "config", None) if model is not None else None
+    config: Any = None if model is None else getattr(base_model(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = getattr(text, "hidden_size", None)
     if width is None:

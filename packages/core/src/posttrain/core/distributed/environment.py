@@ -61,7 +61,8 @@ def device(use_cpu: bool = False) -> torch.device:
     """The device of this process; a launcher's choice of the CPU (ACCELERATE_USE_CPU) holds too."""
     if use_cpu or is_true(os.environ.get("ACCELERATE_USE_CPU", "false")) or not accelerator_present():
         return torch.device("cpu")
-    kind = "cuda" if torch.cuda.is_available() else torch.accelerator.current_accelerator().type
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if torch.cuda.is_available() else "mps" if accelerator is None else accelerator.type
     return torch.device(kind, local_rank()) if kind != "mps" else torch.device("mps")
 
 

@@ -333,7 +333,8 @@ class Distributed:
         if self.engine is not None:
             self.engine.at_boundary(when)
         elif self.shards:
-            model.set_requires_gradient_sync(when)
+            sharded: Any = model
+            sharded.set_requires_gradient_sync(when)
         elif (
             not when
             and isinstance(model := getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel)

@@ -63,7 +63,7 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[tuple[str, list[int]]
 def _first(dataset: Any, number: int | None) -> list[Any]:
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
-    rows = []
+    rows: list[Any] = []
     for row in dataset if not hasattr(dataset, "__getitem__") else (dataset[i] for i in range(len(dataset))):
         if number is not None and len(rows) == number:
             break

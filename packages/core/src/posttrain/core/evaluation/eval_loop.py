@@ -193,7 +193,8 @@ class _Called:
     sees_own_batches = False
 
     def __init__(self, function: Callable[..., dict[str, float] | None]) -> None:
-        self.function, self.metrics = function, None
+        self.function = function
+        self.metrics: dict[str, float] | None = None
 
     def take(self, batch: EvalPrediction, is_last: bool) -> None:
         self.metrics = self.function(batch, compute_result=is_last)

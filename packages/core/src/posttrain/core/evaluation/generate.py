@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from posttrain.core.data.samplers import EpochSampler, is_stream
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.wrapping import unwrap
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +313,7 @@ def _made_of_labels(decoder_input_ids: Any, labels: torch.Tensor) -> bool:
     return decoder_input_ids is not None and decoder_input_ids.shape == labels.shape
 
 
-def encode(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def encode(model: PretrainedModel, inputs: Mapping[str, Any]) -> Any:
     """What the encoder of `model` makes of those of the `inputs` that it takes."""
     encoder = model.get_encoder()
     names = inspect.signature(encoder.forward).parameters

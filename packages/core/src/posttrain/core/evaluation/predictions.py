@@ -41,13 +41,19 @@ class Kept:
         self.blocks += self.small
         self.small.clear()
         if not self.blocks:
-            return (None,) * 4 if self.concatenate else ([],) * 4
-        return self._join(self.blocks) if self.concatenate else tuple(map(list, zip(*self.blocks, strict=True)))
+            return (None, None, None, None) if self.concatenate else ([], [], [], [])
+        if self.concatenate:
+            return self._join(self.blocks)
+        predictions, labels, inputs, losses = map(list, zip(*self.blocks, strict=True))
+        return predictions, labels, inputs, losses
 
-    def _join(self, entries: list[Any]) -> tuple[Any, ...]:
+    def _join(self, entries: list[Any]) -> tuple[Any, Any, Any, Any]:
         columns = list(map(list, zip(*entries, strict=True)))
         entries.clear()
-        return tuple(_join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
+        predictions, labels, inputs, losses = (
+            _join(column, fill) for column, fill in zip(columns, self.fills, strict=True)
+        )
+        return predictions, labels, inputs, losses
 
 
 def join(parts: Iterable[Any], padding: int = -100) -> Any:
@@ -68,9 +74,9 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
         parts.clear()
         return type(first)(_join(column, padding) for column in columns)
     if isinstance(first, dict):
-        columns = {key: [part[key] for part in parts] for key in first}
+        named = {key: [part[key] for part in parts] for key in first}
         parts.clear()
-        return {key: _join(column, padding) for key, column in columns.items()}
+        return {key: _join(column, padding) for key, column in named.items()}
     parts[:] = [np.atleast_1d(part) for part in parts]
     del first
     if len(parts) == 1:

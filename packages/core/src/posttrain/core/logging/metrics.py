@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -14,11 +15,6 @@ from typing import Any
 import torch
 
 from posttrain.core.state import strict
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 # Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
 TOKENS, FLOPS = "input/tokens", "input/flops"
@@ -101,7 +97,7 @@ class Metrics:
         return _plain(self._pairs) | _plain(self._extremes)
 
     def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
-        pairs = {name: tuple(pair) for name, pair in state.items()}
+        pairs: dict[str, tuple[Any, Any]] = {name: (total, count) for name, (total, count) in state.items()}
         self._extremes = {name: pair for name, pair in pairs.items() if isinstance(pair[1], str)}
         self._pairs = {name: pair for name, pair in pairs.items() if name not in self._extremes}
 
@@ -263,7 +259,9 @@ def peak_memory(device: torch.device | None = None) -> dict[str, float]:
     empty if the system does not report it.
     """
     values = {}
-    if resource is not None:
+    with contextlib.suppress(ImportError):  # Windows has no such module
+        import resource
+
         unit = 2**20 if sys.platform == "darwin" else 2**10
         values["perf/peak_host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if device is not None and device.type == "cuda":

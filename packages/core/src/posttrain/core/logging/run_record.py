@@ -192,7 +192,10 @@ def _hash_of(rows: Any) -> str:
 
     class Sink:
         closed = False
-        write = staticmethod(lambda block: state.update(memoryview(block)) or len(block))
+
+        def write(self, block: Any) -> int:
+            state.update(memoryview(block))
+            return len(block)
 
     while read < len(chosen) and size < HASHED_BYTES:
         # Twice as many each time, limited by the mean size of rows so far.

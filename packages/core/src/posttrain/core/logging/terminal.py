@@ -51,7 +51,8 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     names = names or list(record)
     texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names}
     texts = {name: f"{name} {v if len(v) <= max_length else v[:max_length] + '...'}" for name, v in texts.items()}
-    chosen, room = [], _width() - len("(99 more in log.jsonl)")
+    chosen: list[str] = []
+    room = _width() - len("(99 more in log.jsonl)")
     for name in sorted(names, key=_distance)[:SHOWN]:
         room -= len(texts[name]) + 2
         if room < 0 and chosen:

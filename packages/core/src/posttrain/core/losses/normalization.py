@@ -226,10 +226,11 @@ def shifts_labels(model: nn.Module) -> bool:
 
 def accepts_loss_kwargs(model: nn.Module) -> bool:
     """Whether the model's forward takes ``num_items_in_batch``, by its own word or by its signature."""
-    while hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    declared = getattr(model, "accepts_loss_kwargs", None)
-    return accepts(model.forward, "num_items_in_batch") if declared is None else bool(declared)
+    inner: Any = model
+    while hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    declared = getattr(inner, "accepts_loss_kwargs", None)
+    return accepts(inner.forward, "num_items_in_batch") if declared is None else bool(declared)
 
 
 def label_names(model: nn.Module) -> list[str]:
@@ -275,7 +276,7 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
 def with_items(
     compute_loss: Callable[..., Any],
     num_items: torch.Tensor | int,
-    log: Callable[[str, torch.Tensor, Any], None] = lambda name, value, weight: None,
+    log: Callable[[str, Any, Any], None] = lambda name, value, weight: None,
 ) -> Callable[..., Any]:
     """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict.
 

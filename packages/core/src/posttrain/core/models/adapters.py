@@ -41,7 +41,7 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     adapted = peft.get_peft_model(model, peft_config)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
+        base_model(model).enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
     if is_quantized(model):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -75,6 +75,7 @@ def _keep_products_differentiable(model: nn.Module) -> None:
     On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer
     before them would get no gradient from then on, in silence.
     """
+    module: Any
     for module in model.modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):
             continue

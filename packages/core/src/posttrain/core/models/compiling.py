@@ -44,7 +44,8 @@ def compiled(model: nn.Module, backend: str | None = None, mode: str | None = No
 
     parts = [part for part in compiled_parts(model) if "forward" not in vars(part)]  # hooks there move weights
     options: dict[str, Any] = {"backend": backend or "inductor", "mode": mode, "dynamic": True}
-    forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in {type(part) for part in parts}}
+    kinds: set[type] = {type(part) for part in parts}
+    forwards = {kind: torch.compile(_forward_of(kind), **options) for kind in kinds}
     for part in parts:
         part._compiled_call_impl = _call_of(part, forwards[type(part)])
     logger.info("torch.compile: %d x %s.", len(parts), ", ".join(sorted(kind.__name__ for kind in forwards)))

@@ -96,7 +96,8 @@ class EMA:
     def _list(self) -> None:
         # In float32 one kernel updates the average; parameters of other types are converted one by one.
         plain = [name for name, p in self._parameters.items() if p.dtype == torch.float32]
-        self._plain = [self._averages[name] for name in plain], [self._parameters[name] for name in plain]
+        parameters: list[torch.Tensor] = [self._parameters[name] for name in plain]
+        self._plain = [self._averages[name] for name in plain], parameters
         self._others = [(self._averages[n], p) for n, p in self._parameters.items() if p.dtype != torch.float32]
 
     @torch.no_grad()

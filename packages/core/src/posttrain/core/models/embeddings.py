@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     label. Multimodal models are left out, because they use special token ids for images and audio.
     """
     base = base_model(model)
-    config = getattr(base, "config", None)
+    config: Any = getattr(base, "config", None)
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return {}
     head, classes, found = None, getattr(config, "num_labels", 0), {}

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -264,14 +264,14 @@ def packed_head(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _can_be_packed(linear: nn.Module) -> bool:
+def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(linear) is nn.Linear
         and linear.weight.device.type == "cpu"
         and linear.weight.numel() >= PACKED_FROM
         and product_dtype(linear.weight, linear.weight) == torch.float32
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not {"forward", "_old_forward"} & set(vars(linear))
     )
 

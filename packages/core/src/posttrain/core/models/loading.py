@@ -91,8 +91,8 @@ def loading_problems(
     """Problems with the arguments of `load_causal_lm`, checked before any weight is read."""
     kwargs = kwargs if isinstance(kwargs, dict) else {}
     elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
-    if (error := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
-        yield error
+    if (absent := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
+        yield absent
     dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
     if dtype is not None:
         try:

@@ -138,9 +138,9 @@ def _try(model: nn.Module, base: PretrainedModel) -> str | None:
             return f"{name} does not look its attention up in transformers' AttentionInterface."
         found = _logits_of(model, row, segments)
         if row.is_cuda:
-            whole = [sum(lengths[i] for i in text) for text in texts]
-            packed = torch.cat([line[:length] for line, length in zip(alone, whole, strict=True)])
-            documents = _logits_of(model, packed, Segments.documents(whole)).float().split(whole)
+            sizes = [sum(lengths[i] for i in text) for text in texts]
+            packed = torch.cat([line[:length] for line, length in zip(alone, sizes, strict=True)])
+            documents = _logits_of(model, packed, Segments.documents(sizes)).float().split(sizes)
     except Exception as error:  # any model may fail here, and is then trained without segments
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
@@ -342,15 +342,17 @@ def _blocks(segments: Segments) -> tuple[_Block, ...]:
                 stretches[-1][1] = ends[j]
             else:
                 stretches.append([segments.starts[j], ends[j]])
-        seen += [(start, ends[i], *stretch) for stretch in stretches]
+        seen += [(start, ends[i], first, last) for first, last in stretches]
     merged: dict[tuple[int, int], list[list[int]]] = {}
-    for start, stop, *stretch in seen:
-        runs = merged.setdefault(tuple(stretch), [])
+    for start, stop, first, last in seen:
+        runs = merged.setdefault((first, last), [])
         if runs and runs[-1][1] == start:
             runs[-1][1] = stop
         else:
             runs.append([start, stop])
-    blocks += [_Block(*run, *stretch, False, False) for stretch, runs in merged.items() for run in runs]
+    blocks += [
+        _Block(start, stop, first, last, False, False) for (first, last), runs in merged.items() for start, stop in runs
+    ]
     return tuple(blocks)
 
 

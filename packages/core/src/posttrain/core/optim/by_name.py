@@ -38,7 +38,7 @@ TORCHDISTX = "torchdistx @ git+https://github.com/pytorch/torchdistx"
 _HEAD_NAME = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|qa_outputs|v_head)(\.|$)")
 
 
-def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Parameter]:
+def target_matrices(model: nn.Module, targets: str | list[str]) -> list[torch.Tensor]:
     """Trainable weights of the linear layers that `targets` selects.
 
     Args:
@@ -49,7 +49,7 @@ def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Param
         ConfigError: nothing is selected.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {name: m for name, m in linear.items() if m.weight.requires_grad and _selects(targets, name)}
+    chosen = {name: m.weight for name, m in linear.items() if m.weight.requires_grad and _selects(targets, name)}
     if not chosen:
         trainable = [name for name, module in linear.items() if module.weight.requires_grad]
         names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in trainable))
@@ -60,7 +60,7 @@ def target_matrices(model: nn.Module, targets: str | list[str]) -> list[nn.Param
         if not any(_selects([target], name) for name in chosen):
             logger.warning("optim_target_modules: %r selects no trainable linear layer of this model.", target)
     logger.info("optim_target_modules selects %d of %d linear layers.", len(chosen), len(linear))
-    return [module.weight for module in chosen.values()]
+    return list(chosen.values())
 
 
 def _selects(targets: str | list[str], name: str) -> bool:
@@ -78,7 +78,8 @@ def _is_all(target: str) -> bool:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trainable 2-D weights that are neither an embedding nor the layer that makes the output."""
     outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
     outer.add(id(getattr(head, "weight", None)))
     return [
         p
@@ -182,6 +183,7 @@ def galore_over(
 ) -> ClassAndArguments:
     """GaLore over the optimizer of that name, on the matrices of `optim_target_modules`."""
     _one_of("proj_type", proj_type, SIDES)
+    optimizer_class: Any
     optimizer_class, kwargs = OPTIMIZERS[optimizer](args, model)
     matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
     options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}

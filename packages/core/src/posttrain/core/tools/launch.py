@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.core.cli import parse, registry
-from posttrain.core.config import ConfigMeta, opt, validate
+from posttrain.core.config import ConfigMeta, Resolved, opt, validate
 from posttrain.core.errors import ConfigError
 
 USAGE = """usage: posttrain launch [--config_file FILE] [--name value ...] PROGRAM [its arguments]
@@ -29,7 +29,9 @@ such as --fsdp_state_dict_type SHARDED_STATE_DICT.
 class LaunchArguments(metaclass=ConfigMeta):
     """The number of processes and their environment."""
 
-    num_processes: int | None = opt(None, "Processes on all machines together; None: one for each GPU, or one.", min=1)
+    num_processes: Resolved[int | None, int] = opt(
+        None, "Processes on all machines together; None: one for each GPU, or one.", min=1
+    )
     num_machines: int = opt(1, "Machines; `posttrain launch` is called on each.", min=1)
     machine_rank: int = opt(0, "Number of this machine, from 0.", min=0)
     main_process_ip: str | None = opt(None, "Address of machine 0; needed for several machines.")
@@ -118,7 +120,7 @@ WITHOUT_EFFECT = {
     "mpirun_config": "processes are started by torch, not by mpirun",
 }  # fmt: skip
 #: Values that match the default behaviour.
-NOTHING = (None, "", "no", "false", "main", [], {}, ())
+NOTHING: tuple[Any, ...] = (None, "", "no", "false", "main", [], {}, ())
 #: Flags that belong into a section of the file.
 SECTIONS = {
     "fsdp_": "fsdp_config", "deepspeed_": "deepspeed_config", "zero": "deepspeed_config",
@@ -178,7 +180,9 @@ def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
     Raises:
         ConfigError: listing every problem, with the place of each.
     """
-    flags, problems, notes = dict(flags), [], []
+    flags = dict(flags)
+    problems: list[str] = []
+    notes: list[str] = []
     file = flags.pop("config_file", None)
     settings = parse.read_yaml(file.value, problems) if file is not None else {}
     for name, setting in flags.items():

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,10 @@ from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.cli import parse
 from posttrain.core.errors import CheckpointError, ConfigError, require
 from posttrain.core.models import loading, special_tokens
+from posttrain.core.models.wrapping import base_model
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 #: Classes of transformers by the task that peft notes in an adapter's config.
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
@@ -145,8 +149,8 @@ def merge(
         "trust_remote_code": trust_remote_code,
     }
     model = loading.load_causal_lm(base, **options)
-    dtype = dtype or _stored_dtype(model)
-    batch = _batch(model, tokenizer)
+    dtype = dtype or _stored_dtype(base_model(model))
+    batch = _batch(base_model(model), tokenizer)
     plain = _logits(model, batch)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter), config=config)
     expected = _logits(adapted, batch)
@@ -230,7 +234,7 @@ def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: boo
         )
 
 
-def _stored_dtype(model: nn.Module) -> str:
+def _stored_dtype(model: PretrainedModel) -> str:
     """What the weights of the base are in on disk; they were read as float32."""
     from transformers import AutoConfig
 
@@ -238,7 +242,7 @@ def _stored_dtype(model: nn.Module) -> str:
     return str(stored or torch.float32).removeprefix("torch.")
 
 
-def _batch(model: nn.Module, tokenizer: Any) -> dict[str, torch.Tensor]:
+def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
     """The same tokens each time, as inputs of `model`."""
     special_tokens.ensure_pad_token(tokenizer)
     options = {
@@ -264,7 +268,7 @@ def _logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits[batch["attention_mask"].bool()] if logits.ndim == 3 else logits
 
 
-def _untie_if_different(model: nn.Module) -> None:
+def _untie_if_different(model: PretrainedModel) -> None:
     """An adapter may have trained the head or the embedding alone of a model that had one weight for both."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None or not getattr(config, "tie_word_embeddings", False):

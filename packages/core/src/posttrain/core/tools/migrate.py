@@ -85,8 +85,8 @@ def _migrate(files: Iterable[Path], write: bool) -> int:
                 replace(file, done.text.encode(encoding))
                 print(f"{file}: rewritten")
             else:
-                lines = [text.splitlines() for text in (source, done.text)]
-                print("\n".join(difflib.unified_diff(*lines, str(file), str(file), lineterm="")))
+                before, after = source.splitlines(), done.text.splitlines()
+                print("\n".join(difflib.unified_diff(before, after, str(file), str(file), lineterm="")))
         for note in done.notes:
             print(f"{file}:{note.line}: {note.text}")
     missing = [f"posttrain-{name}" for name in migration.PACKAGES if name not in migration.faces()]

@@ -172,15 +172,15 @@ class _Script:
                 self._rewrite_import(node, moved, kept)
         # In the order of the script: the base of class TrainingArguments(TrainingArguments) is the imported one.
         written = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
-        for node in sorted(written, key=lambda node: node.lineno):
-            self._read_class(node)
+        for class_node in sorted(written, key=lambda node: node.lineno):
+            self._read_class(class_node)
         sees = self._sees()
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and (what := self._known(node.func)):
+        for call in ast.walk(self.tree):
+            if isinstance(call, ast.Call) and (what := self._known(call.func)):
                 if sees and hasattr(what.load(), "config_class") and (word := WITH_IMAGES.get(homes(what.name)[0])):
-                    self.note(node, f"images: {what.name} {word}")
+                    self.note(call, f"images: {what.name} {word}")
                 if not what.constructor:
-                    self._rewrite_call(node, what)
+                    self._rewrite_call(call, what)
 
     def _sees(self) -> bool:
         """Whether the script is about images: by the classes of its models, or by the columns that it reads or
@@ -328,8 +328,8 @@ class _Script:
         if base is None:
             self.classes.pop(node.name, None)
             return
-        theirs = base.load()
-        table = fields.old_names(theirs) if dataclasses.is_dataclass(theirs) else {}
+        theirs: Any = base.load()
+        table = fields.old_names(theirs) if hasattr(theirs, "__dataclass_fields__") else {}
         instead = override_checks.INSTEAD | getattr(theirs, "INSTEAD", {}) if hasattr(theirs, "config_class") else {}
         own, methods = set(), set()
         for part in node.body:
@@ -407,9 +407,10 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
     return f"unknown argument {name!r}{hint}"
 
 
-def _of_trainer(trainer_class: type, name: str, given: dict[str, Any]) -> tuple[str, Any] | str | None:
+def _of_trainer(trainer_class: Any, name: str, given: dict[str, Any]) -> tuple[str, Any] | str | None:
     """The same for an argument of a trainer's constructor."""
-    known = {one for owner in trainer_class.__mro__ for one in inspect.signature(owner.__init__).parameters}
+    constructors = [vars(owner)["__init__"] for owner in trainer_class.__mro__ if "__init__" in vars(owner)]
+    known = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
     if name in known:
         return None
     if name in trainer_class.OLD_ARGUMENTS:

@@ -40,7 +40,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     if not words or words[0].startswith("-"):
         raise ConfigError("posttrain plan", ["name the method first, as in posttrain plan sft run.yaml"])
     found = registry.method(words[0])
-    if found.workload is None:
+    workload_of = found.workload
+    if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
         raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
     asked = read(found, words[1:])
@@ -51,7 +52,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
 
     def workload(run: Run) -> Any:
-        return found.workload(run, length)
+        return workload_of(run, length)
 
     work = workload(asked)
     plan = memory_plan.measure(asked, work)

@@ -42,9 +42,9 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         print(USAGE)
         return
     words, options = _take_options(words)
-    found = _method(words)
+    found, preview = _method(words)
     words = words[1:] if words and words[0] == found.name else words
-    rows, report = found.preview(read(found, words), options["rows"])
+    rows, report = preview(read(found, words), options["rows"])
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,15 +64,15 @@ def wants_color(stream: TextIO) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
-def _method(words: list[str]) -> Method:
-    having = {name: found for name, found in registry.methods().items() if found.preview is not None}
+def _method(words: list[str]) -> tuple[Method, Callable[..., Any]]:
+    having = {name: (found, found.preview) for name, found in registry.methods().items() if found.preview is not None}
     if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
         found = registry.method(words[0])
         if found.preview is None:
             raise ConfigError(
                 "posttrain preview", [f"{found.name} has no preview; {', '.join(having) or 'no method'} has"]
             )
-        return found
+        return found, found.preview
     if not having:
         raise ConfigError(
             "posttrain preview", ["no installed method has a preview; pip install posttrain-sft adds one"]

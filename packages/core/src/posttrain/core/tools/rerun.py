@@ -75,7 +75,7 @@ def compare(before: Path, after: Path) -> list[str]:
     logs.
     """
     then, now = (run_record.read(folder)["starts"][0] for folder in (before, after))
-    given = {name: {} for name in ("packages", "hardware")} | {"processes": 1}
+    given: dict[str, Any] = {"packages": {}, "hardware": {}, "processes": 1}
     found = run_record.differences(then | given, now | given)
     losses = [_losses(folder / "log.jsonl") for folder in (before, after)]
     common = sorted(losses[0].keys() & losses[1].keys())

@@ -70,15 +70,17 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     found = {"weights": _tensors(one, other)}
     for part in ("optimizer", "scheduler"):
         found[part] = _trees(_tree(one, part), _tree(other, part), part)
-    ranks = [_tree(folder, "rank-0") or {} for folder in (one, other)]
-    found["random numbers"] = _trees(*(rank.get("rng") for rank in ranks), "rng")
-    found["data, metrics, own state"] = _trees(*(rank.get("trainer") for rank in ranks), "trainer")
+    left, right = (_tree(folder, "rank-0") or {} for folder in (one, other))
+    found["random numbers"] = _trees(left.get("rng"), right.get("rng"), "rng")
+    found["data, metrics, own state"] = _trees(left.get("trainer"), right.get("trainer"), "trainer")
     logs = [
         json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         for folder in (one, other)
     ]
-    plain = [[{name: value for name, value in record.items() if not is_timing(name)} for record in log] for log in logs]
-    found["log"] = _trees(*plain, "log")
+    before, after = (
+        [{name: value for name, value in record.items() if not is_timing(name)} for record in log] for log in logs
+    )
+    found["log"] = _trees(before, after, "log")
     return found
 
 

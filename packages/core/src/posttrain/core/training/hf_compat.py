@@ -147,7 +147,8 @@ class HFCompat:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
         step, micro-batches of an epoch, steps of the run)."""
         plan, rows_per_update = self.make_plan(dataloader), self.get_total_train_batch_size(args)
-        total = rows = plan.max_steps * rows_per_update
+        rows: int = plan.max_steps * rows_per_update
+        total: float = rows
         if plan.batches_per_epoch is not None:
             rows = self.num_examples(dataloader)
             total = total if args.max_steps > 0 else rows * args.num_train_epochs
@@ -219,7 +220,8 @@ class HFCompat:
         from posttrain.core.training.hyperparameter_search import search
 
         self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
-        return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
+        trainer: Any = self
+        return search(trainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs)
 
     def push_to_hub(
         self,
@@ -236,8 +238,9 @@ class HFCompat:
         if not self.dist.is_main:
             return None
         [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
-        place = {"revision": revision, "token": token, "private": private}
-        upload = self.uploader.push(folder, path, commit_message, ignore, blocking, **place)
+        upload = self.uploader.push(
+            folder, path, commit_message, ignore, blocking, revision=revision, token=token, private=private
+        )
         return upload.url if blocking else upload
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> str | None:
@@ -274,7 +277,7 @@ def accept_old_names(owner: HFCompat, old: dict[str, Any], processing_class: Any
         current = processing_class if new == "processing_class" else callbacks
         if new is None:
             base = next(c for c in type(owner).__mro__ if c.__module__ == "posttrain.core.trainer")
-            known = [*inspect.signature(base.__init__).parameters][1:-1]
+            known = [*inspect.signature(base).parameters][:-1]
             raise TypeError(f"{name_of_trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")
         if current is not None:
             raise ValueError(f"{name_of_trainer} got both {new}= and its earlier name {name}=; pass {new}= alone.")

@@ -72,12 +72,13 @@ def _has_rows(value: Any) -> bool:
 
 
 def _cut(batch: Any, rows: slice) -> Any:
+    kind: Any = type(batch)
     if isinstance(batch, Mapping):
         cut = {name: _cut(value, rows) for name, value in batch.items()}
-        return cut if type(batch) is dict else type(batch)(cut)
+        return cut if kind is dict else kind(cut)
     if isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(v, torch.Tensor) for v in batch)):
         parts = [_cut(value, rows) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
     return batch[rows] if _has_rows(batch) else batch
 
 
@@ -138,8 +139,7 @@ class MemoryTracker:
         finally:
             self._under_way, peak, now = False, sampler.stop(), host_bytes()
         found = {f"{name}_mem_cpu_alloc_delta": now - host, f"{name}_mem_cpu_peaked_delta": max(0, peak - now)}
-        if device is not None:
-            after = self._allocated()
+        if device is not None and (after := self._allocated()) is not None:
             found[f"{name}_mem_gpu_alloc_delta"] = after - device
             if self.device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(self.device)

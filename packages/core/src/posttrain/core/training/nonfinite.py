@@ -120,7 +120,7 @@ class FiniteGuard:
         self._report = report or (lambda update, stops, late, is_first: describe(update, policy, late))
         self._total = total
         self._pending: deque[tuple[_Flag, Update]] = deque()
-        self._flagged: torch.optim.Optimizer | None = None
+        self._flagged: Any = None  # the optimizer that a scaler's attributes were set on
         self.in_a_row = self.since_log = self.count = 0
         self._seen_labels, self._without_labels, self._has_warned = False, "", False
 
@@ -158,8 +158,8 @@ class FiniteGuard:
         if self._total is not None:
             bad = self._total(bad).clamp_(max=1)
         if self.policy != "warn":
-            optimizer.found_inf, optimizer.grad_scale = bad, None
             self._flagged = optimizer
+            self._flagged.found_inf, self._flagged.grad_scale = bad, None
         self._pending.append((_Flag.of(bad), update))
         if len(self._pending) > self.lag:
             self._judge_oldest()
@@ -237,7 +237,7 @@ class FiniteGuard:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
-        self._seen_labels = state.get("seen_labels", True)  # earlier checkpoints do not have it
+        self._seen_labels = bool(state.get("seen_labels", True))  # earlier checkpoints do not have it
 
 
 class _Flag(NamedTuple):
