@@ -195,7 +195,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     names = dict.fromkeys(key.removeprefix("eval_") for run in runs for record in run.log for key in record)
     ranked = sorted((name for name in names if not _TOTALS.match(name)), key=_rank)
     for number, name in enumerate(ranked):
-        lines, steps = [], set()
+        lines: list[dict[str, Any]] = []
+        steps: set[int] = set()
         for color, run in enumerate(runs):
             for key, part in ((name, "training"), (f"eval_{name}", "evaluation")):
                 if points := _points(run.log, key):
@@ -286,7 +287,7 @@ def _lasts(run: Run) -> dict[str, Any]:
         "perf/peak_host_mib",
         "perf/peak_device_mib",
     )
-    found = {}
+    found: dict[str, Any] = {}
     for record in run.log:
         found |= {name: value for name, value in record.items() if name in wanted or _is_result(name)}
     return found

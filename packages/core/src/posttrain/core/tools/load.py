@@ -14,7 +14,7 @@ from torch import nn
 from posttrain.core.data import chat_template
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import loading, special_tokens
-from posttrain.core.models.wrapping import is_peft_model
+from posttrain.core.models.wrapping import is_peft_model, unwrap
 
 #: The flags of all commands that load a model, and their types.
 KINDS: dict[str, type] = {"base": str, "dtype": str, "device": str, "trust_remote_code": bool}
@@ -54,8 +54,8 @@ def load(
     has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
-    options = {"model_init_kwargs": {"dtype": dtype or "auto"}, "trust_remote_code": trust_remote_code}
-    found: Any = loading.load_causal_lm(path, **options)
+    options = {"dtype": dtype or "auto"}
+    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
     if adapter is not None:
         found = peft.PeftModel.from_pretrained(found, adapter)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +93,7 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
 
 def ends(model: nn.Module, tokenizer: Any) -> list[int]:
     """The tokens that end an answer: those of the model's generation config and the end of a turn in its template."""
-    own: Any = model.generation_config.eos_token_id
+    own: Any = unwrap(model).generation_config.eos_token_id
     listed = own if isinstance(own, (list, tuple)) else [] if own is None else [own]
     return sorted({*listed, *chat_template.end_tokens(tokenizer)})
 
