@@ -22,9 +22,9 @@ from posttrain.rl.generation.vllm import VLLMServerGenerator
 
 SECONDS = 1.0
 """That the reward sleeps."""
-ITERATIONS = 4
+ITERATIONS = 16
 """Optimizer steps on each rollout."""
-STEPS = 48
+STEPS = 128
 
 
 class Records(TrainerCallback):
@@ -40,7 +40,7 @@ class Records(TrainerCallback):
             self.waited += sum(logs.get(name, 0.0) for name in names)
             self.stalest, self.steps = max(self.stalest, logs.get("staleness/max", 0.0)), self.steps + 1
             self.seconds = now - self.started
-        if self.started is None and state.global_step == 8:  # the queue is full, and everything is warm
+        if self.started is None and state.global_step == 2 * ITERATIONS:  # the queue is full, and everything is warm
             self.started = now
 
 

@@ -17,6 +17,7 @@ from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
+from posttrain.rl.ledger import audit
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.rl.test_generation_vllm import OpenAI, Server
@@ -424,6 +425,52 @@ def test_a_trainer_updates_a_server_in_flight(kind, server, tmp_path):
     assert max(step - int(one.min()) for one, (step, *_) in zip(versions, trainer.notes, strict=True)) <= 2
     ratios = [r["sampling/sampling_logp_difference/mean"] for r in trainer.state.log_history if "staleness/mean" in r]
     assert ratios[0] < 1e-5 and max(ratios) > 1e-4  # the first rollout is of the present weights
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_server_that_is_started_anew_gets_the_weights_again(bound, tmp_path, monkeypatch):
+    """It has lost them during the third rollout, which is sampled again with the weights of the trainer."""
+    server = Server(tiny.causal_lm(initializer_range=0.1).eval(), OpenAI, mode="processed_logprobs")
+    fresh = tiny.causal_lm(seed=7, initializer_range=0.3).state_dict()
+    write, calls = server.write, []
+
+    def lose(*asked):
+        calls.append(asked)
+        if len(calls) == 12:
+            with server.lock:
+                server.version = "default"
+                server.model.load_state_dict(fresh)
+        return write(*asked)
+
+    monkeypatch.setattr(server, "write", lose)
+    trainer = make(tmp_path, generator=client_of(server, in_flight=False), max_staleness=bound, sample_ledger=True)
+    trainer.train()
+    found = audit(tmp_path)
+    assert found.problems == [] and len(found.used) == 8 * trainer.state.global_step
+    gaps = [r["sampling/sampling_logp_difference/max"] for r in trainer.state.log_history if "reward" in r]
+    assert max(gaps) < (1e-4 if bound == 0 else 0.5)  # those of the lost weights are above 1
+    server.shutdown()
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_server_that_stays_away_ends_the_run_with_one_sentence(bound, tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.rl.generation.server.RETRIES", 0)
+    monkeypatch.setattr("posttrain.rl.generation.vllm.RETRIES", 0)
+    server = Server(tiny.causal_lm(initializer_range=0.1).eval(), OpenAI, mode="processed_logprobs")
+    client = client_of(server, in_flight=False)
+    client.timeout = 1.0
+
+    class Leaves(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                server.failures = 10**9
+                monkeypatch.setattr(OpenAI, "do_GET", lambda handler: handler.answer("gone", 503))
+
+    trainer = make(tmp_path, generator=client, max_staleness=bound, callbacks=[Leaves()])
+    with pytest.raises(ConnectionError, match="503") as error:
+        trainer.train()
+    assert str(error.value).count("\n") == 0 and trainer.state.global_step in (2, 3)
+    server.shutdown()
 
 
 # ---- stopping and resuming

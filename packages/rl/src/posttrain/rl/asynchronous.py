@@ -34,6 +34,8 @@ from posttrain.rl.samples import Rollout, Sample
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
 
+ATTEMPTS = 3
+"""Times that a rollout is sampled, if the engine is lost and comes back."""
 LAST_CALL = 10.0
 """Seconds that the end of a run waits for a call of user code in the background."""
 
@@ -149,6 +151,8 @@ class Background:
         sample: ``(rows, number) -> samples``, completed. score: of samples.
         sync: sends the weights to the engine, if they have changed. new_number: of a rollout.
         on_drop: ``(number, why)``, is called for a rollout that will not be learned from.
+        is_lost: ``error -> flag``: whether it says that the engine is gone, in this process or another one; then the
+            next `sync` waits for it.
         max_staleness: see `posttrain.rl.rollout_config.RolloutConfig`.
         per_rollout: micro-batches that are made of a rollout. scorers: rollouts that are scored at a time.
     """
@@ -160,12 +164,13 @@ class Background:
         sync: Callable[[], None],
         new_number: Callable[[], int],
         on_drop: Callable[[int, str], None],
+        is_lost: Callable[[BaseException | None], bool],
         max_staleness: int,
         per_rollout: int,
         scorers: int = 1,
     ) -> None:
         self._sample, self._score, self._sync, self._new_number = sample, score, sync, new_number
-        self._on_drop = on_drop
+        self._on_drop, self._is_lost = on_drop, is_lost
         self.max_staleness, self.per_rollout = max_staleness, per_rollout
         self.jobs: deque[Job] = deque()
         self._sampler, self._scorer = Worker("posttrain-sample"), Worker("posttrain-score", scorers)
@@ -205,6 +210,13 @@ class Background:
             self._begin(job)
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
+        for _ in range(ATTEMPTS - 1):
+            if not self._is_lost(self.jobs[0].sampled.exception()):
+                break
+            self._sync()
+            for job in self.jobs:
+                if job.sampled.done() and job.sampled.exception() is not None:
+                    self._submit(job)
         self.jobs[0].scored.result()
         return self.jobs.popleft()
 
@@ -242,9 +254,13 @@ class Background:
         self._next = None
         self._sync()
         job.number = self._new_number()
-        self._sampler.submit(job.sampled, lambda: self._run_sample(job))
-        self._scorer.submit(job.scored, lambda: self._run_score(job))
+        self._submit(job)
         self.jobs.append(job)
+
+    def _submit(self, job: Job) -> None:
+        sampled, scored = job.sampled, job.scored = Future(), Future()
+        self._sampler.submit(sampled, lambda: self._run_sample(job))
+        self._scorer.submit(scored, lambda: self._run_score(job, sampled))
 
     def _peek(self) -> Job | None:
         """The prompts that come next; None where there are no more that may be read now."""
@@ -268,8 +284,8 @@ class Background:
         with job.logging():
             return self._sample(job.rows, job.number)
 
-    def _run_score(self, job: Job) -> Scored:
-        samples = job.sampled.result()
+    def _run_score(self, job: Job, sampled: Future[list[Sample]]) -> Scored:
+        samples = sampled.result()
         with job.logging():
             return samples, self._score(samples)
 

@@ -613,12 +613,34 @@ class RolloutTrainer(Trainer):
             return self._take(self._background)
         if (rows := next(batches, None)) is None:
             return None
-        samples = self._begin(rows, self._new_number())
-        self._sample(samples, self.temperature)
+        samples = self._sample_with_attempts(rows, self._new_number())
         return samples, self._timed_score(samples)
 
+    def _sample_with_attempts(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """Completed samples of `rows`, from an engine that may be lost and come back meanwhile."""
+        for _ in range(asynchronous.ATTEMPTS - 1 if has_own_weights(self.generator) else 0):
+            samples, lost = self._begin(rows, number), None
+            try:
+                self._sample(samples, self.temperature)
+            except ConnectionError as error:
+                lost = error
+            if not self._is_lost(lost):
+                return samples
+        samples = self._begin(rows, number)
+        self._sample(samples, self.temperature)
+        return samples
+
+    def _is_lost(self, error: BaseException | None) -> bool:
+        """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
+        lost = any(self.dist.gather_object(isinstance(error, ConnectionError)))
+        if lost:
+            logger.warning("The engine was lost, and is waited for: %s", error or "another process says so.")
+            self._synced_at = None
+        return lost
+
     def _new_background(self) -> Background:
-        calls = self._sample_ahead, self._timed_score, self._sync_weights, self._new_number, self._log_dropped
+        calls = self._sample_ahead, self._timed_score, self._sync_weights, self._new_number
+        calls = *calls, self._log_dropped, self._is_lost
         per_rollout = self.args.steps_per_generation * self.num_iterations
         return Background(*calls, self.args.max_staleness, per_rollout, self.args.reward_concurrency)
 
