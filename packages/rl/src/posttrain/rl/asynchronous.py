@@ -258,7 +258,9 @@ class Background:
         self.jobs.append(job)
 
     def _submit(self, job: Job) -> None:
-        sampled, scored = job.sampled, job.scored = Future(), Future()
+        sampled: Future[list[Sample]] = Future()
+        scored: Future[Scored] = Future()
+        job.sampled, job.scored = sampled, scored
         self._sampler.submit(sampled, lambda: self._run_sample(job))
         self._scorer.submit(scored, lambda: self._run_score(job, sampled))
 

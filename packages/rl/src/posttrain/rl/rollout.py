@@ -639,10 +639,11 @@ class RolloutTrainer(Trainer):
         return lost
 
     def _new_background(self) -> Background:
-        calls = self._sample_ahead, self._timed_score, self._sync_weights, self._new_number
-        calls = *calls, self._log_dropped, self._is_lost
-        per_rollout = self.args.steps_per_generation * self.num_iterations
-        return Background(*calls, self.args.max_staleness, per_rollout, self.args.reward_concurrency)
+        return Background(
+            self._sample_ahead, self._timed_score, self._sync_weights, self._new_number, self._log_dropped,
+            self._is_lost, self.args.max_staleness, self.args.steps_per_generation * self.num_iterations,
+            self.args.reward_concurrency,
+        )  # fmt: skip
 
     def _take(self, background: Background) -> tuple[list[Sample], Scores] | None:
         with self.clock("wait"):
