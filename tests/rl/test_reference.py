@@ -241,3 +241,22 @@ def test_the_reference_of_a_mixtures_adapter_stays_what_it_was():
     torch.testing.assert_close(logits(reference), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(policy(input_ids=IDS).logits, moved, rtol=0, atol=1e-6)
     assert {name for name, parameter in policy.named_parameters() if parameter.requires_grad} == trained
+
+
+def test_a_script_may_make_and_move_its_reference():
+    from types import SimpleNamespace
+
+    from posttrain.rl import SyncRefModelCallback, create_reference_model
+
+    model = tiny.causal_lm()
+    reference = create_reference_model(model)
+    assert not reference.training and not any(p.requires_grad for p in reference.parameters())
+    before = reference.lm_head.weight.clone()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    callback = SyncRefModelCallback(reference, accelerator=None)
+    args = SimpleNamespace(ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
+    callback.on_step_end(args, SimpleNamespace(global_step=1), None, model=model)
+    assert torch.equal(reference.lm_head.weight, before)
+    callback.on_step_end(args, SimpleNamespace(global_step=2), None, model=model)
+    assert torch.allclose(reference.lm_head.weight, before + 0.25)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
     from posttrain.core.models.bema import BEMACallback
+    from posttrain.core.models.clone_template import clone_chat_template
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -80,6 +81,7 @@ _HOMES = {
     "evaluation.eval_loop": ("StreamingMetric",),
     "config": ("opt",),
     "models.arguments": ("ModelConfig",),
+    "models.clone_template": ("clone_chat_template",),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.scripts": (
         "ScriptArguments",

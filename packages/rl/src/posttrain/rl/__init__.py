@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from posttrain.rl.kto import KTOConfig, KTOTrainer
     from posttrain.rl.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
+    from posttrain.rl.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.reward_functions import (
         accuracy_reward,
@@ -36,6 +37,7 @@ _HOMES = {
     "kto": ("KTOConfig", "KTOTrainer"),
     "online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "orpo": ("ORPOConfig", "ORPOTrainer"),
+    "reference": ("SyncRefModelCallback", "create_reference_model"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
     "reward_functions": (
         "accuracy_reward",

@@ -36,6 +36,18 @@ class GKDConfig(DistillationConfig):
     OLD_NAMES = {
         "max_length": Removed("completions are cut at max_completion_length, and prompts never."),
         "packing": Removed("completions are sampled, and not packed.", harmless=(None, False)),
+        "eval_packing": Removed("completions are sampled, and not packed.", harmless=(None, False)),
+        "packing_strategy": Removed("completions are sampled, and not packed.", harmless=None),
+        "padding_free": Removed("completions are sampled, and not packed.", harmless=(None, False)),
+        "completion_only_loss": Removed("the loss is that of completions, always.", harmless=(None, True)),
+        "assistant_only_loss": Removed("the loss is that of the last turn.", harmless=(None, False)),
+        "dataset_text_field": Removed("give rows of messages, or of prompt and completion.", harmless=("text",)),
+        "dataset_num_proc": Removed("prompts are read when they are sampled from.", harmless=None),
+        "truncation_mode": Removed("completions are cut at their end, and prompts never.", harmless=("keep_start",)),
+        "chat_template_path": Removed("set tokenizer.chat_template of the processing_class.", harmless=(None,)),
+        "eos_token": Removed("set it on the processing_class.", harmless=(None,)),
+        "pad_token": Removed("set it on the processing_class.", harmless=(None,)),
+        "activation_offloading": Removed("it is not in this version.", harmless=(None, False)),
         "use_liger_kernel": Removed("logits are never held whole, without Liger too.", harmless=None),
         "dataset_kwargs": Removed("rows of messages, or of prompt and completion, need no preparation.", harmless=None),
     }

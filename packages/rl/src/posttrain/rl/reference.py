@@ -293,6 +293,25 @@ def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> st
     return None
 
 
+def create_reference_model(model: nn.Module) -> nn.Module:
+    """A copy of `model` that is never trained, in evaluation mode, for scripts that pass a ``ref_model``."""
+    return copy.deepcopy(wrapping.unwrap(model)).requires_grad_(False).eval()
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves `ref_model`, of the model's architecture, towards the model, as ``ref_model_sync_steps`` and
+    ``ref_model_mixup_alpha`` of the arguments say. ``sync_ref_model=True`` does so without a callback.
+    """
+
+    def __init__(self, ref_model: nn.Module, accelerator: Any = None) -> None:
+        self.ref_model = ref_model
+        self._reference = FrozenReference(ref_model, moves=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.sync(model, args.ref_model_mixup_alpha)
+
+
 class SyncReference(TrainerCallback):
     """Moves the reference towards the policy every `every` optimizer steps (TR-DPO)."""
 

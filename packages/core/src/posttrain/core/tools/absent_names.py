@@ -76,8 +76,6 @@ for _names, _why in {
     "predict_with_generate=True in SFT",
     "RichProgressCallback": "posttrain.core has PrinterCallback and its own progress bar; set disable_tqdm to choose",
     "WeaveCallback": "records go to the trackers that report_to names, and to log.jsonl",
-    "SyncRefModelCallback": _REFERENCE,
-    "create_reference_model": _REFERENCE,
     "DatasetMixtureConfig get_dataset": "pass a dict of datasets to posttrain.sft.SFTTrainer, with "
     "dataset_weights; on the command line set dataset_mixture",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
@@ -87,8 +85,7 @@ for _names, _why in {
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
     "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
-    "setup_chat_format clone_chat_template": "set SFTConfig(chat_template_path=...), and add tokens with "
-    "tokenizer.add_special_tokens",
+    "setup_chat_format": "call posttrain.core.clone_chat_template, or set SFTConfig(chat_template_path=...)",
     "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema "
     "supports_tool_calling prepare_multimodal_messages chat_template_utils": _TEMPLATE,
     "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect messages and "

@@ -1,0 +1,100 @@
+"""Every public name of trl 1.16, every field of its configs and every public method of its trainers: ours too, or
+missing on purpose, for a reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+
+import pytest
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+trl = pytest.importorskip("trl")
+
+from posttrain.core.config import old_names  # noqa: E402
+from posttrain.core.tools import absent_names  # noqa: E402
+
+FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
+#: Where trl's trainers are, and what they are called before "Trainer" and "Config".
+TRAINERS = dict.fromkeys(("DPO", "KTO", "GRPO", "RLOO", "Reward", "SFT", "Distillation"), "trl")
+TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.online_dpo", "TPO": "trl.experimental.tpo",
+             "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo"}  # fmt: skip
+
+#: Names of the package that are missing on purpose. Each is answered with what to use instead.
+ABSENT = {
+    "add_response_schema": "the tool protocol is found from the chat template, without a schema",
+    "apply_chat_template": "the trainers apply the chat template themselves",
+    "DatasetMixtureConfig": "dataset_mixture of the command line, and dicts of datasets",
+    "extract_prompt": "the trainers of preferences find the prompt themselves",
+    "get_dataset": "the command line loads datasets; scripts call datasets",
+    "get_training_chat_template": "assistant turns are found under any template",
+    "init_zero_verbose": "DeepSpeed's own logger",
+    "is_conversational": "the trainers find messages themselves",
+    "is_conversational_from_value": "the trainers read `from` and `value` themselves",
+    "maybe_apply_chat_template": "the trainers apply the chat template themselves",
+    "maybe_convert_to_chatml": "the trainers read `from` and `value` themselves",
+    "maybe_extract_prompt": "the trainers of preferences find the prompt themselves",
+    "maybe_unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
+    "pack_dataset": "SFTConfig(packing=True)",
+    "prepare_multimodal_messages": "SFTTrainer reads images itself",
+    "supports_tool_calling": "a trainer with tools checks the chat template itself",
+    "unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
+}
+#: Methods that are missing on purpose.
+METHODS = {
+    "create_accelerator_and_postprocess": "transformers calls it in its constructor; set accelerator_config",
+    "get_gamma_weights": "a step inside trl's VESPO loss; override policy_loss",
+    "process_vision_row": "images are not generated from in this version",
+    "tokenize_row": "trl calls it on each row of the dataset; pass rows of tokens",
+    "build_tokenized_answer": "a step inside trl's tokenize_row",
+    "concatenated_forward": "override score",
+    "concatenated_inputs": "override the collator",
+    "cpo_loss": "override preference_loss",
+    "odds_ratio_loss": "override preference_loss; the formula is posttrain.rl.orpo.odds_ratio",
+    "get_batch_logps": "override score",
+    "get_batch_loss_metrics": "override compute_loss",
+    "generate_from_model": "num_eval_samples writes answers of policy and reference",
+    "store_metrics": "log_metric",
+}
+FIELDS = {"ORPO": {"padding_value": "padding is masked, and its value has no effect"}}
+
+
+def ours(name):
+    for face in FACES:
+        module = importlib.import_module(face)
+        if name in module.__all__:
+            return getattr(module, name)
+    return None
+
+
+def test_every_name_is_ours_or_missing_on_purpose():
+    names = {name for group in trl._import_structure.values() for name in group}
+    assert {name for name in names if ours(name) is None} == set(ABSENT)
+    for name in ABSENT:
+        assert absent_names.elsewhere("posttrain.rl", name), name
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_field_is_known(name):
+    theirs = getattr(importlib.import_module(TRAINERS[name]), f"{name}Config")
+    kind = ours(f"{name}Config")
+    known = {field.name for field in dataclasses.fields(kind)} | set(old_names(kind)) | set(FIELDS.get(name, ()))
+    assert [field.name for field in dataclasses.fields(theirs) if field.init and field.name not in known] == []
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_public_method_is_there_or_missing_on_purpose(name):
+    theirs = getattr(importlib.import_module(TRAINERS[name]), f"{name}Trainer")
+    kind = ours(f"{name}Trainer")
+    public = [method for method, value in inspect.getmembers(theirs) if callable(value) and not method.startswith("_")]
+    assert "compute_loss" in public
+    assert [method for method in public if not hasattr(kind, method) and method not in METHODS] == []
+
+
+def test_the_lists_hold_nothing_that_is_there():
+    assert not [name for name in ABSENT if ours(name) is not None]
+    kinds = [ours(f"{name}Trainer") for name in TRAINERS]
+    assert not [method for method in METHODS if all(hasattr(kind, method) for kind in kinds)]
