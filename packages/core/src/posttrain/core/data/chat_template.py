@@ -442,7 +442,7 @@ class Template:
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
         # A template that leaves the end-of-turn token out of its marks would teach the model never to stop.
-        (text,), (marks,), ending = *rendered, self._turn_ending.strip()
+        ((text,), (marks,)), ending = rendered, self._turn_ending.strip()
         return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks]
 
     def turn_ending(self) -> str:
