@@ -233,6 +233,35 @@ def stream_weights(out, **changes):
     }
 
 
+def send_weights(name, out, **changes):
+    """What the workers of a server get over gloo of weights in pieces, and the adapter that it reads, if there is one.
+
+    The first process sends, and the other helps to gather.
+    """
+    from safetensors.torch import load_file
+
+    from posttrain.rl.generation import transfer
+    from posttrain.rl.generation.lora import AdapterFolder, AdapterWeights
+    from posttrain.rl.generation.weights import Weights
+    from tests.rl.test_generation_transfer import Workers
+
+    trainer = TRAINERS[name](out, **split(2) | {"max_steps": 1} | changes)
+    trainer.train()
+    weights = AdapterWeights(trainer.model) if name == "grpo-lora" else Weights(trainer.model)
+    first, server = trainer.dist.is_main, Workers(0, size=2)
+    transport = AdapterFolder(Path(out) / "shared") if name == "grpo-lora" else transfer.Gloo(0, 60)
+    if first:
+        transport.send(weights, [server], "one")
+    else:
+        list(map(len, weights))
+    expected = {path: weight.clone() for path, weight in weights}
+    got = server.received
+    if first and name == "grpo-lora":
+        got = [load_file(Path(out) / "shared" / "adapter" / "adapter_model.safetensors")]
+    same = [one.keys() == expected.keys() and all(torch.equal(one[n], w) for n, w in expected.items()) for one in got]
+    return {"same": same, "count": len(expected), "in_pieces": weights.are_in_pieces}
+
+
 def reference(name, out, **changes):
     """Train against a reference that is a copy of the policy; how each process holds it."""
     from posttrain.core.distributed import is_in_pieces

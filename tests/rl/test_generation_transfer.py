@@ -14,6 +14,7 @@ from posttrain.rl.generation.server import Refused
 from posttrain.rl.generation.vllm_plugin import GlooReceiver, InitInfo
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
+from tests.distributed import jobs
 
 
 class Workers:
@@ -79,6 +80,15 @@ def test_every_worker_of_every_server_gets_the_weights_over_gloo_in_vllms_order(
     for server in servers:
         steps = [path for path in server.paths if path not in ("/get_world_size", "/weight_info")]
         assert steps == ["/init_weight_transfer_engine", *ORDER, *ORDER]
+
+
+def test_weights_in_pieces_are_sent_by_the_first_process_while_all_gather_them(tmp_path):
+    kinds = ("grpo", "grpo-lora")
+    options = {"out": str(tmp_path), "fsdp": "full_shard"}
+    jobs.do(2, [[kind, "send_weights", {"name": kind} | options] for kind in kinds], tmp_path)
+    weights, adapter = (jobs.result(tmp_path, kind) for kind in kinds)
+    assert weights["same"] == [True, True] and weights["in_pieces"] and weights["count"] > 10
+    assert adapter["same"] == [True] and adapter["in_pieces"] and adapter["count"] == 8
 
 
 def test_a_server_that_was_started_anew_is_connected_anew():
