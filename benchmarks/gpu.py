@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -464,14 +465,18 @@ def asked(what: list[str], seconds: float, log: Path) -> dict[str, Any]:
     line = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
     if line is not None:
         return json.loads(line.removeprefix("RESULT "))
-    lines = [line for line in output.splitlines() if line.strip()]
-    return {"left_out": "its time was over" if status is None else (lines or [f"exit status {status}"])[-1][:300]}
+    lines = [line for line in output.splitlines() if line.strip()] or [f"exit status {status}"]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]  # notes may follow
+    return {"left_out": "its time was over" if status is None else (named or lines)[-1][:300]}
 
 
-def missing(contestant: str, is_smallest: bool) -> str | None:
+def missing(contestant: str, task: Task, is_smallest: bool) -> str | None:
     who, *options = contestant.split("+")
     if who in IMPORTS and find_spec(IMPORTS[who]) is None:
         return f"{who} is not installed"
+    for package, is_needed in (("datasets", task.kind == "dpo" or who == "trl"), ("peft", task.lora)):
+        if is_needed and find_spec(package) is None:
+            return f"{package} is not installed"
     if "compile" in options and is_smallest:
         return "compiling takes minutes on a CPU"
     if "liger" in options and find_spec("liger_kernel") is None:
@@ -489,7 +494,7 @@ def runs_of(part: str, deadline: float, options: argparse.Namespace, log: Path) 
             if options.contestants and contestant not in options.contestants:
                 continue
             row = {"part": part, "task": task.name, "contestant": contestant}
-            if (why := missing(contestant, options.smallest)) is not None:
+            if (why := missing(contestant, task, options.smallest)) is not None:
                 yield row | {"left_out": why}
             elif left < 20 and not options.smallest:
                 yield row | {"left_out": "the part's time was over"}

@@ -25,7 +25,7 @@ def columns(text):
 
 
 def test_the_figures_of_a_gpu_are_written_at_their_smallest(gpu, tmp_path, monkeypatch, capsys):
-    one, other = (task for task in gpu.TASKS if task.kind == "sft" and task.packed)
+    one, other = (task for task in gpu.TASKS if task.kind == "sft" and task.packed)  # the other is of another part
     changed = gpu.replace(one, contestants=("posttrain", "trl", "posttrain+compile"))
     monkeypatch.setattr(gpu, "TASKS", (changed, other))
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)  # no other library is there
@@ -69,6 +69,16 @@ def test_a_part_of_tests_says_which_failed_and_which_were_left_out(gpu, tmp_path
     found = gpu.tests_of("kernels", gpu.time.monotonic() + 60, tmp_path / "log", [])
     assert (found["passed"], found["failed"], found["finished"]) == (1, ["test_b"], True)
     assert list(found["skipped"].values()) == [1] and "no flash" in next(iter(found["skipped"]))
+
+
+def test_what_needs_a_package_that_is_missing_is_left_out(gpu, monkeypatch):
+    def left_out(absent):
+        monkeypatch.setattr(gpu, "find_spec", lambda name: None if name == absent else name)
+        return {gpu.missing("posttrain", task, False) for task in gpu.TASKS} - {None}
+
+    assert left_out("datasets") == {"datasets is not installed"} and left_out("peft") == {"peft is not installed"}
+    assert left_out("trl") == set()
+    assert gpu.missing("trl", gpu.TASKS[0], False) == "trl is not installed"
 
 
 def test_a_run_that_fails_is_a_row_with_its_last_line(gpu, tmp_path):
