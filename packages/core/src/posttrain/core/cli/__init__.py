@@ -27,6 +27,7 @@ COMMANDS = {
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
     "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
+    "vllm-serve": "Start a vLLM server that online training can send weights to.",
     "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
     "report": "Write a page about a run, or about several side by side.",

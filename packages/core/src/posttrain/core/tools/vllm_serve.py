@@ -1,0 +1,81 @@
+"""The command ``posttrain vllm-serve``, which starts a vLLM server as online trainers need it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+from posttrain.core.errors import ConfigError, missing
+
+HELP = """posttrain vllm-serve MODEL [OPTION ...]
+
+Start `vllm serve MODEL` so that a trainer with use_vllm=True and vllm_mode=server can send it weights. The options are
+those of vllm serve; the names that `trl vllm-serve` has for them, such as --tensor_parallel_size 2, mean the same.
+--dry-run prints the command instead.
+"""
+
+#: Options of ``trl vllm-serve`` whose names differ by more than dashes.
+RENAMED = {"vllm-model-impl": "model-impl", "log-level": "uvicorn-log-level"}
+#: What a trainer needs, unless it is set otherwise: log-probabilities with the temperature.
+USUAL = {"logprobs-mode": "processed_logprobs"}
+
+
+def run(words: list[str]) -> None:
+    """The command. It does not return: the server takes the place of this process.
+
+    Raises:
+        ConfigError: no model is named, or vLLM is not installed.
+    """
+    if {"-h", "--help"} & set(words):
+        print(HELP.rstrip())
+        return
+    import torch
+
+    dry = "--dry-run" in words
+    command = server_command([word for word in words if word != "--dry-run"], torch.cuda.is_available())
+    if dry:
+        print(" ".join(["VLLM_SERVER_DEV_MODE=1", *(json.dumps(w) if '"' in w else w for w in command)]))
+        return
+    if error := missing("vllm", "vllm", "posttrain vllm-serve"):
+        raise ConfigError("vllm-serve", [str(error)])
+    os.execvpe(command[0], command, os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
+
+
+def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:
+    """The command line of vLLM.
+
+    Args:
+        words: a model, or ``--model`` with one, and options with values, in the names of vLLM or of trl.
+        has_gpu: weights are sent over NCCL, and otherwise over Gloo.
+
+    Raises:
+        ConfigError: no model is named.
+    """
+    given = dict(_options(words))
+    model = given.pop("model", None)
+    if not isinstance(model, str):
+        raise ConfigError("vllm-serve", ["name a model: posttrain vllm-serve MODEL"])
+    transfer = {"weight-transfer-config": json.dumps({"backend": "nccl" if has_gpu else "gloo"})}
+    command = ["vllm", "serve", model]
+    for name, value in (transfer | USUAL | given).items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            command.append(f"--{'' if value.lower() == 'true' else 'no-'}{name}")
+        else:
+            command += [f"--{name}"] if value is None else [f"--{name}", value]
+    return command
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(name in vLLM, value or None) of each option; the first word that belongs to none is the model."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            yield "model", word
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        if not equals and rest and not rest[0].startswith("--"):
+            value, equals = rest.pop(0), "="
+        yield RENAMED.get(name, name), value if equals else None

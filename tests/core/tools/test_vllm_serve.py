@@ -1,0 +1,51 @@
+"""The server is started with what a trainer needs, under the names of vLLM and of trl."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from posttrain.core import cli
+from posttrain.core.errors import ConfigError
+from posttrain.core.tools import vllm_serve
+
+
+def test_the_command_has_what_a_trainer_needs():
+    made = vllm_serve.server_command(["Qwen/Qwen3-0.6B", "--port", "9000"], has_gpu=True)
+    assert made[:3] == ["vllm", "serve", "Qwen/Qwen3-0.6B"]
+    options = dict(zip(made[3::2], made[4::2], strict=True))
+    assert options == {
+        "--weight-transfer-config": '{"backend": "nccl"}', "--logprobs-mode": "processed_logprobs", "--port": "9000",
+    }  # fmt: skip
+    assert '{"backend": "gloo"}' in vllm_serve.server_command(["m"], has_gpu=False)
+
+
+def test_the_names_of_trl_are_understood_and_given_ones_win():
+    words = ["--model", "m", "--tensor_parallel_size", "2", "--vllm_model_impl=transformers", "--enforce_eager", "True"]
+    made = vllm_serve.server_command([*words, "--trust_remote_code", "false", "--logprobs-mode", "raw_logprobs"], True)
+    assert made[:3] == ["vllm", "serve", "m"] and "--enforce-eager" in made and "--no-trust-remote-code" in made
+    for pair in (
+        ["--tensor-parallel-size", "2"],
+        ["--model-impl", "transformers"],
+        ["--logprobs-mode", "raw_logprobs"],
+    ):
+        assert made[made.index(pair[0]) + 1] == pair[1]
+    assert "processed_logprobs" not in made
+
+
+def test_a_missing_model_is_said():
+    with pytest.raises(ConfigError, match="name a model"):
+        vllm_serve.server_command(["--port", "9000"], True)
+    assert cli.main(["vllm-serve"]) == 2
+
+
+def test_the_server_takes_the_place_of_the_command(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(vllm_serve, "missing", lambda *names: None)
+    monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
+    assert cli.main(["vllm-serve", "m", "--dry-run"]) == 0 and not started
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve m" in capsys.readouterr().out
+    cli.main(["vllm-serve", "m"])
+    ((program, command, environment),) = started
+    assert program == "vllm" and command[:3] == ["vllm", "serve", "m"] and environment["VLLM_SERVER_DEV_MODE"] == "1"
