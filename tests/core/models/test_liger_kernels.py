@@ -33,7 +33,7 @@ def check(found: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal-lm", "sft", "sft-packed", "sft-lora", "dpo", "reward"])
+@pytest.mark.parametrize("name", ["causal-lm", "sft", "dpo"])
 def test_a_run_with_ligers_kernels_is_that_without_them(name):
     check(found_by(MODULE, name))
 
