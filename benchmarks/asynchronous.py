@@ -24,7 +24,7 @@ SECONDS = 1.0
 """That the reward sleeps."""
 ITERATIONS = 16
 """Optimizer steps on each rollout."""
-STEPS = 128
+STEPS = 256
 
 
 class Records(TrainerCallback):
@@ -54,7 +54,7 @@ def run(url: str, folder: str, max_staleness: int, seed: int) -> dict[str, float
 
     args = GRPOConfig(
         out, per_device_train_batch_size=16, num_generations=8, max_completion_length=32, num_iterations=ITERATIONS,
-        max_steps=STEPS, seed=seed, max_staleness=max_staleness, reward_concurrency=3, learning_rate=1e-3,
+        max_steps=STEPS, seed=seed, max_staleness=max_staleness, reward_concurrency=4, learning_rate=1e-3,
         logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         gradient_checkpointing=False,
     )  # fmt: skip
@@ -77,5 +77,5 @@ def run(url: str, folder: str, max_staleness: int, seed: int) -> dict[str, float
 
 if __name__ == "__main__":
     for number in range(int(sys.argv[3]) if len(sys.argv) > 3 else 3):
-        for bound in (0, 2 * ITERATIONS):
+        for bound in (0, 4 * ITERATIONS):
             print(json.dumps(run(sys.argv[1], sys.argv[2], bound, number)), flush=True)
