@@ -31,6 +31,7 @@ COMMANDS = {
     "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
     "report": "Write a page about a run, or about several side by side.",
+    "schema": "Print the arguments of a method as a JSON schema.",
     "env": "Versions and hardware, for a bug report.",
 }
 
