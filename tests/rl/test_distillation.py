@@ -38,6 +38,12 @@ def rollout_of(run):
     return run.make_rollout(iter(run.get_train_dataloader()))
 
 
+def completed(run, rows, number):
+    """The samples of a rollout, before they are scored."""
+    run._sync_weights()
+    return run._sample_ahead(rows, number)
+
+
 def logged(run, name):
     return [record[name] for record in run.state.log_history if name in record]
 
@@ -51,7 +57,7 @@ def test_a_share_of_the_completions_is_the_students_and_the_rest_is_the_datasets
     for share in (0.0, 0.5, 1.0):
         run = make(tmp_path, lmbda=share, per_device_train_batch_size=8, max_completion_length=64)
         run.model.train()
-        samples = [sample for _ in range(8) for sample in run._sample_rows(ROWS)[0]]
+        samples = [sample for number in range(8) for sample in completed(run, ROWS, number)]
         counts[share] = sum(tuple(sample.ids) in given for sample in samples)
     assert counts[0.0] == 64 and counts[1.0] == 0 and 20 <= counts[0.5] <= 44
 
@@ -65,7 +71,7 @@ def test_with_seq_kd_the_teacher_writes_what_the_student_does_not(tmp_path):
         run.model.train()
         run.sampling_seed = None
     rows = [{"prompt": row["prompt"]} for row in ROWS[:4]]
-    written = [[sample.ids for sample in run._sample_rows(rows)[0]] for run in (ours, theirs)]
+    written = [[sample.ids for sample in completed(run, rows, 0)] for run in (ours, theirs)]
     assert written[0] == written[1]
     assert ours.generator.model is not teacher  # the student's engine is in its place again
 
@@ -76,7 +82,7 @@ def test_messages_are_prompt_and_completion(tmp_path):
         for i in range(8)
     ]
     run = make(tmp_path, rows=rows, lmbda=0.0, max_completion_length=64)
-    (sample, *_), _ = run._sample_rows(rows[:4])
+    sample, *_ = completed(run, rows[:4], 0)
     tokenizer = tiny.tokenizer()
     whole = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
     assert tokenizer.decode(sample.prompt_ids + sample.ids) == whole
@@ -290,6 +296,7 @@ def test_few_tokens_of_a_server_lower_the_divergence_too(server, tmp_path):
     ({"sync_ref_model": True}, "a teacher stays as it is"),
     ({"loss_type": "policy_gradient", "lmbda": 0.5}, "set lmbda=1"),
     ({"beta": 1.5}, "beta=1.5"),
+    ({"max_staleness": 1, "lmbda": 0.5}, "set max_staleness=0"),
     ({"teacher_model_server_url": "http://x", "temperature": 0.5}, "loss_temperature=1"),
     ({"teacher_model_server_url": "http://x", "seq_kd": True}, "in this process"),
 ], ids=str)  # fmt: skip

@@ -84,6 +84,8 @@ class DistillationConfig(RolloutConfig):
             yield f"loss_type='policy_gradient' learns from what the student wrote, and lmbda={self.lmbda}; set lmbda=1"
         if self.loss_type == "policy_gradient" and self.teacher_tokenizer_name_or_path:
             yield "loss_type='policy_gradient' needs a teacher with the student's tokens; set 'divergence'"
+        if self.max_staleness and self.lmbda < 1:
+            yield f"max_staleness above 0 samples all completions ahead, and lmbda={self.lmbda}; set max_staleness=0"
         if self.teacher_model_server_url and self.measured_at != 1:
             yield (
                 f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
