@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules of posttrain.core by floor: each may import its own floor and those below.
-FLOORS = {
+# Modules of posttrain.core by layer: each may import its own layer and those below.
+LAYERS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.input_counter logging.metrics logging.redaction losses.distillation
@@ -47,15 +47,15 @@ FLOORS = {
 }
 # Folders whose modules are named one by one above. Their own __init__ holds a docstring, or gathers public names.
 FOLDERS = {"data", "evaluation", "logging", "losses", "models", "training"}
-FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
-# The ground needs nothing that has to be installed besides these.
-GROUND_PACKAGES = {"torch", "numpy"}
+LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
+# The lowest layer needs nothing that has to be installed besides these.
+LOWEST_LAYER_PACKAGES = {"torch", "numpy"}
 
 ALLOWED = {"core": {"core"}, "seq2seq": {"seq2seq", "core"}, "sft": {"sft", "core"}, "rl": {"rl", "core"}}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 # Only these may know how processes are started, wrapped and sharded.
 BACKENDS = {"accelerate", "deepspeed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor"}
-BACKENDS_ROOM = "core/distributed/"
+BACKENDS_FOLDER = "core/distributed/"
 FORBIDDEN_NAMES = {"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"}
 FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
@@ -164,13 +164,13 @@ def our_module(target: str) -> str | None:
     return None
 
 
-def floor(module: str) -> int:
+def layer(module: str) -> int:
     """Of a module of core. The face of the package, which gathers all of them, is above them all."""
     parts = module.split(".")[2:]
     if not parts:
         return 3
     name = ".".join(parts)
-    return FLOOR.get(name, FLOOR.get(parts[0], 1))
+    return LAYER.get(name, LAYER.get(parts[0], 1))
 
 
 def test_the_search_finds_the_code():
@@ -198,7 +198,7 @@ def test_siblings_never_meet():
 
 def test_every_module_of_core_has_its_floor():
     names = {module.removeprefix("posttrain.core.") for module in modules() if module.startswith("posttrain.core.")}
-    assert sorted(n for n in names - FOLDERS if n not in FLOOR and n.split(".")[0] not in FLOOR) == []
+    assert sorted(n for n in names - FOLDERS if n not in LAYER and n.split(".")[0] not in LAYER) == []
 
 
 def test_a_newcomer_finds_nine_files_or_fewer_beside_the_folders():
@@ -209,15 +209,15 @@ def test_imports_point_down_or_along_a_floor():
     wrong = []
     for one in all_imports():
         here, there = module_of(one.where), our_module(one.target)
-        if here.startswith("posttrain.core.") and there is not None and floor(there) > floor(here):
-            wrong.append(f"{one}: floor {floor(here)} imports floor {floor(there)}")
+        if here.startswith("posttrain.core.") and there is not None and layer(there) > layer(here):
+            wrong.append(f"{one}: layer {layer(here)} imports layer {layer(there)}")
     assert wrong == []
 
 
 def test_the_ground_stands_on_torch_numpy_and_the_standard_library():
-    allowed = GROUND_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
-    ground = [one for one in all_imports() if one.where.startswith("core/") and floor(module_of(one.where)) == 0]
-    assert ground and [str(one) for one in ground if one.target.split(".")[0] not in allowed] == []
+    allowed = LOWEST_LAYER_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
+    lowest = [one for one in all_imports() if one.where.startswith("core/") and layer(module_of(one.where)) == 0]
+    assert lowest and [str(one) for one in lowest if one.target.split(".")[0] not in allowed] == []
 
 
 def test_no_import_goes_in_a_circle():
@@ -262,10 +262,10 @@ def test_the_search_for_circles_finds_one():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
 
-def test_rooms_take_what_they_need_and_no_trainer():
+def test_modules_take_what_they_need_and_no_trainer():
     wrong = []
     for where in sources():
-        if where.startswith("core/") and floor(module_of(where)) < 2:
+        if where.startswith("core/") and layer(module_of(where)) < 2:
             for node in ast.walk(tree(where)):
                 if isinstance(node, ast.arg) and node.arg == "trainer":
                     wrong.append(f"{where}:{node.lineno} takes a trainer")
@@ -310,12 +310,12 @@ def test_no_trainer_of_others_is_used():
     assert wrong == []
 
 
-def test_backends_are_known_in_one_room():
+def test_backends_are_known_in_one_folder():
     wrong = []
     for one in all_imports():
         for backend in BACKENDS:
             known = one.target == backend or one.target.startswith(backend + ".")
-            if known and not one.where.startswith(BACKENDS_ROOM):
+            if known and not one.where.startswith(BACKENDS_FOLDER):
                 wrong.append(str(one))
     assert wrong == []
 

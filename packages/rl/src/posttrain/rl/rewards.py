@@ -248,7 +248,7 @@ class Rewards:
             if self.options.reward_on_error == "raise":
                 raise RewardError(self._message(name, problem, given, failed)) from error
         if any(failed):
-            self._tell(name, problem, given, failed)
+            self._report_problem(name, problem, given, failed)
         instead = self.options.reward_error_value if self.options.reward_on_error == "value" else math.nan
         rewards = [
             instead if bad else math.nan if value is None else value for value, bad in zip(values, failed, strict=True)
@@ -278,7 +278,7 @@ class Rewards:
                 raise TypeError(f"it returned {_short(value)} among its rewards, which is no number")
         return [None if value is None else float(value) for value in values]
 
-    def _tell(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
+    def _report_problem(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
         message = self._message(name, problem, given, failed)
         if self.options.reward_on_error == "raise":
             raise RewardError(message)

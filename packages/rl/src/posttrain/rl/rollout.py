@@ -29,7 +29,7 @@ from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
 from posttrain.rl import asynchronous, policy_losses
-from posttrain.rl import completions as told
+from posttrain.rl import completions as records
 from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.asynchronous import Background, PerThread, Turns
 from posttrain.rl.environments import Environments, context_length, take_rollout
@@ -467,7 +467,7 @@ class RolloutTrainer(Trainer):
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         super().log(logs, start_time)
-        problem = told.learning_problem(logs, self.learns_from_rewards)
+        problem = records.learning_problem(logs, self.learns_from_rewards)
         if problem is not None and self.dist.is_main:
             logger.warning("Step %d: %s", self.state.global_step, problem)
 
@@ -524,8 +524,8 @@ class RolloutTrainer(Trainer):
         samples, scores = found
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         rollout, kl = self._with_logps(rollout, samples)
-        mine = told.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
-        everyone = told.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
+        mine = records.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
+        everyone = records.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
         self._num_tokens += everyone.num_tokens
         self.metrics.add_extreme("num_tokens", self._num_tokens, "max")  # the same everywhere, and it only grows
         advantages = self.compute_advantages(
@@ -539,7 +539,7 @@ class RolloutTrainer(Trainer):
         if self._background is not None:
             asynchronous.log_staleness(self.metrics, rollout, self.state.global_step)
         self._log_used(samples, scores.rewards, self.state.global_step + 1)
-        self._tell(samples, scores, advantages)
+        self._report_rollout(samples, scores, advantages)
         return replace(rollout, advantages=advantages)
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
@@ -826,7 +826,7 @@ class RolloutTrainer(Trainer):
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
-        summary = told.Summary.of(samples, scores)
+        summary = records.Summary.of(samples, scores)
         for name, pair in summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold).items():
             self.metrics.add_sum(name, *pair)
         for name, (value, which) in summary.extremes().items():
@@ -834,7 +834,7 @@ class RolloutTrainer(Trainer):
         rollout = Rollout.of(samples, self.args.mask_truncated_completions)
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        self._shown += told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        self._shown += records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         rollout = self.complete_rollout(replace(rollout, advantages=advantages), samples)
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
@@ -843,10 +843,10 @@ class RolloutTrainer(Trainer):
                 loss, _ = self.compute_loss(self.model, part, True, items)
                 self.metrics.add_sum("loss", loss * items, items)
 
-    def _tell(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
+    def _report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
         """Show the completions of a rollout if ``log_completions`` is set."""
         if self.args.log_completions:
-            rows = told.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+            rows = records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
             self._show(rows, f"Step {self.state.global_step}", "completions")
 
     def _show(self, rows: list[dict[str, Any]], title: str, stem: str) -> None:
@@ -855,14 +855,14 @@ class RolloutTrainer(Trainer):
         if not (rows and self.dist.is_main):
             return
         args = self.args
-        seen = {told.plain_text(row["prompt"]): row for row in reversed(rows)}
+        seen = {records.plain_text(row["prompt"]): row for row in reversed(rows)}
         shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
-        terminal.write(told.table(shown, title, args.num_completions_to_print))
+        terminal.write(records.table(shown, title, args.num_completions_to_print))
         path = Path(args.output_dir) / "completions" / f"{stem}_{self.state.global_step:05d}"
-        path = told.write(rows, path, args.log_multimodal)
-        told.track(shown, stem, args.report_to)
+        path = records.write(rows, path, args.log_multimodal)
+        records.track(shown, stem, args.report_to)
         if repo := getattr(args, "log_completions_hub_repo", None):
-            told.upload(path, repo, args.hub_token)
+            records.upload(path, repo, args.hub_token)
 
     # ------------------------------------------------------------------------------------------------ set-up
 

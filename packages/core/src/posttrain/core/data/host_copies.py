@@ -28,7 +28,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of `tensor` on the CPU, without waiting; None where only its device knows them.
 
     Known are tensors that `send` has moved, until one of the two is changed in place. What is computed from them is not
-    known, unless `know` was told.
+    known, unless `know` was called.
     """
     if tensor.is_cpu:
         return tensor
