@@ -196,7 +196,7 @@ def test_siblings_never_meet():
     assert wrong == []
 
 
-def test_every_module_of_core_has_its_floor():
+def test_every_module_of_core_has_its_layer():
     names = {module.removeprefix("posttrain.core.") for module in modules() if module.startswith("posttrain.core.")}
     assert sorted(n for n in names - FOLDERS if n not in LAYER and n.split(".")[0] not in LAYER) == []
 
@@ -205,7 +205,7 @@ def test_a_newcomer_finds_nine_files_or_fewer_beside_the_folders():
     assert len([where for where in sources() if where.startswith("core/") and where.count("/") == 1]) <= 9
 
 
-def test_imports_point_down_or_along_a_floor():
+def test_imports_point_down_or_along_a_layer():
     wrong = []
     for one in all_imports():
         here, there = module_of(one.where), our_module(one.target)
@@ -214,7 +214,7 @@ def test_imports_point_down_or_along_a_floor():
     assert wrong == []
 
 
-def test_the_ground_stands_on_torch_numpy_and_the_standard_library():
+def test_the_lowest_layer_needs_torch_numpy_and_the_standard_library():
     allowed = LOWEST_LAYER_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
     lowest = [one for one in all_imports() if one.where.startswith("core/") and layer(module_of(one.where)) == 0]
     assert lowest and [str(one) for one in lowest if one.target.split(".")[0] not in allowed] == []
