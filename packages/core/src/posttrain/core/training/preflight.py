@@ -22,7 +22,7 @@ from torch import nn
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
-from posttrain.core.errors import ConfigError, missing
+from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import adapters, loading, quantization
 from posttrain.core.optim import builder
@@ -324,12 +324,6 @@ def _others_callbacks(callbacks: Any) -> Iterator[Any]:
         owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
         if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):
             yield callback
-
-
-def package_problem(module: str, package: str, why: str) -> Iterator[Problem]:
-    """Problem: `module` is missing, with the command that installs it."""
-    if (error := missing(module, package, why)) is not None:
-        yield error
 
 
 def model_type_problems(parts: Parts, wanted: str) -> Iterator[Problem]:
