@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).parent))
-from quickstart import make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
 from posttrain.rl import RewardConfig, RewardTrainer
 
 PAIRS = Path(os.environ.get("POSTTRAIN_DATA", Path(__file__).parent / "data")) / "gsm8k_preferences"
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """2,048 tokens of byte-level BPE, learned from `texts`. Each digit is a token: numbers are read digit by digit."""
+    bpe = Tokenizer(models.BPE())
+    by_digit = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([by_digit, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
+    alphabet = {"special_tokens": [*special.values()], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=2048, show_progress=False, **alphabet))
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_input_names=names, model_max_length=1024, **special)
 
 
 def make_model(tokenizer) -> Qwen3ForSequenceClassification:
@@ -47,8 +57,7 @@ def main() -> None:
     parts = {s: part.map(lambda row: {k: "\n" + row[k] for k in ("chosen", "rejected")}) for s, part in parts.items()}
     model, tokenizer, adapter, rate = given.model, None, None, 2e-4
     if model is None:
-        texts = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in parts["train"]]
-        tokenizer, rate = make_tokenizer(texts), 5e-4
+        tokenizer, rate = make_tokenizer([row["prompt"] + row["chosen"] for row in parts["train"]]), 5e-4
         model = make_model(tokenizer)
     else:
         adapter = LoraConfig(r=16, target_modules="all-linear", task_type="SEQ_CLS")

@@ -105,7 +105,7 @@ def test_parameters_and_small_tensors_stay_and_what_is_saved_twice_is_moved_once
 
 def test_memory_that_was_given_to_another_tensor_is_not_mistaken_for_it():
     offload, losses, pointers = OffloadActivations(nn.Linear(1, 1), CPU, min_bytes=0), [], set()
-    leaves = [torch.full((256,), float(i), requires_grad=True) for i in range(1, 9)]
+    leaves = [torch.full((256,), float(i), requires_grad=True) for i in range(1, 129)]
     with offload:
         for leaf in leaves:
             temporary = leaf * 1.0

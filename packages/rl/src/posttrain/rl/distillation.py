@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import Removed, opt
+from posttrain.core.config import JSONObject, Removed, opt
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.losses.distillation import Measure, divergence_terms
@@ -62,7 +62,7 @@ class DistillationConfig(RolloutConfig):
     )
     teacher_model_name_or_path: str | None = opt(None, "The teacher by name, where it is not passed to the trainer.")
     teacher_model_revision: str | None = opt(None, "Revision of a teacher given by name.")
-    teacher_model_init_kwargs: dict[str, Any] | None = opt(
+    teacher_model_init_kwargs: JSONObject = opt(
         None, 'Arguments of from_pretrained for a teacher given by name; {"load_in_4bit": true} makes it small.'
     )
     teacher_tokenizer_name_or_path: str | None = opt(

@@ -80,7 +80,7 @@ class RunReportCallback(ClosingCallback):
 
     def close(self) -> None:
         """Write the page if training ends by an error: else `on_train_end` does."""
-        if (error := sys.exc_info()[1]) is not None:
+        if self._messages is not None and (error := sys.exc_info()[1]) is not None:
             self._write(f"ended by {type(error).__name__} after {self._state.global_step:,} steps")
 
     def _write(self, how: str) -> None:
