@@ -2,6 +2,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 from posttrain.core import Trainer, TrainingArguments
@@ -187,3 +188,32 @@ def test_a_callback_of_transformers_hears_every_event_in_order(tmp_path):
     expected = ["init_end", "train_begin", "epoch_begin", "step_begin", "substep_end", "pre_optimizer_step"]
     expected += ["optimizer_step", "step_end", "log", "prediction_step", "log", "evaluate", "save", "epoch_end", "log"]
     assert heard == [f"on_{event}" for event in [*expected, "train_end", "prediction_step", "predict"]]
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyError("lost")
+
+
+def test_an_error_of_a_callback_names_it_and_may_be_let_pass(tmp_path, caplog):
+    rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 4
+
+    class Model(torch.nn.Linear):
+        def forward(self, x, labels):
+            return {"loss": (super().forward(x) - labels).square().mean()}
+
+    def train(callback):
+        args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, disable_tqdm=True)
+        trainer = Trainer(Model(2, 1), args, train_dataset=rows, callbacks=[callback])
+        trainer.train()
+        return trainer
+
+    with pytest.raises(KeyError, match="lost") as raised:
+        train(Fails())
+    [note] = raised.value.__notes__
+    assert note.startswith("Raised by the callback Fails in on_step_end, at step 1.")
+    assert "DefaultFlowCallback, JSONLinesCallback" in note and "Fails.may_fail = True" in note
+    lenient = Fails()
+    lenient.may_fail = True
+    assert train(lenient).state.global_step == 2
+    assert sum("Fails raised in on_step_end at step" in text for text in caplog.messages) == 2

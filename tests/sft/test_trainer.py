@@ -241,6 +241,9 @@ def test_accuracy_and_entropy_are_means_over_trained_tokens(tmp_path):
         tokens += int(kept.sum())
     assert metrics["eval_mean_token_accuracy"] == pytest.approx(correct / tokens, abs=1e-9)
     assert metrics["eval_loss"] == pytest.approx(total_loss / tokens, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    smoothed = make(tmp_path, COMPLETIONS, eval_rows=COMPLETIONS, label_smoothing_factor=0.1).evaluate()
+    assert "eval_perplexity" not in smoothed
 
 
 def test_compute_metrics_gets_logits_and_labels_of_every_row(tmp_path):
@@ -439,6 +442,26 @@ def test_the_final_model_loads_as_any_other_with_its_tokenizer(tied, tmp_path):
         expected = trainer.model.eval()(input_ids=ids).logits
         torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
     assert tokenizer.chat_template == tiny.CHATML and tokenizer(TEXTS[0]["text"]) == tiny.tokenizer()(TEXTS[0]["text"])
+
+
+def test_weights_are_saved_in_files_of_the_size_that_is_asked_for_and_read_back(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = make(tmp_path, TEXTS, max_shard_size="20KB", save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        files = list(folder.glob("model-*.safetensors"))
+        # Embedding and head have 48 KiB each, and a tensor is never cut.
+        assert len(files) > 4 and sum(file.stat().st_size > 22_000 for file in files) == 2
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())
+    straight = weights(trainer.model)
+    trainer = make(tmp_path, TEXTS, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(value, straight[name]) for name, value in weights(trainer.model).items())
+    with pytest.raises(ConfigError, match="max_shard_size='5 gallons' must be a number of bytes"):
+        config(tmp_path, max_shard_size="5 gallons")
 
 
 def test_a_model_given_by_name_is_loaded_as_model_init_kwargs_say(tmp_path):

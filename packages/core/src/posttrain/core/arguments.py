@@ -46,6 +46,7 @@ from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
+from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
 
@@ -157,6 +158,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     HubArguments,
     AcceleratorArguments,
     DistributedArguments,
+    SpikeArguments,
     HealthArguments,
     EMAArguments,
     ModelSideArguments,

@@ -48,7 +48,13 @@ class TrainerCallback:
         on_prediction_step, on_evaluate, on_predict, on_push_begin: whenever they happen
 
     With several processes, a flag that is set on one of them is set on all, at the end of the same optimizer step.
+
+    Attributes:
+        may_fail: an error of this callback is logged and training goes on. Else it ends the run, with a note that names
+            callback and event.
     """
+
+    may_fail = False
 
     def on_init_end(self, args, state, control, **kwargs): ...
     def on_train_begin(self, args, state, control, **kwargs): ...
@@ -186,21 +192,41 @@ class CallbackHandler:
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Call every callback that implements `event`, in order; returns the resulting control."""
         for callback in self._listening(event):
-            answer = getattr(callback, event)(
-                args,
-                state,
-                control,
-                model=self.model,
-                processing_class=self.processing_class,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                train_dataloader=self.train_dataloader,
-                eval_dataloader=self.eval_dataloader,
-                **kwargs,
-            )
+            try:
+                answer = getattr(callback, event)(
+                    args,
+                    state,
+                    control,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    optimizer=self.optimizer,
+                    lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader,
+                    eval_dataloader=self.eval_dataloader,
+                    **kwargs,
+                )
+            except Exception as error:
+                self._raised(callback, event, state, error)
+                if not getattr(callback, "may_fail", False):
+                    raise
+                continue
             if answer is not None:
                 control = _apply(answer, control, f"{type(callback).__name__}.{event}")
         return control
+
+    def _raised(self, callback: Any, event: str, state: TrainerState, error: Exception) -> None:
+        """Name the callback that raised: in a note of the error, or in a warning where it may fail."""
+        name = type(callback).__name__
+        if getattr(callback, "may_fail", False):
+            logger.warning(
+                "The callback %s raised in %s at step %d: %s: %s. Training goes on, for its may_fail is set.",
+                name, event, state.global_step, type(error).__name__, error, exc_info=True,
+            )  # fmt: skip
+            return
+        error.add_note(
+            f"Raised by the callback {name} in {event}, at step {state.global_step}. To train on without what it does, "
+            f"set {name}.may_fail = True. The callbacks, in order: {self.callback_list.replace(chr(10), ', ')}."
+        )
 
     # Each event as a method, for scripts that override `log` or write their own loop.
 

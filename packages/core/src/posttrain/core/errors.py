@@ -42,6 +42,10 @@ class NonFiniteError(ArithmeticError):
     """A loss or a gradient was NaN or infinite; the weights are those from before that step."""
 
 
+class LossSpikeError(ArithmeticError):
+    """A loss was far above those before it, and the run was to stop there (``on_loss_spike='stop'``)."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'learning_rate'?"`` for a near miss, else an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -58,6 +58,7 @@ from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerContro
 from posttrain.core.training import (
     allocator,
     argument_changes,
+    loss_spikes,
     nonfinite,
     nonfinite_report,
     override_checks,
@@ -974,7 +975,8 @@ class Trainer(HFCompat):
             gather=dist.gather_object, rows_of=_weakly(self, "_rows_of"), find=_weakly(self, "_find_fault"),
         )  # fmt: skip
         total = dist.sum if dist.world_size > 1 else None
-        return nonfinite.FiniteGuard(policy, args.max_nonfinite_steps, report, total)
+        spikes = loss_spikes.watch(args, total, dist.world_size, report.named)
+        return nonfinite.FiniteGuard(policy, args.max_nonfinite_steps, report, total, spikes=spikes)
 
     def _number_of_saves(self, plan: Plan) -> int:
         every = {"steps": as_steps(self.args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
@@ -1352,13 +1354,8 @@ class Trainer(HFCompat):
     # ------------------------------------------------------------------------------------------------ a run: saves
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        directory, model = Path(output_dir or self.args.output_dir), wrapping.unwrap(self.model)
-        if state_dict is None:
-            weights.save_weights(model, directory)
-        elif hasattr(model, "save_pretrained"):  # what a script has gathered or picked itself
-            model.save_pretrained(str(directory), state_dict=state_dict)
-        else:
-            weights.write(state_dict, directory, type(model).__name__)
+        directory = Path(output_dir or self.args.output_dir)
+        weights.save_weights(wrapping.unwrap(self.model), directory, state_dict, self.args.max_shard_size)
         self._save_beside(directory)
 
     def _save_beside(self, directory: Path) -> None:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.evaluation.generate import GenerationArguments
+
+logger = logging.getLogger(__name__)
 
 #: What earlier versions of trl read from dataset_kwargs, and why it changes nothing here.
 NO_EFFECT = {
     "add_special_tokens": "rows get the special tokens of their chat template, or of the tokenizer, once",
     "append_concat_token": "each row ends in its own eos token",
+}
+
+
+#: Arguments that the trainer itself took in earlier versions, and the fields of `SFTConfig` that they are now.
+MOVED_TO_CONFIG = {
+    "dataset_text_field": "dataset_text_field",
+    "max_seq_length": "max_length",
+    "max_length": "max_length",
+    "packing": "packing",
+    "eval_packing": "eval_packing",
+    "dataset_num_proc": "dataset_num_proc",
+    "dataset_kwargs": "dataset_kwargs",
+    "model_init_kwargs": "model_init_kwargs",
 }
 
 
@@ -152,3 +169,31 @@ class SFTConfig(GenerationArguments, TrainingArguments):
         for name in ("chat_template_kwargs", "dataset_kwargs", "dataset_weights", "model_init_kwargs"):
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
+
+
+def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
+    """The `SFTConfig` from `args` and the constructor arguments of earlier versions."""
+    if args is not None and not isinstance(args, TrainingArguments):
+        raise wrong_args(args, SFTConfig)
+    if args is None:
+        args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
+    elif not isinstance(args, SFTConfig):
+        fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        args = SFTConfig(**{name: value for name, value in fields.items() if name in fields_of(SFTConfig)})
+        logger.info("Plain TrainingArguments were given: data preparation follows the defaults of SFTConfig.")
+    changes, problems = {}, []
+    default = {name: field.default for name, field in fields_of(SFTConfig).items()}
+    for old, value in moved.items():
+        new = MOVED_TO_CONFIG[old]
+        if getattr(args, new) not in (default[new], value):
+            problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={getattr(args, new)!r} in its args")
+        changes[new] = value
+        warnings.warn(f"SFTTrainer: {old}= is now SFTConfig({new}=...); both work.", FutureWarning, stacklevel=3)
+    if problems:
+        raise ConfigError("SFTTrainer", problems)
+    return dataclasses.replace(args, **changes) if changes else args
+
+
+def fields_of(config: type) -> dict[str, dataclasses.Field]:
+    """The fields of `config` by name."""
+    return {field.name: field for field in dataclasses.fields(config)}

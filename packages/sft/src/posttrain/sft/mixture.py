@@ -172,3 +172,14 @@ class _Source:
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         return {"source": [self.number] * len(batch["input_ids"])}
+
+
+def named_sets(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:
+    """``[(name, dataset), ...]`` of a dict of datasets; one dataset is called `name`."""
+    return list(dataset.items()) if isinstance(dataset, Mapping) else [(name, dataset)]
+
+
+def representative(dataset: Any) -> Any:
+    """One of several datasets as a placeholder until they are mixed; a stream if there is one."""
+    parts = list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
+    return next((part for part in parts if part is not None and is_stream(part)), parts[0])

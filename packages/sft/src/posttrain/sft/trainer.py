@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +17,8 @@ from torch import nn
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import chat_template
 from posttrain.core.data.pipeline import is_filler
-from posttrain.core.data.samplers import is_stream
 from posttrain.core.data.segments import with_segments, without_padding
-from posttrain.core.errors import ConfigError, DataError, did_you_mean, wrong_args
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
 from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
@@ -28,31 +27,19 @@ from posttrain.core.models.activation_offloading import offloading, with_offload
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.wrapping import base_model
+from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.sft.collators import SFTCollator
-from posttrain.sft.config import SFTConfig
+from posttrain.sft.config import MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready
-from posttrain.sft.mixture import Mixture, check_parts
+from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
 
 logger = logging.getLogger(__name__)
-
-#: Arguments that the trainer itself took in earlier versions, and the fields of `SFTConfig` that they are now.
-MOVED_TO_CONFIG = {
-    "dataset_text_field": "dataset_text_field",
-    "max_seq_length": "max_length",
-    "max_length": "max_length",
-    "packing": "packing",
-    "eval_packing": "eval_packing",
-    "dataset_num_proc": "dataset_num_proc",
-    "dataset_kwargs": "dataset_kwargs",
-    "model_init_kwargs": "model_init_kwargs",
-}
-
 
 #: Positions whose logits are turned into float32 together, where they must be held whole.
 POSITIONS_AT_ONCE = 1024
@@ -88,7 +75,15 @@ class SFTTrainer(GeneratesText, Trainer):
     config_class = SFTConfig
     args: SFTConfig
     tag_names = ("trl", "sft")
-    evaluation_metrics = ("mean_token_accuracy", "entropy", "aux_loss", "num_tokens", "loss/*", "token_share/*")
+    evaluation_metrics = (
+        "mean_token_accuracy",
+        "entropy",
+        "aux_loss",
+        "num_tokens",
+        "perplexity",
+        "loss/*",
+        "token_share/*",
+    )
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
         "dataset_text_field", "dataset_weights", "eos_token", "eval_packing", "max_length", "packing",
@@ -118,7 +113,7 @@ class SFTTrainer(GeneratesText, Trainer):
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
         self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
-        named = (*_named(train_dataset, "train"), *_named(eval_dataset))
+        named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
         parts = Parts.of(
             old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, data_collator=data_collator, compute_loss_func=compute_loss_func,
@@ -141,7 +136,7 @@ class SFTTrainer(GeneratesText, Trainer):
             model=model,
             args=args,
             data_collator=data_collator or _collator(args, tokenizer, model, self._sees),
-            train_dataset=_representative(train_dataset),
+            train_dataset=representative(train_dataset),
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
             compute_loss_func=compute_loss_func,
@@ -161,7 +156,7 @@ class SFTTrainer(GeneratesText, Trainer):
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
         if eval_dataset is not None:
-            ready = {name: self._prepare(part, name, args.eval_packing) for name, part in _named(eval_dataset)}
+            ready = {name: self._prepare(part, name, args.eval_packing) for name, part in named_sets(eval_dataset)}
             self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
         self.check_generation()
 
@@ -263,6 +258,17 @@ class SFTTrainer(GeneratesText, Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """Prepares the rows, without packing, so that each has its prediction."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        """Adds ``perplexity``, the exponential of the mean loss, where that is plain cross-entropy."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        loss, is_plain = output.metrics.get(f"{metric_key_prefix}_loss"), self.compute_loss_func is None
+        is_plain = is_plain and not (self._dft or self._aux_loss_coef or self.args.label_smoothing_factor)
+        if loss is not None and is_plain:
+            output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        return output
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -399,29 +405,6 @@ class SFTTrainer(GeneratesText, Trainer):
         return done.dataset
 
 
-def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
-    """The `SFTConfig` from `args` and the constructor arguments of earlier versions."""
-    if args is not None and not isinstance(args, TrainingArguments):
-        raise wrong_args(args, SFTConfig)
-    if args is None:
-        args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
-    elif not isinstance(args, SFTConfig):
-        fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-        args = SFTConfig(**{name: value for name, value in fields.items() if name in _fields(SFTConfig)})
-        logger.info("Plain TrainingArguments were given: data preparation follows the defaults of SFTConfig.")
-    changes, problems = {}, []
-    default = {name: field.default for name, field in _fields(SFTConfig).items()}
-    for old, value in moved.items():
-        new = MOVED_TO_CONFIG[old]
-        if getattr(args, new) not in (default[new], value):
-            problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={getattr(args, new)!r} in its args")
-        changes[new] = value
-        warnings.warn(f"SFTTrainer: {old}= is now SFTConfig({new}=...); both work.", FutureWarning, stacklevel=3)
-    if problems:
-        raise ConfigError("SFTTrainer", problems)
-    return dataclasses.replace(args, **changes) if changes else args
-
-
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     """The weight of the router's loss; 0 for a model without routers."""
     base = base_model(model)
@@ -452,16 +435,6 @@ def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> 
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
-def _named(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:
-    return list(dataset.items()) if isinstance(dataset, Mapping) else [(name, dataset)]
-
-
-def _representative(dataset: Any) -> Any:
-    """One of several datasets as a placeholder until they are mixed; a stream if there is one."""
-    parts = list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
-    return next((part for part in parts if part is not None and is_stream(part)), parts[0])
-
-
 def _dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
     logits = outputs["logits"][:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
     return cross_entropy(logits, labels, num_items_in_batch, dft=True)
@@ -473,7 +446,9 @@ def _refuse_unknown(old_names: dict[str, Any]) -> None:
     for name in old_names:
         if name not in ("tokenizer", "callback"):
             hint = did_you_mean(name, [*known, *MOVED_TO_CONFIG])
-            in_config = f", which SFTConfig has: pass args=SFTConfig({name}=...)" if name in _fields(SFTConfig) else ""
+            in_config = (
+                f", which SFTConfig has: pass args=SFTConfig({name}=...)" if name in fields_of(SFTConfig) else ""
+            )
             raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")
 
 
@@ -491,7 +466,3 @@ def _refuse_other_models(model: Any) -> None:
             f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
             "posttrain.core.Trainer for other models."
         )
-
-
-def _fields(config: type) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(config)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,9 @@ class CheckpointArguments:
     )
     save_only_model: bool = opt(
         False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
+    )
+    max_shard_size: int | str | None = opt(
+        None, "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Smaller ones upload in parallel."
     )
     remote_dir: str | None = opt(
         None,
@@ -89,6 +93,10 @@ class CheckpointArguments:
             vars(self).update(remote_dir=output_dir, output_dir=working_folder(output_dir))
 
     def _problems(self) -> Iterator[str]:
+        if self.max_shard_size is not None and not re.fullmatch(
+            r"[1-9]\d*(\.\d+)? ?([KMGT]B)?", str(self.max_shard_size), re.I
+        ):
+            yield f"max_shard_size={self.max_shard_size!r} must be a number of bytes, or a size such as 5GB or 200MB"
         if self.remote_dir is not None and not is_url(self.remote_dir):
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
         if is_url(output_dir := getattr(self, "output_dir", None)):

@@ -23,15 +23,30 @@ ENCODER = "prompt_encoder.safetensors"
 PARTS = "weights"  # the tree of weights that every process writes its part of
 
 
-def save_weights(model: nn.Module, directory: str | Path) -> None:
+def save_weights(
+    model: nn.Module,
+    directory: str | Path,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
     """Write `model` (not wrapped) into `directory`: with its config where it has one, the adapters alone of a PEFT
     model.
+
+    Args:
+        state_dict: the weights to write, if they were gathered or picked; None: the model's own.
+        max_shard_size: the largest file, in bytes or such as "5GB"; None: as transformers sets. Adapters, and modules
+            without ``save_pretrained``, are one file.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if (save := getattr(model, "save_pretrained", None)) is not None:
+        given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
+        if max_shard_size is not None and not hasattr(model, "peft_config"):
+            given["max_shard_size"] = max_shard_size
         with _quiet(), _written_here(), _on_this_process(model):
-            save(str(directory))
+            save(str(directory), **given)
+    elif state_dict is not None:
+        write(state_dict, directory, type(model).__name__)
     else:
         from safetensors.torch import save_model
 

@@ -106,6 +106,7 @@ class FiniteGuard:
             together.
         total: the sum of a number or a tensor over all processes.
         lag: steps after which a flag is read.
+        spikes: also looks at each step, and may leave it out: a `posttrain.core.training.loss_spikes.SpikeWatch`.
     """
 
     def __init__(
@@ -115,11 +116,12 @@ class FiniteGuard:
         report: Callable[[Update, bool, int, bool], str] | None = None,
         total: Callable[[Any], Any] | None = None,
         lag: int = LAG,
+        spikes: Any = None,
     ) -> None:
-        self.policy, self.limit, self.lag = policy, limit, lag
+        self.policy, self.limit, self.lag, self._spikes = policy, limit, lag, spikes
         self._report = report or (lambda update, stops, late, is_first: describe(update, policy, late))
         self._total = total
-        self._pending: deque[tuple[_Flag, Update]] = deque()
+        self._pending: deque[tuple[OnItsWay, Update]] = deque()
         self._flagged: Any = None  # the optimizer that a scaler's attributes were set on
         self.in_a_row = self.since_log = self.count = 0
         self._seen_labels, self._without_labels, self._has_warned = False, "", False
@@ -136,6 +138,12 @@ class FiniteGuard:
         Raises:
             NonFiniteError: this step or an earlier one is not finite, and the run must stop.
         """
+        may = self._before_step(optimizer, update, loss_scale)
+        return may and (self._spikes is None or self._spikes.may_step(update))
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None
+    ) -> bool:
         if loss_scale is not None:
             bad = not math.isfinite(update.loss.item())
             bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
@@ -160,7 +168,7 @@ class FiniteGuard:
         if self.policy != "warn":
             self._flagged = optimizer
             self._flagged.found_inf, self._flagged.grad_scale = bad, None
-        self._pending.append((_Flag.of(bad), update))
+        self._pending.append((OnItsWay.of(bad), update))
         if len(self._pending) > self.lag:
             self._judge_oldest()
 
@@ -173,6 +181,8 @@ class FiniteGuard:
         try:
             while self._pending:
                 self._judge_oldest()
+            if self._spikes is not None:
+                self._spikes.settle()
         finally:
             self._pending.clear()
             if self._flagged is not None:  # or a step that somebody makes by hand would be skipped too
@@ -180,7 +190,7 @@ class FiniteGuard:
 
     def _judge_oldest(self) -> None:
         flag, update = self._pending.popleft()
-        self._judge(flag.read(), update, len(self._pending))
+        self._judge(bool(flag.read()), update, len(self._pending))
 
     def _judge(self, bad: bool, update: Update, late: int) -> bool:
         if not bad:
@@ -227,27 +237,31 @@ class FiniteGuard:
             )
 
     def logged(self) -> dict[str, int]:
-        """``{"nonfinite_steps": how many}`` since the last call, if there were any."""
-        count, self.since_log = self.since_log, 0
-        return {"nonfinite_steps": count} if count else {}
+        """``{"nonfinite_steps": how many, "loss_spikes": how many}`` since the last call, of which there were any."""
+        found = {"nonfinite_steps": self.since_log, "loss_spikes": 0 if self._spikes is None else self._spikes.count()}
+        self.since_log = 0
+        return {name: count for name, count in found.items() if count}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         counts = {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
-        return counts | {"seen_labels": self._seen_labels}
+        spikes = {} if self._spikes is None else {"spikes": self._spikes.state_dict()}
+        return counts | {"seen_labels": self._seen_labels} | spikes
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._spikes is not None and "spikes" in state:
+            self._spikes.load_state_dict(state["spikes"])
         self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
         self._seen_labels = bool(state.get("seen_labels", True))  # earlier checkpoints do not have it
 
 
-class _Flag(NamedTuple):
+class OnItsWay(NamedTuple):
     """A number on its way from the device to the host."""
 
     value: torch.Tensor
     event: Any = None
 
     @classmethod
-    def of(cls, value: torch.Tensor) -> _Flag:
+    def of(cls, value: torch.Tensor) -> OnItsWay:
         if value.is_cpu:
             return cls(value)
         host = torch.empty((), dtype=value.dtype, pin_memory=True)
@@ -256,10 +270,10 @@ class _Flag(NamedTuple):
         event.record()
         return cls(host, event)
 
-    def read(self) -> bool:
+    def read(self) -> float:
         if self.event is not None:
             self.event.synchronize()
-        return bool(self.value)
+        return float(self.value)
 
 
 # --------------------------------------------------------------------------------------------------- what is said of it

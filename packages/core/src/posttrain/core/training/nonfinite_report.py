@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ class Reporter:
             raise NonFiniteError(next((t for _, t, is_spoilt in everyone if is_spoilt), text))
         return text
 
+    def named(self, update: Update) -> str:
+        """All micro-batches of `update` on this process, with their rows."""
+        every = range(len(update.window))
+        text = name_batches(update, functools.partial(self._rows_of, update.epoch), every)
+        return f"{text} on rank {self.rank}" if self.world_size > 1 else text
+
     def _save(self, update: Update) -> str:
         """Write the micro-batches of this process; returns a sentence on how to read them."""
         folder = self.output_dir / f"nonfinite-step-{update.step + 1}"
@@ -131,14 +137,18 @@ REMEDY = (
 )
 
 
-def name_batches(update: Update, rows_of: Callable[[int], list[int] | None]) -> str:
-    """The non-finite micro-batches of `update`, with their rows: ``"batch 7 of epoch 0 (rows 3, 19)"``.
+def name_batches(
+    update: Update, rows_of: Callable[[int], list[int] | None], chosen: Iterable[int] | None = None
+) -> str:
+    """Micro-batches of `update`, with their rows: ``"batch 7 of epoch 0 (rows 3, 19)"``.
 
     Args:
         rows_of: the dataset's indices of the rows in a micro-batch of the epoch, by its number; None: unknown.
+        chosen: which micro-batches of the window; None: those that are not finite.
     """
     named = []
-    for number in dict.fromkeys(update.first_batch + update.origin(bad) for bad in update.bad_batches()):
+    chosen = update.bad_batches() if chosen is None else chosen
+    for number in dict.fromkeys(update.first_batch + update.origin(one) for one in chosen):
         rows = rows_of(number)
         shown = ", ".join(map(str, (rows or [])[:ROWS_NAMED])) + (", ..." if len(rows or []) > ROWS_NAMED else "")
         named.append(f"batch {number} of epoch {update.epoch}{f' (rows {shown})' if rows else ''}")
