@@ -1,4 +1,4 @@
-"""Going on from a checkpoint that transformers' trainer wrote."""
+"""Going on from a checkpoint that the trainers of transformers and TRL wrote, and their going on from ours."""
 
 import os
 
@@ -8,6 +8,7 @@ import transformers
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError
+from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import pad, weights
 
@@ -65,3 +66,103 @@ def test_weights_that_are_pickles_are_refused_in_another_trainers_checkpoint_too
     os.unlink(checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.safetensors"):
         ours(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+ADAMW = dict(
+    optim="adamw_torch", max_steps=-1, num_train_epochs=3, learning_rate=1e-2, weight_decay=0.1,
+    lr_scheduler_type="cosine", train_sampling_strategy="random",
+)  # fmt: skip
+
+
+def log(trainer, name):
+    return [record[name] for record in trainer.state.log_history if name in record]
+
+
+def assert_same_run(resumed, straight):
+    assert log(resumed, "loss") == pytest.approx(log(straight, "loss"), abs=1e-5)
+    assert log(resumed, "learning_rate") == pytest.approx(log(straight, "learning_rate"), abs=1e-12)
+    assert resumed.state.epoch == pytest.approx(straight.state.epoch)
+    for name, value in weights(straight).items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])  # inside the first epoch of four updates, at its end, inside the second
+def test_optimizer_schedule_and_shuffled_rows_continue_as_in_the_uninterrupted_run(step, tmp_path, caplog):
+    straight = theirs(tmp_path, **ADAMW)
+    straight.train()
+    resumed = ours(tmp_path / "ours", **ADAMW)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert_same_run(resumed, straight)
+    said = [record.getMessage() for record in caplog.records if "written by another trainer" in record.getMessage()]
+    assert len(said) == 1 and "Taken from it: weights, log, step, optimizer, schedule, random numbers." in said[0]
+    assert "Not taken: the arguments (training_args.bin is a pickle" in said[0]
+    assert f"batch {step % 4 * 2} of epoch {step // 4}, in the order of transformers' Trainer" in said[0]
+
+
+def test_dropout_goes_on_with_the_random_numbers_of_transformers(tmp_path):
+    changes = ADAMW | {"num_train_epochs": 1}
+    runs = {}
+    for name, make_one in (("straight", theirs), ("resumed", ours)):
+        runs[name] = make_one(tmp_path / name, **changes)
+        runs[name].model.config.attention_dropout = 0.3
+        for layer in runs[name].model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+    runs["straight"].train()
+    runs["resumed"].train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert_same_run(runs["resumed"], runs["straight"])
+
+
+def test_steps_of_another_size_continue_with_the_row_at_which_the_checkpoint_stands(tmp_path, caplog):
+    theirs(tmp_path, **ADAMW).train()
+    resumed = ours(tmp_path / "ours", **ADAMW | {"gradient_accumulation_steps": 1})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))  # 4 of 8 batches into the second epoch
+    assert "stands at epoch 1.5 after 6 steps" in caplog.text
+    assert resumed.state.global_step == 6 + 4 + 8 and resumed.state.epoch == 3
+
+
+def test_a_learning_rate_that_was_changed_is_said_and_used(tmp_path, caplog):
+    theirs(tmp_path, **ADAMW).train()
+    resumed = ours(tmp_path / "ours", **ADAMW | {"learning_rate": 5e-3})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert "learning_rate: 0.01 -> 0.005" in caplog.text
+    straight = ours(tmp_path / "straight", **ADAMW | {"learning_rate": 5e-3})
+    straight.train()
+    assert log(resumed, "learning_rate")[6:] == pytest.approx(log(straight, "learning_rate")[6:])
+
+
+def sft(trainer_class, config_class, folder, **changes):
+    from datasets import Dataset
+
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    args = ADAMW | {"num_train_epochs": 2, "save_steps": 4, "eos_token": "<|endoftext|>", "bf16": False}
+    for name in ("disable_tqdm", "use_cpu", "report_to", "logging_steps", "warmup_steps"):
+        args[name] = ARGS[name]
+    rows = Dataset.from_list([{"text": text[: 20 + 7 * n]} for n, text in enumerate(tiny.CORPUS * 3)])
+    return trainer_class(
+        tiny.causal_lm(), config_class(output_dir=str(folder), per_device_train_batch_size=3, **args | changes),
+        train_dataset=rows, processing_class=tiny.tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0),
+    )  # fmt: skip
+
+
+def test_adapters_that_trl_trains_go_on_here(tmp_path, caplog):
+    trl = pytest.importorskip("trl")
+    straight = sft(trl.SFTTrainer, trl.SFTConfig, tmp_path)
+    straight.train()
+    resumed = sft(SFTTrainer, SFTConfig, tmp_path / "ours", save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "Taken from it: weights, log, step, optimizer, schedule, random numbers." in caplog.text
+    assert_same_run(resumed, straight)
+
+
+def test_transformers_goes_on_from_a_checkpoint_of_ours(tmp_path):
+    mine = ours(tmp_path)
+    mine.train()
+    resumed = theirs(tmp_path / "theirs", max_steps=6, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 6
+    assert log(resumed, "loss")[:4] == pytest.approx(log(mine, "loss")[:4], abs=1e-6)
+    # The weights are those of step 4; its schedule is not there, and starts again with a warm-up from 0.
+    assert log(resumed, "loss")[4] == pytest.approx(log(mine, "loss")[4], abs=1e-4)
+    assert log(resumed, "learning_rate")[4] == 0

@@ -1010,10 +1010,13 @@ class Trainer(HFCompat):
         if args.restore_callback_states_from_checkpoint:
             self.callback_handler.restore(self.state.stateful_callbacks)
         step = self.state.global_step
-        if not manager.has_training_state(checkpoint):
-            where = (run.progress, run.loader, self.lr_scheduler)
-            return resume.from_weights_alone(checkpoint, plan, step, *where, skips_data=not args.ignore_data_skip)
         options = argument_changes.group_options(self.optimizer)
+        if not manager.has_training_state(checkpoint):
+            taken = self.checkpoints.read_foreign(checkpoint, self._contents())
+            changed = argument_changes.of_groups(options, self.optimizer, checkpoint, self.state.epoch)
+            argument_changes.apply(changed, self.optimizer, options, self.lr_scheduler)
+            skips = not args.ignore_data_skip
+            return resume.without_position(checkpoint, plan, self.state, run, self.lr_scheduler, taken, skips)
         changed = argument_changes.found(checkpoint, args, self.state.epoch)
         position = self.checkpoints.read(checkpoint, self._contents(), args.seed, step, pipeline.set_seed)
         argument_changes.apply(changed, self.optimizer, options, self.lr_scheduler)

@@ -72,6 +72,11 @@ class CheckpointArguments:
         True, "When resuming, restore the callbacks' states instead of using their constructor arguments."
     )
     resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to resume from.")
+    allow_pickle: bool = opt(
+        False,
+        "When resuming from a checkpoint of transformers' Trainer or of TRL, read files with Python objects in them, "
+        "which can run any code. Checkpoints of posttrain hold none.",
+    )
 
     @property
     def remote(self) -> Remote | None:

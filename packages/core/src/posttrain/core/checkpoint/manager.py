@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, rng, sharded, weights
+from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, rng, sharded, weights
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.models import ema, wrapping
@@ -228,6 +228,13 @@ class CheckpointManager:
         if contents.scaler is not None and position.get("scaler"):
             contents.scaler.load_state_dict(position["scaler"])
         return position
+
+    def read_foreign(self, checkpoint: Path, contents: Contents) -> foreign.Taken:
+        """As `read`, as far as `checkpoint` holds such files of transformers' trainer."""
+        optimizer = None if self.dist.engine is not None else contents.optimizer
+        objects = (optimizer, contents.lr_scheduler, contents.scaler)
+        place = {"rank": self.dist.rank, "world_size": self.dist.world_size}
+        return foreign.take(checkpoint, *objects, **place, allow_pickle=self.args.allow_pickle)
 
     # ---- files ----
 

@@ -81,7 +81,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
         if is_foreign(path.parent):
             raise CheckpointError(
                 f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or "
-                "trl's. Set its path to resume from its weights, log and step: "
+                "trl's. Set its path to resume from it: "
                 f"resume_from_checkpoint={str(path.parent)!r}."
             )
         raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")

@@ -256,13 +256,8 @@ class Store:
             beside = [str(other) for other in (Store(path.parent).checkpoints() or self.checkpoints())]
             hint = f"There are {', '.join(beside)}." if beside else "The path is not a directory."
             raise MissingCheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}. {hint}")
-        if is_foreign(path):
-            logger.warning(
-                "%s was written by another trainer, such as transformers' or trl's, and cannot be verified. Its "
-                "weights, log and step are used; its other files are pickles, which are not read.", path,
-            )  # fmt: skip
-            return path
-        self._check(path)
+        if not is_foreign(path):
+            self._check(path)
         return path
 
     def look_for(self, resume_from_checkpoint: bool | str | Path) -> None:
@@ -283,7 +278,7 @@ class Store:
         foreign = [path for path in self.checkpoints() if is_foreign(path)]
         theirs = (
             f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
-            f"resume from its weights, log and step: resume_from_checkpoint={str(foreign[-1])!r}."
+            f"resume from it: resume_from_checkpoint={str(foreign[-1])!r}."
             if foreign
             else ""
         )

@@ -21,7 +21,7 @@ _BESIDE_THE_RUN = (
     "local_rank include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model "
     "greater_is_better per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug "
     "torch_empty_cache_steps restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval "
-    "max_nonfinite_steps auto_find_batch_size use_cache ignore_data_skip"
+    "max_nonfinite_steps auto_find_batch_size use_cache ignore_data_skip allow_pickle"
 ).split()
 _PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
 # Options of an optimizer's groups that come from arguments, by the argument.
@@ -68,6 +68,31 @@ def found(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any
     path = checkpoint / "training_args.json"
     before = codec.read_json(path) if path.is_file() else {}
     changed = differences(before, json.loads(args.to_json_string()))
+    if changed:
+        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
+    return changed
+
+
+def of_groups(
+    fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer, checkpoint: Path, epoch: float
+) -> dict[str, tuple[Any, Any]]:
+    """`found` for a `checkpoint` whose arguments cannot be read: what the loaded options of `optimizer` tell of them.
+
+    Args:
+        fresh: `group_options` from before its state was loaded.
+    """
+    now, before = (
+        [{**group, "learning_rate": group.get("initial_lr")} for group in groups]
+        for groups in (fresh, group_options(optimizer))
+    )
+    names = {"learning_rate": ("learning_rate",)} | _OPTIONS
+    changed = {
+        name: (old[key], new[key])
+        for name, keys in names.items()
+        for key in keys
+        for old, new in list(zip(before, now, strict=True))[:1]
+        if key in old and old[key] != new[key]
+    }
     if changed:
         logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
     return changed
