@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
+    from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
     from posttrain.core.models.bema import BEMACallback
@@ -82,6 +83,7 @@ _HOMES = {
     "config": ("opt",),
     "models.arguments": ("ModelConfig",),
     "models.clone_template": ("clone_chat_template",),
+    "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback"),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.scripts": (
         "ScriptArguments",

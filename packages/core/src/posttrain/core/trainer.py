@@ -67,7 +67,7 @@ from posttrain.core.training import (
     resume,
 )
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
-from posttrain.core.training.memory import MemoryTracker
+from posttrain.core.training.memory import MemoryTracker, explain_shortage
 from posttrain.core.training.oom import BatchSplitter
 from posttrain.core.training.plan import Plan, Progress, as_steps, make_plan, windows
 from posttrain.core.training.preflight import Parts, Problem
@@ -879,6 +879,7 @@ class Trainer(HFCompat):
             if (end := left.exit()) is not None:
                 raise end from None
         except Exception as error:
+            explain_shortage(error, self.model, self.optimizer, self.dist.device)
             if args.save_on_exception:
                 self._save_after(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+#: Largest tensors that a report names.
+MOST_NAMED = 6
 # Messages of out-of-memory errors without their own class.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -92,6 +95,65 @@ def advice(rows: int, accumulation: int) -> str:
     )
     found = "auto_find_batch_size=True to have that found, " if rows > 1 else ""
     return f"To fit into memory, set {smaller}{found}gradient_checkpointing=True, or shorter rows."
+
+
+def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, Any]:
+    """What holds memory now: ``{"owners": {owner: bytes}, "largest": [{"owner", "name", "shape", "dtype", "bytes"}]}``.
+
+    Owners are weights, gradients, optimizer state, other tensors that Python can reach, and the rest: what autograd
+    keeps for the backward pass, caches and workspaces; without a CUDA device also Python and its libraries. Memory
+    that several tensors share counts once, for the first owner.
+    """
+    parameters = list(model.named_parameters()) if model is not None else []
+    state = optimizer.state if optimizer is not None else {}
+    names = {id(parameter): name for name, parameter in parameters}
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {
+        "weights": [*parameters, *(model.named_buffers() if model is not None else ())],
+        "gradients": [(name, p.grad) for name, p in parameters if p.grad is not None],
+        "optimizer state": [
+            (f"{key} of {names.get(id(p), 'a parameter')}", value)
+            for p, values in list(state.items()) if isinstance(values, Mapping)
+            for key, value in values.items() if isinstance(value, torch.Tensor)
+        ],
+        "other tensors": [("", value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)],
+    }  # fmt: skip
+    device, seen, largest = torch.device(device), set(), []
+    owners = dict.fromkeys((*found, "the rest"), 0)
+    for owner, tensors in found.items():
+        for name, tensor in tensors:
+            tensor = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
+            if tensor.device.type != device.type or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if (key := storage.data_ptr()) in seen or not key:
+                continue
+            seen.add(key)
+            owners[owner] += storage.nbytes()
+            facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            largest.append({"owner": owner, "name": name, **facts, "bytes": storage.nbytes()})
+    total = torch.cuda.memory_allocated(device) if device.type == "cuda" else host_bytes()
+    owners["the rest"] = max(total - sum(owners.values()), 0)
+    return {"owners": owners, "largest": sorted(largest, key=lambda one: -one["bytes"])[:MOST_NAMED]}
+
+
+def live_in_words(found: Mapping[str, Any]) -> str:
+    """`live` as sentences."""
+    owners = ", ".join(f"{owner} {_size(size)}" for owner, size in found["owners"].items() if size)
+    largest = "; ".join(
+        f"{one['owner']}{' ' * bool(one['name'])}{one['name']} {tuple(one['shape'])} in {one['dtype']}, "
+        f"{_size(one['bytes'])}" for one in found["largest"]
+    )  # fmt: skip
+    return f"What held memory: {owners}. The largest tensors: {largest}."
+
+
+def explain_shortage(error: BaseException, model: Any, optimizer: Any, device: torch.device | str) -> None:
+    """Add to an out-of-memory `error` what held memory; leave any other alone."""
+    if is_out_of_memory(error):
+        error.add_note(live_in_words(live(model, optimizer, device)))
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def host_bytes() -> int:
