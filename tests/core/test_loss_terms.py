@@ -61,3 +61,38 @@ def test_what_is_no_loss_is_refused_with_what_it_is():
         split_terms({"loss": one, "logits": torch.ones(2, 3)})
     with pytest.raises(TypeError, match="NoneType"):
         split_terms(None)
+
+
+class Pairs(Scaled):
+    """A sum and a count of its own: tokens with an even id, which `count_items` knows nothing of."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        labels = inputs["labels"][:, 1:]
+        mask = (labels != -100) & (labels % 2 == 0)
+        nll = -outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][mask].sum()
+        return ((nll, mask.sum()), outputs) if return_outputs else (nll, mask.sum())
+
+
+class PairsWithCount(Pairs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize("trainer_class", [Pairs, PairsWithCount])
+def test_a_sum_with_its_own_count_is_averaged_over_the_window_however_it_is_cut(trainer_class, tmp_path):
+    def train(size, accumulation):
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        trainer = causal_lm(trainer_class)(tmp_path / str(size), max_steps=3, logging_steps=1, **changes)
+        trainer.train()
+        return trainer
+
+    whole = train(8, 1)
+    losses = [record["loss"] for record in whole.state.log_history if "loss" in record]
+    norms = [record["grad_norm"] for record in whole.state.log_history if "grad_norm" in record]
+    for size, accumulation in ((2, 4), (1, 8)):
+        cut = train(size, accumulation)
+        assert [r["loss"] for r in cut.state.log_history if "loss" in r] == pytest.approx(losses, rel=1e-5)
+        assert [r["grad_norm"] for r in cut.state.log_history if "grad_norm" in r] == pytest.approx(norms, rel=1e-4)
+        for a, b in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

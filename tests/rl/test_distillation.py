@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.errors import CheckpointError, ConfigError, DataError
 from posttrain.core.losses.distillation import divergence_terms
 from posttrain.core.training.preflight import PreflightError
 from posttrain.rl import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
@@ -165,8 +165,29 @@ def test_the_teacher_is_neither_trained_nor_saved(tmp_path):
     run.train()
     assert all(torch.equal(value, before[name]) for name, value in run.teacher_model.state_dict().items())
     other = make(tmp_path, teacher=tiny.causal_lm(seed=4, initializer_range=0.3, hidden_size=48))
-    with pytest.raises(CheckpointError, match="another"):
+    with pytest.raises(CheckpointError, match="another teacher.*teacher_model_name_or_path"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_operations_are_those_of_the_student_and_of_the_teachers_forward(tmp_path):
+    run = make(tmp_path, max_steps=1)
+    run.train()
+    batch = {"input_ids": torch.ones(4, 10, dtype=torch.long)}
+    student, teacher = (model.num_parameters(exclude_embeddings=True) for model in (run.model, run.teacher_model))
+    assert run.floating_point_ops(batch) == 40 * (6 * student + 2 * teacher)
+    assert run.state.total_flos % (6 * student + 2 * teacher) == 0 < run.state.total_flos
+
+
+def test_completions_end_where_the_model_reads_no_further(tmp_path):
+    student = tiny.causal_lm(initializer_range=0.1, max_position_embeddings=16)
+    prompt = tiny.tokenizer()(ROWS[0]["prompt"])["input_ids"]
+    run = make(tmp_path, student=student, max_completion_length=40, generation_kwargs=None)
+    samples = completed(run, ROWS[:4], 0)
+    assert all(len(sample.prompt_ids) + len(sample.ids) <= 16 for sample in samples)
+    assert any(len(sample.prompt_ids) + len(sample.ids) == 16 and not sample.finished for sample in samples)
+    long = make(tmp_path, student=student, rows=[{"prompt": ROWS[0]["prompt"] * (16 // len(prompt) + 1)}] * 4)
+    with pytest.raises(DataError, match="reads at most 16 of prompt and completion together"):
+        completed(long, long.train_dataset, 0)
 
 
 def test_a_teacher_in_four_bits(tmp_path):

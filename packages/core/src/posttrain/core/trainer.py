@@ -360,6 +360,7 @@ class Trainer(HFCompat):
         window, losses = run.splitter.run(
             window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), self._undo_point
         )
+        losses = self._objective.divide(losses, run.parameters, num_items, self.dist.sum, self._why_no_counts())
         loss = sum(losses[1:], start=losses[0])
         grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
             run.parameters, self.args.max_grad_norm, self.optimizer
@@ -433,6 +434,7 @@ class Trainer(HFCompat):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of one micro-batch, shape (). The usual method to override.
 
+        It may also be a pair ``(sum, count)`` of this micro-batch: the trainer divides by all counts of the window.
         A dict ``{"loss": ..., "kl": ...}`` may take the loss' place: its other values, terms of the loss in the same
         scale, are logged under their names.
 
@@ -1097,6 +1099,14 @@ class Trainer(HFCompat):
         if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
             return True
         return bool(torch.isfinite(loss))
+
+    def _why_no_counts(self) -> str | None:
+        """Why gradients of a loss given as (sum, count) could not be divided afterwards; None: they can."""
+        if self.dist.world_size > 1 and not self.args.average_tokens_across_devices:
+            return "average_tokens_across_devices=False averages over processes, whatever they counted."
+        if self.dist.engine is not None or getattr(self.optimizer, "steps_in_backward", False):
+            return "the weights are changed, or gradients taken over, during the backward pass."
+        return None
 
     def _undo_point(self) -> Callable[[], None]:
         """Remember what an attempt at an accumulation window changes; the function that puts it back."""

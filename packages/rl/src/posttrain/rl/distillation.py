@@ -24,6 +24,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.config import JSONObject, Removed, opt
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
+from posttrain.core.losses import normalization
 from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head, loading, wrapping
@@ -39,6 +40,12 @@ from posttrain.rl.rollout import RolloutTrainer
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
 from posttrain.rl.teachers import LocalTeacher, ServerTeacher, TranslatedTeacher, vocabulary_problem
+
+ANOTHER_TEACHER = (
+    "The run in {where} had another teacher than this one: the weights differ. Pass the teacher that the run began "
+    "with, as teacher_model or teacher_model_name_or_path; or begin a new run, with the weights of the checkpoint as "
+    "the model."
+)
 
 
 @dataclass
@@ -150,6 +157,9 @@ class DistillationTrainer(RolloutTrainer):
             args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail
         )
         self.teacher = self._make_teacher()
+        self._teacher_parameters = (
+            0 if self.teacher_model is None else normalization.flops_parameters(wrapping.unwrap(self.teacher_model))
+        )
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
@@ -233,6 +243,14 @@ class DistillationTrainer(RolloutTrainer):
             entropy = -(own.exp() * own.clamp(min=-1e30)).sum().detach()
         return divergence, entropy.detach(), getattr(outputs, "aux_loss", None) if self.router_aux_loss_coef else None
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the core's, with the forward of a local teacher: 2 x tokens x parameters. Sampling is not counted."""
+        ops = super().floating_point_ops(inputs)
+        if type(self.teacher) is ServerTeacher or self.args.loss_type == "policy_gradient":
+            return ops  # the policy gradient reads the teacher when the completions are sampled
+        column = "teacher_rows" if isinstance(self.teacher, TranslatedTeacher) else "input_ids"
+        return ops + 2 * normalization.count_slots(inputs, column) * self._teacher_parameters
+
     # ------------------------------------------------------------------------------------------------ the teacher
 
     @property
@@ -252,7 +270,7 @@ class DistillationTrainer(RolloutTrainer):
             teacher = loading.load_causal_lm(teacher, options, trust_remote_code=args.trust_remote_code)
         if teacher is None:
             return None
-        reference = FrozenReference(teacher)
+        reference = FrozenReference(teacher, another=ANOTHER_TEACHER)
         reference.place(self.dist)
         return reference
 

@@ -215,13 +215,7 @@ class Environments:
         """Let `samples` write their next turn. Returns each with the tokens of it."""
         turns = [Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed) for s in samples]
         most = max(map(room_of, samples), default=0)
-        by_limit: dict[
-            int, list[Sample]
-        ] = {}  # near the end of its context a row must not be given as much as the others
-        for one in turns:
-            limit = most if context is None else min(most, context - len(one.prompt_ids))
-            by_limit.setdefault(limit, []).append(one)
-        for limit, some in by_limit.items():
+        for limit, some in by_room(turns, most, context).items():
             go_on(some, turn, limit)
         for sample, more in zip(samples, turns, strict=True):
             room = room_of(sample)
@@ -243,6 +237,21 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limits = [getattr(text, "max_position_embeddings", None), engine]
     return min((limit for limit in limits if limit and limit > 0), default=None)
+
+
+def by_room(samples: Sequence[Sample], most: int, context: int | None) -> dict[int, list[Sample]]:
+    """``{tokens that may be written: samples}``: `most`, or fewer near the end of the `context`."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        limit = most if context is None else min(most, context - len(sample.prompt_ids))
+        if limit < 1:
+            raise DataError(
+                f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "
+                f"completion together, so there is no room for a completion. It begins: {str(sample.prompt)[:80]!r}. "
+                "Drop or shorten such prompts."
+            )
+        found.setdefault(limit, []).append(sample)
+    return found
 
 
 def _room(sample: Sample, max_tokens: int, context: int | None) -> int:

@@ -68,11 +68,13 @@ class FrozenReference:
     Attributes:
         model: called like the policy.
         is_gone: it can no longer be evaluated.
+        another: the message about a checkpoint of a run that had another one.
     """
 
     is_gone = False
 
-    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False) -> None:
+    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False, another: str = "") -> None:
+        self.another = another or ANOTHER
         self.model, self.moves, self.is_copy = model.requires_grad_(False).eval(), moves, is_copy
         self._state = None if moves else _state(self.weights(), moves)
 
@@ -116,7 +118,7 @@ class FrozenReference:
         if self._state is None:
             _restore(self.weights(), state, where)
         elif state != self._state:
-            raise CheckpointError(ANOTHER.format(where=where))
+            raise CheckpointError(self.another.format(where=where))
 
 
 class AdapterReference:

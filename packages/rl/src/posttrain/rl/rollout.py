@@ -32,7 +32,7 @@ from posttrain.rl import asynchronous, policy_losses
 from posttrain.rl import completions as records
 from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.asynchronous import Background, PerThread, Turns
-from posttrain.rl.environments import Environments, context_length, take_rollout
+from posttrain.rl.environments import Environments, by_room, context_length, take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
 from posttrain.rl.generation.protocol import has_own_weights, session
@@ -211,7 +211,10 @@ class RolloutTrainer(Trainer):
         if self.rollout_func is not None:
             take_rollout(samples, self.rollout_func([sample.prompt for sample in samples], self), self.codec)
             return
-        self._write(samples, sampling)
+        config = getattr(wrapping.base_model(self.model), "config", None)
+        context = context_length(config, self.args.vllm_max_model_length if self.args.use_vllm else None)
+        for tokens, some in by_room(samples, sampling.max_new_tokens, context).items():
+            self._write(some, replace(sampling, max_new_tokens=tokens))
         if self.environments:
 
             def go_on(turns: list[Sample], turn: int, tokens: int) -> None:
@@ -219,8 +222,6 @@ class RolloutTrainer(Trainer):
                     sample.seed = mix(sample.seed, turn)
                 self._write(turns, replace(sampling, max_new_tokens=tokens))
 
-            config = getattr(wrapping.base_model(self.model), "config", None)
-            context = context_length(config, self.args.vllm_max_model_length if self.args.use_vllm else None)
             self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens, context)
             calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
             self.environments.counts.update(calls=0, failures=0)

@@ -3,7 +3,8 @@
 A window is the micro-batches of one optimizer step, on all processes. Its items (predicted tokens, or rows where
 nothing is labelled) are counted before the first forward. A `compute_loss` either returns ``sum / num_items_in_batch``,
 or a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the
-gradient of the mean over the whole window, however it is split.
+gradient of the mean over the whole window, however it is split. It may also return ``(sum, count)``: then the
+gradients of the window are divided by the sum of these counts over all micro-batches and processes, once they exist.
 
 A loss without that argument returns a mean, ``loss_is_scaled_for_ga`` declares it, and the trainers' own losses are
 known. Otherwise `posttrain.core.losses.scale_check` measures it.
@@ -45,6 +46,9 @@ class Objective:
         #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
         self._of_window: dict[str, torch.Tensor] = {}
+        # Of losses that came as (sum, count): the last count, and those of the window.
+        self._count: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
         self._is_frozen = False
@@ -72,10 +76,12 @@ class Objective:
         self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor | None
     ) -> tuple[torch.Tensor, bool]:
         """(loss, whether it is a mean over this micro-batch alone)."""
-        if not self.takes_count:
-            return self._scalar(compute_loss(model, inputs)), True
-        loss = self._scalar(compute_loss(model, inputs, num_items_in_batch=num_items))
-        return loss, num_items is None or self.may_be_mean
+        loss = compute_loss(model, inputs, **({"num_items_in_batch": num_items} if self.takes_count else {}))
+        if num_items is not None and (pair := as_pair(loss)) is not None:
+            total, self._count = pair
+            self.terms = {}
+            return total / num_items, False
+        return self._scalar(loss), num_items is None or self.may_be_mean
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
         """Add the terms of the last loss to those of the accumulation window.
@@ -85,19 +91,49 @@ class Objective:
             scale: what its loss was multiplied with.
         """
         terms, self.terms = self.terms, None
+        if self._count is not None:
+            count, self._count = self._count * bool(scale), None
+            self._counts = count if self._counts is None else self._counts + count
         for name, value in (terms or {}).items():
             value = (value if weight is None else value * weight) * scale
             self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
 
     def take_terms(self) -> dict[str, torch.Tensor]:
         """The terms of the accumulation window by name, shape () each, in the scale of its loss; then start afresh."""
-        terms, self._of_window = self._of_window, {}
+        terms, self._of_window, self._counts = self._of_window, {}, None
         return terms
+
+    def divide(
+        self,
+        losses: list[torch.Tensor],
+        parameters: list[nn.Parameter],
+        num_items: torch.Tensor | None,
+        total: Callable[[torch.Tensor], torch.Tensor],
+        problem: str | None = None,
+    ) -> list[torch.Tensor]:
+        """The shares of a window's loss. Where the losses came as (sum, count), they and the gradients are divided by
+        the sum of the counts instead of by `num_items`.
+
+        Args:
+            total: the sum of a tensor over all processes.
+            problem: why gradients cannot be divided here, as a sentence.
+        """
+        if self._counts is None or num_items is None:
+            return losses
+        if problem is not None:
+            raise ValueError(f"compute_loss returned (sum, count), and {problem} Return sum / num_items_in_batch.")
+        counts = total(self._counts)
+        factor = torch.where(counts > 0, num_items / counts, 0.0)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)().mul_(factor)
+        return [loss * factor for loss in losses]
 
     def _scalar(self, loss: Any) -> torch.Tensor:
         if isinstance(loss, torch.Tensor):
             return loss if loss.ndim == 0 else loss.mean()
-        loss, self.terms = split_terms(loss)
+        loss, terms = split_terms(loss)
+        self.terms = terms or None
         return loss
 
 
@@ -124,9 +160,19 @@ def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Ten
     return torch.full((), value, dtype=torch.long if isinstance(value, int) else None, device=device)
 
 
+def as_pair(loss: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(sum, count), shape () each, where `loss` is such a pair; the count is detached."""
+    if not isinstance(loss, tuple) or len(loss) != 2 or not isinstance(loss[0], torch.Tensor):
+        return None
+    count = torch.as_tensor(loss[1]).detach() if isinstance(loss[1], (torch.Tensor, int, float)) else None
+    if count is None or count.numel() != 1 or loss[0].numel() != 1:
+        return None
+    return loss[0].reshape(()), scalar(count.reshape(()), loss[0].device)
+
+
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, or a dict that has it under
-    ``"loss"``.
+    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, a dict that has it under ``"loss"``,
+    or (sum, count), whose quotient it is.
 
     The terms are detached, shape () each.
 
@@ -135,12 +181,14 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     if isinstance(loss, torch.Tensor):
         return (loss if loss.ndim == 0 else loss.mean()), {}
+    if (pair := as_pair(loss)) is not None:
+        return pair[0] / pair[1].clamp(min=1), {}
     if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
         what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
         raise TypeError(
-            f"compute_loss returned {what}; it must return a tensor of shape (), or a dict with that tensor under "
-            "'loss' and terms of it to be logged under other names; when called with return_outputs=True, (either "
-            "of them, outputs)."
+            f"compute_loss returned {what}; it must return a tensor of shape (), a pair (sum, count), or a dict with "
+            "that tensor under 'loss' and terms of it to be logged under other names; when called with "
+            "return_outputs=True, (either of them, outputs)."
         )
     terms = {}
     for name, value in loss.items():
@@ -287,7 +335,7 @@ def with_items(
     def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
         result = call(model, inputs, **options)
         loss, outputs = result if options.get("return_outputs") else (result, None)
-        if isinstance(loss, Mapping) and "loss" in loss:
+        if (isinstance(loss, Mapping) and "loss" in loss) or as_pair(loss) is not None:
             loss, terms = split_terms(loss)
             for name, value in terms.items():
                 log(name, value if num_items else 0.0, num_items)
