@@ -254,8 +254,10 @@ def test_env_names_versions_and_hardware(capsys):
 def test_a_smoke_run_is_short_and_keeps_nothing(recorder, capsys, tmp_path):
     run = teach(recorder, "--smoke", "--eval_strategy", "epoch", "--output_dir", "real", "--load_best_model_at_end",
                 "--save_strategy", "epoch", "--max_steps", "500")  # fmt: skip
-    config = run.config
+    config, resumed = recorder.runs[-2].config, run.config
     assert (config.max_steps, config.save_steps, config.eval_steps, config.logging_steps) == (2, 2, 2, 1)
+    assert config.check_saved_model and config.resume_from_checkpoint is None
+    assert (resumed.max_steps, resumed.resume_from_checkpoint, resumed.output_dir) == (3, "true", "real-smoke")
     assert (config.output_dir, config.eval_strategy, config.load_best_model_at_end) == ("real-smoke", "steps", True)
     assert run.data.max_rows == 32
     assert "smoke run passed" in capsys.readouterr().out

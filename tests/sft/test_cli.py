@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 
 import datasets
 import pytest
@@ -67,11 +69,41 @@ def test_evaluations_without_rows_are_refused_before_the_model_is_loaded(run_fil
     assert "Set eval_dataset_name or eval_share" in capsys.readouterr().err
 
 
-def test_a_smoke_run_passes_and_keeps_nothing(run_file, tmp_path, capsys):
+def test_a_smoke_run_passes_and_keeps_nothing(run_file, tmp_path, capsys, caplog):
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert main(["sft", "run.yaml", "--smoke"]) == 0
-    assert "smoke run passed" in capsys.readouterr().out
+    with caplog.at_level(logging.INFO):
+        assert main(["sft", "run.yaml", "--smoke"]) == 0
+    assert "resuming from it and reading the saved model back work" in capsys.readouterr().out
+    assert sum("was read back by Qwen3ForCausalLM.from_pretrained: the same weights" in m for m in caplog.messages) == 2
+    assert any(message.endswith("from step 2.") for message in caplog.messages)  # resumed
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_smoke_run_fails_where_the_saved_model_is_not_the_trained_one(run_file, monkeypatch, capsys):
+    from posttrain.core.checkpoint import codec
+
+    def spoilt(tensors, *where, write=codec.write_tensors):
+        write({name: value + 1 if name == "model.norm.weight" else value for name, value in tensors.items()}, *where)
+
+    monkeypatch.setattr(codec, "write_tensors", spoilt)
+    assert main(["sft", "run.yaml", "--smoke", "--save_only_model", "true"]) == 1
+    assert "read back, is not the one that was trained: different: ['model.norm.weight']" in capsys.readouterr().err
+
+
+def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["bench", "sft", "run.yaml", "--bench_steps", "2", "--bench_warmup", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 optimizer steps after 1: median" in out
+    found = {title: re.search(rf"  {title} +([\d.,e+]+) \(", out) for title in ("seconds of an optimizer step",
+             "tokens per second", "peak host memory, MiB", "seconds of forward and backward")}  # fmt: skip
+    numbers = {title: float(match[1].replace(",", "")) for title, match in found.items()}
+    assert 0 < numbers["seconds of forward and backward"] <= numbers["seconds of an optimizer step"]
+    # Two rows of 48 tokens at most, padding left out.
+    assert numbers["tokens per second"] * numbers["seconds of an optimizer step"] <= 2 * 96
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert main(["bench", "sft", "run.yaml", "--bench_steps", "few"]) == 2
+    assert "--bench_steps few must be a number" in capsys.readouterr().err
 
 
 def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd):

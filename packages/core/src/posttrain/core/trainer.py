@@ -30,7 +30,7 @@ from posttrain.core.callbacks import (
     PrinterCallback,
     ProgressCallback,
 )
-from posttrain.core.checkpoint import Store, codec, manager, rng, weights
+from posttrain.core.checkpoint import Store, codec, manager, reload, rng, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.stateful_dataloader import check_limits
@@ -740,6 +740,8 @@ class Trainer(HFCompat):
         whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
+            if self.args.check_saved_model and not _internal_call:
+                reload.check(wrapping.unwrap(self.model), output_dir or self.args.output_dir, whole)
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:

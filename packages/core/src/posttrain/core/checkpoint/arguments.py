@@ -43,6 +43,11 @@ class CheckpointArguments:
     max_shard_size: int | str | None = opt(
         None, "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Smaller ones upload in parallel."
     )
+    check_saved_model: bool = opt(
+        False,
+        "Read the model that save_model wrote back with from_pretrained, and compare its weights, and logits of a few "
+        "tokens, with the trained model's: needs the memory of another copy.",
+    )
     remote_dir: str | None = opt(
         None,
         "Copy checkpoints, log and final model to this URL (s3://, gs://, any of fsspec), and download missing "

@@ -19,6 +19,7 @@ COMMANDS = {
     "new": "List recipes, or write one out: a run to begin with.",
     "launch": "Start a program, or a method, in several processes.",
     "preview": "Show the training tokens of a run.",
+    "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "chat": "Talk to a model or an adapter in the terminal.",
     "generate": "Complete the prompts of a JSONL file.",
@@ -38,8 +39,10 @@ COMMANDS = {
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
-    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
+    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False, "check_saved_model": True,
 }  # fmt: skip
+# Then one more, from the checkpoint.
+SMOKE_RESUME: dict[str, Any] = {"max_steps": 3, "resume_from_checkpoint": "true"}
 SMOKE_ROWS = 32
 
 
@@ -79,7 +82,12 @@ def _dispatch(words: list[str]) -> int:
         print(f"posttrain {version('posttrain-core')}")
     elif words[0] in COMMANDS:
         module = importlib.import_module(f"posttrain.core.tools.{words[0].replace('-', '_')}")
-        makes_runs: dict[str, tuple[Any, ...]] = {"preview": (_read,), "plan": (_read,), "rerun": (_train,)}
+        makes_runs: dict[str, tuple[Any, ...]] = {
+            "preview": (_read,),
+            "plan": (_read,),
+            "bench": (_read,),
+            "rerun": (_train,),
+        }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
     else:
         return _run_method(words[0], words[1:])
@@ -141,15 +149,20 @@ def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
 
 
 def _smoke(method: Any, run: Any) -> None:
-    """Train two optimizer steps on a few rows in a temporary folder."""
+    """Train two optimizer steps on a few rows in a temporary folder, read the model back, resume and train a third."""
     folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
     evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
     run.config = dataclasses.replace(run.config, output_dir=str(folder), **SMOKE, **evaluate)
     run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
     try:
-        method.run(run)
+        for changes in ({}, SMOKE_RESUME):
+            again = dataclasses.replace(run, config=dataclasses.replace(run.config, **changes))
+            method.run(again)
     finally:
         if run.config.process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if run.config.process_index == 0:
-        print("The smoke run passed: data, model, training, evaluation and a checkpoint work. Nothing was kept.")
+        print(
+            "The smoke run passed: data, model, training, evaluation, a checkpoint, resuming from it and reading the "
+            "saved model back work. Nothing was kept."
+        )

@@ -41,7 +41,7 @@ def of_method(method: Method, configs: Iterable[type]) -> str:
         "",
         "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier "
         "ones.",
-        "--smoke makes two optimizer steps on a few rows, with an evaluation and a checkpoint, and keeps nothing.",
+        "--smoke trains three optimizer steps, evaluates, saves, reads the model back and resumes; it keeps nothing.",
     ]
     return "\n".join([*lines, *of_configs(configs)])
 

@@ -1,0 +1,97 @@
+"""Reads a saved model back, as a program without posttrain would, and compares it with the one that was trained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint import weights
+from posttrain.core.distributed import sharding
+from posttrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+#: Largest difference of two logits, as a share of their standard deviation, by the type of the weights.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+COARSE = 5e-2
+
+
+def check(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Compare the model in `folder`, loaded by ``from_pretrained``, with `model` (not wrapped).
+
+    Every weight must be there with the same numbers. A text model's logits are compared too, of a few tokens. Of a PEFT
+    model the adapters are compared, of any other module its weights.
+
+    Args:
+        state_dict: the gathered weights, if `model` is sharded; then no logits are compared.
+
+    Raises:
+        CheckpointError: something differs; the message names it.
+    """
+    if hasattr(model, "peft_config"):
+        weights.check_adapters(model, folder, state_dict)
+        logger.info("The adapters in %s were read back and are those that were trained.", folder)
+        return
+    own = model.state_dict() if state_dict is None else state_dict
+    if not hasattr(model, "save_pretrained"):
+        _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
+        logger.info("The weights in %s were read back and are those that were trained.", folder)
+        return
+    kind: Any = sharding.plain_class(model)
+    twin = kind.from_pretrained(str(folder)).eval()
+    _compare(own, twin.state_dict(), folder)
+    largest = None if state_dict is not None else _largest_difference(model, twin)
+    logger.info(
+        "The model in %s was read back by %s.from_pretrained: the same weights%s.", folder, kind.__name__,
+        "" if largest is None else f", and logits that differ by {largest:.2g} standard deviations at most",
+    )  # fmt: skip
+    limit = TOLERANCES.get(next(iter(own.values())).dtype, COARSE)
+    if largest is not None and not largest <= limit:
+        raise CheckpointError(
+            f"The model in {folder} has the trained weights, and its logits differ by {largest:.3g} standard "
+            f"deviations (at most {limit:g} is rounding): its config does not describe what was trained. Compare config.json with "
+            "the config of the trained model."
+        )
+
+
+def _compare(
+    own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folder: str | Path, tied: bool = False
+) -> None:
+    missing = [name for name in own if name not in saved and not tied]
+    wrong = [
+        f"{name} ({saved[name].dtype} instead of {value.dtype})" if saved[name].dtype != value.dtype else name
+        for name, value in own.items()
+        if name in saved and (saved[name].dtype != value.dtype or not _same(value, saved[name]))
+    ]
+    if missing or wrong or not saved:
+        faults = {"missing": missing, "different": wrong}
+        listed = "; ".join(f"{what}: {names[:5]} ({len(names)} in all)" for what, names in faults.items() if names)
+        raise CheckpointError(f"The model in {folder}, read back, is not the one that was trained: {listed}.")
+
+
+def _same(value: torch.Tensor, saved: torch.Tensor) -> bool:
+    return value.shape == saved.shape and torch.equal(value.detach().cpu(), saved.cpu())
+
+
+@torch.no_grad()
+def _largest_difference(model: Any, twin: Any) -> float | None:
+    """How far the logits of two models are apart, in standard deviations; None where they read no text."""
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    ids = torch.arange(2, 8).unsqueeze(0)
+    was_training, device = model.training, next(model.parameters()).device
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    found = []
+    try:
+        for one in (model.eval(), twin.to(device)):
+            logits = one(**{name: value.to(device) for name, value in inputs.items()}).logits
+            found.append(logits.double())
+    finally:
+        model.train(was_training)
+    return float((found[0] - found[1]).abs().max() / found[0].std().clamp(min=1e-12))
