@@ -53,8 +53,8 @@ def check(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tens
     if largest is not None and not largest <= limit:
         raise CheckpointError(
             f"The model in {folder} has the trained weights, and its logits differ by {largest:.3g} standard "
-            f"deviations (at most {limit:g} is rounding): its config does not describe what was trained. Compare config.json with "
-            "the config of the trained model."
+            f"deviations (at most {limit:g} is rounding): its config does not describe what was trained. Compare "
+            "config.json with the config of the trained model."
         )
 
 
