@@ -31,7 +31,8 @@ LAYERS = {
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
-        data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.workers evaluation.best_model
+        data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
+        evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
         logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head

@@ -6,9 +6,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from posttrain.core.data.images import has_images
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
-from posttrain.sft.vision import VisionCollator, has_pictures, placeholder_ids
+from posttrain.sft.vision import vision_collator
 from tests import tiny
 
 Image = pytest.importorskip("PIL.Image")
@@ -85,7 +86,9 @@ def losses(trainer):
 
 
 def collator(**options):
-    return VisionCollator(processor(), placeholder_ids(processor(), model()), **options)
+    multiple = options.pop("pad_to_multiple_of", None)
+    args = SFTConfig("out", use_cpu=True, report_to="none", **({"max_length": None} | options))
+    return vision_collator(processor(), model(), args, None, multiple)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,9 @@ def test_one_picture_a_path_and_what_the_hub_stores_are_the_same(tmp_path):
     batches = [collator()([each | text]) for each in given]
     assert all(torch.equal(batch["pixel_values"], batches[0]["pixel_values"]) for batch in batches)
     assert (
-        has_pictures(given[:1])
-        and has_pictures({"a": Dataset.from_list([{"image": 1}])})
-        and not has_pictures([{"text": "a"}])
+        has_images(given[:1])
+        and has_images({"a": Dataset.from_list([{"image": 1}])})
+        and not has_images([{"text": "a"}])
     )
 
 
@@ -139,6 +142,73 @@ def test_rows_are_cut_behind_their_pictures_alone():
     with pytest.raises(DataError, match="max_length=4 would cut off tokens of its images"):
         collator(max_length=4)(rows("text", 2))
     assert collator(pad_to_multiple_of=16)(rows("text", 2))["labels"].shape[1] % 16 == 0
+
+
+def broken_rows(folder):
+    whole = rows("messages", 4)
+    (folder / "broken.png").write_bytes(b"no image")
+    return [
+        whole[0],
+        whole[1] | {"images": [str(folder / "broken.png")]},
+        whole[2] | {"images": ["absent.png"]},
+        whole[3],
+    ]
+
+
+def test_a_row_whose_image_cannot_be_read_is_named_or_dropped_and_counted(tmp_path):
+    data = broken_rows(tmp_path)
+    with pytest.raises(DataError, match="Row [12]: image 1: the image (.*broken|absent).png .*bad_images=drop"):
+        make(tmp_path, data, max_steps=1, per_device_train_batch_size=4).train()
+    usual = {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no", "optim": "sgd"}
+    dropping, without = (make(tmp_path, given, bad_images="drop", **usual) for given in (data, [data[0], data[3]]))
+    dropping.train(), without.train()
+    assert losses(dropping) == pytest.approx(losses(without), rel=1e-6)
+    report = dropping.data_reports["train"]
+    assert (report.rows_in, report.rows_kept) == (4, 2)
+    assert sorted(row for _, found in report.dropped.values() for row in found) == [1, 2]
+
+
+def test_a_row_that_is_too_long_is_dropped_and_a_batch_of_none_has_no_loss():
+    kept = collator(max_length=25, too_long="drop")([rows("text", 2)[0], *rows("messages", 2)])
+    assert kept["input_ids"].shape[0] == 1 == len(kept["pixel_values"])
+    assert kept.row_facts["facts"]["fault"].tolist() == ["", *["longer than max_length=25"] * 2]
+    none = collator(max_length=2, too_long="drop")(rows("text", 2))
+    assert none["labels"].tolist() == [[-100]] and "pixel_values" not in none
+
+
+def test_a_dataset_of_the_hub_names_the_row_of_a_broken_image_and_decodes_in_the_collator(tmp_path):
+    import datasets
+
+    good, data = picture("red"), broken_rows(tmp_path)
+    good.save(tmp_path / "good.png")
+    paths = [[str(tmp_path / name)] for name in ("good.png", "broken.png", "good.png")]
+    table = Dataset.from_dict({"images": paths, "messages": [row["messages"] for row in data[:3]]})
+    table = table.cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match="Row 1: image 1: the image .*broken.png is not an image"):
+        make(tmp_path, table, max_steps=1).train()
+    trainer = make(tmp_path, table.select([0, 2]), max_steps=1, dataloader_num_workers=2)
+    trainer.train()
+    assert losses(trainer)
+
+
+def test_images_in_the_parts_of_messages_are_those_of_the_column():
+    from posttrain.core.data.vision import place_images
+
+    shown = [picture("red"), picture("blue")]
+    parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image", "image": shown[1], "text": None}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
+    inline = collator()([{"messages": talk, "images": shown[:1]}])
+    column = collator()([{"messages": [{"role": "user", "content": [*parts[:2], {"type": "image"}]}, talk[1]],
+                          "images": shown}])  # fmt: skip
+    assert torch.equal(inline["pixel_values"], column["pixel_values"])
+    assert torch.equal(inline["input_ids"], column["input_ids"]) and len(inline["pixel_values"]) == 2
+    assert parts[2]["image"] is shown[1]  # the row itself stays as it was
+    with pytest.raises(DataError, match="has 2 images, and its messages have places for 1"):
+        place_images({"messages": talk, "images": shown}, ("messages",))
+    with pytest.raises(DataError, match="no user message to put them in"):
+        place_images({"messages": [{"role": "assistant", "content": "a"}], "images": shown}, ("messages",))
+    with pytest.raises(DataError, match="videos are not supported"):
+        place_images({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, ("messages",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,8 +275,10 @@ def test_a_model_and_its_processor_are_loaded_by_name_and_evaluated(tmp_path):
 def test_what_cannot_be_done_with_pictures_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="packing=True is not supported for rows with images"):
         make(tmp_path, rows("messages"), packing=True)
-    with pytest.raises(ConfigError, match="assistant_only_loss=True is not supported"):
-        make(tmp_path, rows("messages"), assistant_only_loss=True)
+    with pytest.raises(ConfigError, match="too_long='split' is not supported for rows with images"):
+        make(tmp_path, rows("messages"), too_long="split")
+    with pytest.raises(TypeError, match="Qwen3ForCausalLM reads text alone"):
+        make(tmp_path, rows("messages"), given=tiny.causal_lm())
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(TypeError, match="cannot read. Pass the model's processor"):
         SFTTrainer(model(), args, train_dataset=rows("messages"), processing_class=tiny.tokenizer())

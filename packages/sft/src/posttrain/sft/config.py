@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.evaluation.generate import GenerationArguments
 
@@ -37,7 +38,7 @@ MOVED_TO_CONFIG = {
 
 
 @dataclass
-class SFTConfig(GenerationArguments, TrainingArguments):
+class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
 
     learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)

@@ -89,6 +89,14 @@ class DataReport:
         self.doubled_bos += int(facts["doubled_bos"].sum())
         self.cut += int(facts["cut"].sum())
 
+    def add_read(self, facts: Mapping[str, np.ndarray], lengths: np.ndarray, logger: logging.Logger) -> None:
+        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning."""
+        known = set(self.dropped)
+        self.add(facts, lengths)
+        for reason in self.dropped.keys() - known:
+            first = self.dropped[reason][1]
+            logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first[0], reason)
+
     def clear(self) -> None:
         """Forget all rows."""
         vars(self).update(vars(type(self)(self.name)))

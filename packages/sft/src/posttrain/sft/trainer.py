@@ -16,8 +16,10 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import chat_template
+from posttrain.core.data.images import has_images, numbered
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.segments import with_segments, without_padding
+from posttrain.core.data.vision import check_model
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
@@ -37,7 +39,7 @@ from posttrain.sft.mixture import Mixture, check_parts, named_sets, representati
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
-from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, has_pictures, placeholder_ids
+from posttrain.sft.vision import VisionBatch, VisionCollator, check_config, columns_read, vision_collator
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,9 @@ class SFTTrainer(GeneratesText, Trainer):
         "dataset_text_field", "dataset_weights", "eos_token", "eval_packing", "max_length", "packing",
         "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on", "truncation_mode",
     )  # fmt: skip
-    signature_columns = ("input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources")
+    signature_columns: tuple[str, ...] | None = (
+        "input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class SFTTrainer(GeneratesText, Trainer):
     ) -> None:
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
-        self._sees = data_collator is None and (has_pictures(train_dataset) or has_pictures(eval_dataset))
+        self._sees = data_collator is None and (has_images(train_dataset) or has_images(eval_dataset))
         named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
         parts = Parts.of(
             old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -125,7 +129,7 @@ class SFTTrainer(GeneratesText, Trainer):
         self.run_preflight(args, parts)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
-            self.signature_columns = COLUMNS  # type: ignore[assignment]  # fewer columns
+            self.signature_columns = columns_read(train_dataset, eval_dataset)
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
@@ -135,7 +139,7 @@ class SFTTrainer(GeneratesText, Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or _collator(args, tokenizer, model, self._sees),
+            data_collator=data_collator or _collator(args, tokenizer, model, self._sees, formatting_func),
             train_dataset=representative(train_dataset),
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
@@ -285,6 +289,7 @@ class SFTTrainer(GeneratesText, Trainer):
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, auto_class)
         if self._sees:
             check_config(args, tokenizer)
+            check_model(base_model(model))
         chat_template.set_up_tokenizer(tokenizer, args)
         if peft_config is not None:
             model = adapters.add_adapter(model, peft_config)
@@ -363,6 +368,13 @@ class SFTTrainer(GeneratesText, Trainer):
                 self.metrics.add_sum(f"loss/{name}", loss.detach(), count.detach())
                 self.metrics.add_sum(f"token_share/{name}", count.detach(), items)
 
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """As the core's; what became of rows with images goes into their data report."""
+        if isinstance(inputs, VisionBatch) and inputs.row_facts is not None:
+            name = "train" if self.model.training else "eval"
+            self.data_reports.setdefault(name, DataReport(name)).add_read(**inputs.row_facts, logger=logger)
+        return super().prepare_inputs(inputs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs; a mixture's dataset without tokens since the last record has no loss to log."""
         empty = {f"loss/{name}" for name in self._sources if logs.get(f"token_share/{name}") == 0}
@@ -381,6 +393,7 @@ class SFTTrainer(GeneratesText, Trainer):
         if self._skip_preparation and not self._sees and isinstance(self.data_collator, SFTCollator):
             check_ready(dataset, name)
         if self._sees or self._skip_preparation:
+            dataset = numbered(dataset) if self._sees else dataset
             return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and name == "train" else dataset
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_rows(
@@ -424,13 +437,14 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     return weight
 
 
-def _collator(args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool) -> SFTCollator | VisionCollator:
+def _collator(
+    args: SFTConfig, tokenizer: Any, model: nn.Module, sees: bool, formatting_func: Callable[..., Any] | None
+) -> SFTCollator | VisionCollator:
     multiple = args.pad_to_multiple_of
     if multiple == "auto":
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
-        placeholders = placeholder_ids(tokenizer, base_model(model))
-        return VisionCollator(tokenizer, placeholders, args.max_length, args.completion_only_loss, multiple)
+        return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
     pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 

@@ -1,0 +1,304 @@
+"""Reads images from whatever a row holds: PIL images, arrays, bytes, paths, URLs and what `datasets` stores.
+
+Images are read one row at a time, in the processes that make batches, and never before a run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from posttrain.core.config import opt
+from posttrain.core.errors import DataError, require
+
+#: Columns of a row that hold its images.
+IMAGE_COLUMNS = ("images", "image")
+#: The key under which `NumberedRows` adds the number of a row.
+ROW_NUMBER = "row_number"
+#: Rows of a list that are searched for images.
+ROWS_LOOKED_AT = 1000
+#: Bytes of a remote image, at most, and how long to wait for it.
+REMOTE_BYTES, REMOTE_SECONDS = 64 * 2**20, 30
+
+
+@dataclass
+class ImageArguments:
+    """How images of rows are read. Rows without images do not need it."""
+
+    bad_images: str = opt(
+        "error",
+        "A row whose image is missing, broken, empty or too large: stop with its number, or drop the row and count it.",
+        choices=("error", "drop"),
+    )
+    max_image_pixels: int = opt(
+        89_478_485, "Width times height that an image may have; larger ones are bad images and are not decoded.", min=1
+    )
+    fetch_remote_images: bool = opt(
+        False, "Fetch images given as http(s) URLs, while batches are made. Off, such a URL is a bad image."
+    )
+
+
+class ImageError(DataError):
+    """An image of a row cannot be read."""
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads one image.
+
+    Args:
+        max_pixels: width times height that an image may have.
+        fetch_remote: whether http(s) URLs are fetched.
+    """
+
+    max_pixels: int = 89_478_485
+    fetch_remote: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> ImageReader:
+        """The reader that the fields of `ImageArguments` describe."""
+        return cls(args.max_image_pixels, args.fetch_remote_images)
+
+    def __call__(self, value: Any) -> Any:
+        """`value` as a decoded PIL image in RGB.
+
+        Args:
+            value: a PIL image; an array (height, width) or (height, width, channels) of bytes; encoded bytes; a path;
+                a URL (file, data, or http(s) where that is allowed); or a dict with "bytes" or "path", as `datasets`
+                stores images.
+
+        Raises:
+            ImageError: with the reason.
+        """
+        image_module = require("PIL.Image", "pillow", why="rows with images")
+        image_ops = require("PIL.ImageOps", "pillow", why="rows with images")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", image_module.DecompressionBombWarning)  # the size is checked below
+            if isinstance(value, image_module.Image):
+                image, name, turn = value, "the image", False
+            else:
+                opened, name = self._opened(value, image_module)
+                image, turn = opened, True
+            self._check_size(image, name)
+            try:
+                image.load()
+            except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+                raise ImageError(f"{name} is truncated or damaged ({error})") from error
+        return (image_ops.exif_transpose(image) if turn else image).convert("RGB")
+
+    def _check_size(self, image: Any, name: str) -> None:
+        width, height = image.size
+        if not width or not height:
+            raise ImageError(f"{name} is empty: {width} x {height} pixels")
+        if width * height > self.max_pixels:
+            raise ImageError(
+                f"{name} has {width} x {height} pixels, more than max_image_pixels={self.max_pixels}, and was not "
+                "decoded"
+            )
+
+    def _opened(self, value: Any, image_module: Any) -> tuple[Any, str]:
+        """(image, not decoded yet; its name in messages)."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().numpy()
+        if hasattr(value, "__array_interface__") and not isinstance(value, (bytes, bytearray)):
+            return self._of_array(value, image_module), "the array"
+        source, name = self._source(value)
+        try:
+            return image_module.open(source), name
+        except image_module.DecompressionBombError as error:
+            raise ImageError(f"{name} is too large ({error}), and was not decoded") from error
+        except FileNotFoundError as error:
+            raise ImageError(f"{name} does not exist (looked from {os.getcwd()})") from error
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            raise ImageError(f"{name} is not an image that can be opened ({error})") from error
+
+    def _of_array(self, value: Any, image_module: Any) -> Any:
+        if value.dtype.kind not in "ub" or value.dtype.itemsize != 1 or value.ndim not in (2, 3):
+            raise ImageError(
+                f"an array of {value.dtype} and shape {value.shape} is no image; give bytes (uint8) of (height, width, "
+                "channels)"
+            )
+        if 0 in value.shape:
+            raise ImageError(f"the array is empty: {value.shape[1]} x {value.shape[0]} pixels")
+        try:
+            return image_module.fromarray(value)
+        except (TypeError, ValueError) as error:
+            raise ImageError(f"an array of shape {value.shape} is no image ({error})") from error
+
+    def _source(self, value: Any) -> tuple[Any, str]:
+        """(file or bytes, its name in messages)."""
+        if isinstance(value, Mapping):
+            if value.get("bytes"):
+                return io.BytesIO(value["bytes"]), f"the image {value.get('path') or 'in bytes'}"
+            if not value.get("path"):
+                raise ImageError("the image has neither bytes nor a path")
+            value = value["path"]
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            if not len(value):
+                raise ImageError("the image has 0 bytes")
+            return io.BytesIO(value), "the image in bytes"
+        if isinstance(value, io.IOBase):
+            return value, "the image in an open file"
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if not isinstance(value, str):
+            raise ImageError(
+                f"an image is of type {type(value).__name__}; give a PIL image, an array, bytes, a path or a URL"
+            )
+        return self._of_text(value)
+
+    def _of_text(self, text: str) -> tuple[Any, str]:
+        scheme = text[:8].lower().partition(":")[0]
+        if scheme == "data":
+            try:
+                return io.BytesIO(base64.b64decode(text.partition(",")[2], validate=True)), "the image in a data URL"
+            except binascii.Error as error:
+                raise ImageError(f"a data URL is not valid base64 ({error})") from error
+        if scheme in ("http", "https"):
+            if not self.fetch_remote:
+                raise ImageError(
+                    f"{text} is remote. Download the images, or set fetch_remote_images=True to fetch them while "
+                    "batches are made"
+                )
+            return self._fetched(text), text
+        if scheme == "file":
+            text = urllib.request.url2pathname(urllib.parse.urlsplit(text).path)
+        if not text:
+            raise ImageError("the image's path is empty")
+        if Path(text).is_dir():
+            raise ImageError(f"{text} is a folder")
+        return text, f"the image {text}"
+
+    def _fetched(self, url: str) -> io.BytesIO:
+        try:
+            with urllib.request.urlopen(url, timeout=REMOTE_SECONDS) as answer:
+                found = answer.read(REMOTE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{url} cannot be fetched ({error})") from error
+        if len(found) > REMOTE_BYTES:
+            raise ImageError(f"{url} has more than {REMOTE_BYTES >> 20} MiB")
+        return io.BytesIO(found)
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether rows of `dataset`, or of the first of a dict of them, have images: in a column, or in their messages."""
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()), None)
+    if dataset is None or isinstance(dataset, (dict, str)):  # a warning about the dataset itself follows
+        return False
+    if isinstance(dataset, list):  # of rows with several sets of columns
+        return any(isinstance(row, Mapping) and _has_images(row) for row in dataset[:ROWS_LOOKED_AT])
+    columns = getattr(dataset, "column_names", None)
+    first: Any = None
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        first = next(iter(_text_columns(dataset)), None) if hasattr(dataset, "select_columns") else dataset[0]
+    return bool(set(IMAGE_COLUMNS) & set(columns or ())) or (isinstance(first, Mapping) and _has_images(first))
+
+
+def _has_images(row: Mapping[str, Any]) -> bool:
+    return any(name in row for name in IMAGE_COLUMNS) or _shows_images(row)
+
+
+def _text_columns(dataset: Any) -> Iterator[Any]:
+    """The first row without the columns of images, which would be decoded."""
+    rest = [name for name in dataset.column_names if name not in stored_images(dataset)]
+    if rest and len(dataset):
+        yield dataset.select_columns(rest)[0]
+
+
+def _shows_images(row: Mapping[str, Any]) -> bool:
+    for name in ("messages", "prompt", "completion", "chosen", "rejected", "conversations"):
+        for message in row[name] if isinstance(row.get(name), (list, tuple)) else ():
+            if isinstance(message, Mapping) and isinstance(parts := message.get("content"), (list, tuple)):
+                if any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts):
+                    return True
+    return False
+
+
+#: Types of a message's parts that show an image.
+IMAGE_PARTS = ("image", "image_url")
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """What the column of images holds, as a list; nothing read yet."""
+    given = next((row[name] for name in IMAGE_COLUMNS if row.get(name) is not None), None)
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray)) else [given]
+
+
+def stored_images(dataset: Any) -> list[str]:
+    """Columns of a `datasets.Dataset` that hold images, which reading a row would decode."""
+    features = getattr(dataset, "features", None) or {}
+    return [name for name, feature in features.items() if _holds_image(feature)]
+
+
+def _holds_image(feature: Any) -> bool:
+    if type(feature).__name__ == "Image":
+        return True
+    if isinstance(feature, Mapping):
+        return any(map(_holds_image, feature.values()))
+    if isinstance(feature, (list, tuple)):
+        return any(map(_holds_image, feature))
+    inner = getattr(feature, "feature", None)
+    return inner is not None and _holds_image(inner)
+
+
+class NumberedRows(Dataset):
+    """The rows of a dataset with their number, and with stored images as they are stored, not decoded.
+
+    So that a broken image is named by its row, and that whoever makes the batch decodes it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        layout = getattr(dataset, "format", None)
+        transforms = isinstance(layout, dict) and layout.get("type") == "custom"
+        self._stored = [] if transforms else stored_images(dataset)
+        self._rest = dataset
+        if self._stored:
+            rest = [name for name in dataset.column_names if name not in self._stored]
+            self._rest = dataset.select_columns(rest) if rest else None
+            self._images = dataset.select_columns(self._stored).with_format("arrow")
+
+    @property
+    def column_names(self) -> list[str] | None:
+        return getattr(self.dataset, "column_names", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = {} if self._rest is None else dict(self._rest[index])
+        if self._stored:
+            row |= self._images[[int(index)]].to_pylist()[0]
+        return row | {ROW_NUMBER: int(index)}
+
+
+def numbered(dataset: Any) -> Any:
+    """`dataset` as `NumberedRows`; a stream as it is."""
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+    return NumberedRows(dataset) if sized and not isinstance(dataset, NumberedRows) else dataset
+
+
+def read_images(values: Iterable[Any], reader: ImageReader) -> list[Any]:
+    """The images, decoded; an error says which of several it is."""
+    images = []
+    for place, value in enumerate(values):
+        try:
+            images.append(reader(value))
+        except ImageError as error:
+            raise ImageError(f"image {place + 1}: {error}") from error
+    return images

@@ -1,0 +1,273 @@
+"""Rows with images: their text with the tokens of the images, and the tensors that the model sees.
+
+What a family of models needs is decided by its processor's outputs alone. The processor says which text stands where an
+image stood, so that what is trained on is known in the text without images. A tensor of a row is joined with those of
+other rows along its first dimension, which counts images, patches or rows, and filled up with zeros in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from posttrain.core.data.chat_template import Template
+from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, images_of
+from posttrain.core.data.tokenization import Span
+from posttrain.core.errors import DataError
+
+#: Attributes of processors and configs that hold the ids of image placeholders and their edges.
+PLACEHOLDERS = (
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",
+    "vision_end_token_id", "boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index",
+)  # fmt: skip
+#: A text that stands in for a turn, to see what a chat template puts after it.
+ENDS_HERE = "posttrain8c2e"
+#: What a processor makes of a text that is not a number for each token.
+NOT_OF_TOKENS = ("input_ids", "attention_mask", "text_replacement_offsets")
+
+
+def check_processor(processor: Any) -> None:
+    """Raise TypeError where `processor` cannot read images."""
+    if not hasattr(processor, "image_processor"):
+        raise TypeError(
+            f"The rows have images, which a {type(processor).__name__} cannot read. Pass the model's processor as "
+            "processing_class=, for example AutoProcessor.from_pretrained(...); a model of text alone has none, and "
+            "is trained on rows without images."
+        )
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise TypeError where `model` cannot see images."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "vision_config", None) is not None or hasattr(model, "get_image_features"):
+        return
+    raise TypeError(
+        f"The rows have images, and {type(model).__name__} reads text alone. Pass a vision-language model, as "
+        "AutoModelForImageTextToText loads it, or leave the images out."
+    )
+
+
+def image_token_id(model: torch.nn.Module) -> int | None:
+    """The id in whose places `model` puts the features of images."""
+    config = getattr(model, "config", None)
+    names = ("image_token_id", "image_token_index")
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[Any]]:
+    """(`row` with contents in parts and images in no column; its images in the order in which they are shown).
+
+    Args:
+        row: with ``images`` or ``image``, or with images in the parts of its messages: ``{"type": "image", "image":
+            ...}`` (also under "url", "path" or "base64") or ``{"type": "image_url", "image_url": {"url": ...}}``. A
+            part without one takes the next of the row's column. If no message has such a part, the images come before
+            the text of the user's first message.
+        fields: the columns of messages, in the order in which they are rendered.
+
+    Raises:
+        DataError: there are more images than places for them, or fewer.
+    """
+    given = images_of(row)
+    row = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
+    given_talks = {name: row[name] for name in fields if isinstance(row.get(name), (list, tuple))}
+    talks: dict[str, list[Any]] = {name: list(map(_in_parts, talk)) for name, talk in given_talks.items()}
+    if not talks:
+        return row, given
+    parts = [part for talk in talks.values() for message in talk for part in _parts(message)]
+    if given and not any(part["type"] == "image" for part in parts):
+        _show_first(talks, len(given))
+    images: list[Any] = []
+    taken = 0
+    for message in (message for talk in talks.values() for message in talk):
+        for place, part in enumerate(_parts(message)):
+            if part["type"] == "video":
+                raise DataError("a message shows a video, and videos are not supported; give its frames as images")
+            if part["type"] == "image":
+                own = "image" in part
+                images.append(part["image"] if own else given[taken] if taken < len(given) else None)
+                taken += not own
+                message["content"][place] = {"type": "image"}
+    if taken != len(given):
+        raise DataError(f"the row has {len(given)} images, and its messages have places for {taken}")
+    return row | talks, images
+
+
+def _in_parts(message: Any) -> Any:
+    """A copy of `message` whose content is a list of parts, with an image of its own under "image"."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        return message  # whoever reads messages says what is wrong
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if not isinstance(content, (list, tuple)):
+        return dict(message)
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return {"type": "text", "text": part} if isinstance(part, str) else part
+    part = {name: value for name, value in part.items() if value is not None}  # Arrow adds keys
+    if part.get("type") not in IMAGE_PARTS:
+        return part
+    for name in ("image", "url", "path", "image_url"):
+        if name in part:
+            value = part[name]
+            return {"type": "image", "image": value["url"] if isinstance(value, Mapping) and "url" in value else value}
+    if "base64" in part:
+        return {"type": "image", "image": f"data:;base64,{part['base64']}"}
+    return {"type": "image"}
+
+
+def _parts(message: Any) -> list[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    whole = isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
+    return content if whole else []
+
+
+def _show_first(talks: Mapping[str, list[Any]], number: int) -> None:
+    for message in (message for talk in talks.values() for message in talk):
+        if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), list):
+            message["content"] = [*({"type": "image"} for _ in range(number)), *message["content"]]
+            return
+    raise DataError(f"the row has {number} images and no user message to put them in")
+
+
+@dataclass
+class Shown:
+    """A text with the tokens of its images.
+
+    text: what is tokenized. places: of each image, where its placeholder stood and what stands there now, in
+    characters. tensors: the processor's, for this row's images. ids: tokens that stand for images, never trained on.
+    kinds: of each input with a number for each token, the token ids whose number is not 0.
+    """
+
+    text: str
+    places: list[tuple[Span, Span]] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    ids: frozenset[int] = frozenset()
+    kinds: dict[str, dict[int, int]] = field(default_factory=dict)
+
+    def position(self, place: int) -> int:
+        """Where the character at `place` of the text without image tokens is now."""
+        shift = 0
+        for (start, stop), (_, end) in self.places:
+            if start < place < stop:
+                return end
+            if place >= stop:
+                shift = end - stop
+        return place + shift
+
+    def spans(self, spans: Sequence[Span] | None) -> list[Span] | None:
+        """Spans of the text without image tokens, in this one."""
+        return None if spans is None else [(self.position(start), self.position(stop)) for start, stop in spans]
+
+    def numbers(self, ids: Sequence[int]) -> dict[str, list[int]]:
+        """The inputs besides the tokens that have a number for each, such as ``token_type_ids``."""
+        return {name: [kinds.get(token, 0) for token in ids] for name, kinds in self.kinds.items()}
+
+
+class VisionProcessor:
+    """What is asked of a processor of transformers, one row at a time.
+
+    Args:
+        processor: with a tokenizer and an image processor.
+        model: whose config names further placeholders; None without one.
+    """
+
+    def __init__(self, processor: Any, model: torch.nn.Module | None = None) -> None:
+        check_processor(processor)
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        holders = (processor, getattr(model, "config", None))
+        named = {getattr(holder, name, None) for holder in holders for name in PLACEHOLDERS}
+        self.placeholders = frozenset(number for number in named if isinstance(number, int))
+        self.image_token_id = None if model is None else image_token_id(model)
+        found = processor(text=["a"], add_special_tokens=False)
+        #: Inputs besides the tokens with a number for each of them, such as ``token_type_ids``.
+        self.token_inputs = tuple(name for name in found if name not in NOT_OF_TOKENS)
+
+    def template_kwargs(self, kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Variables for the chat template, with the processor's own template, which shows images."""
+        template = getattr(self.processor, "chat_template", None)
+        return ({"chat_template": template} if isinstance(template, str) else {}) | dict(kwargs or {})
+
+    def end_tokens(self, kwargs: Mapping[str, Any] | None = None) -> set[int]:
+        """The special tokens that end an assistant's turn in the chat template; none without a template."""
+        if not self.template_kwargs(kwargs).get("chat_template"):
+            return set()
+        says = [{"role": role, "content": [{"type": "text", "text": ENDS_HERE}]} for role in ("user", "assistant")]
+        ending = Template(self.tokenizer, None, self.template_kwargs(kwargs)).render(says).rpartition(ENDS_HERE)[2]
+        ids = self.tokenizer(ending.strip(), add_special_tokens=False)["input_ids"]
+        return {token for token in ids if token in self.tokenizer.added_tokens_decoder}
+
+    def show(self, text: str, images: Sequence[Any]) -> Shown:
+        """`text` with the tokens of its `images` (PIL) in the places of their placeholders.
+
+        Raises:
+            DataError: it has more or fewer places for images, or the processor refused them.
+        """
+        placeholder = getattr(self.processor, "image_token", None)
+        if placeholder is not None and (count := text.count(placeholder)) != len(images):
+            raise DataError(f"the text has {count} places for images ({placeholder}), and the row {len(images)} images")
+        if not images:
+            return Shown(text, ids=self.placeholders, kinds={name: {} for name in self.token_inputs})
+        try:
+            found = self.processor(
+                text=[text],
+                images=[list(images)],
+                add_special_tokens=False,
+                return_tensors="pt",
+                return_text_replacement_offsets=True,
+            )
+        except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+            raise DataError(f"the processor refused the images ({type(error).__name__}: {error})") from error
+        ids, [offsets] = found["input_ids"][0], found["text_replacement_offsets"]
+        kinds = {}
+        for name in self.token_inputs:
+            numbers = found[name][0]
+            marked = numbers.nonzero().squeeze(1)
+            kinds[name] = dict(zip(ids[marked].tolist(), numbers[marked].tolist(), strict=True))
+        inputs = {*NOT_OF_TOKENS, *kinds}
+        tensors = {name: value for name, value in found.items() if name not in inputs and torch.is_tensor(value)}
+        shown: list[str] = []
+        places: list[tuple[Span, Span]] = []
+        end = 0
+        for place in offsets:
+            (start, stop), (first, last) = place["span"], place["new_span"]
+            shown += [text[end:start], place["replacement"]]
+            places.append(((start, stop), (first, last)))
+            end = stop
+        return Shown("".join([*shown, text[end:]]), places, tensors, self._ids_in(offsets), kinds)
+
+    def _ids_in(self, offsets: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+        """The special tokens among those that stand for images."""
+        special = self.tokenizer.added_tokens_decoder
+        texts = list({place["replacement"] for place in offsets})
+        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return self.placeholders | {token for ids in found for token in ids if token in special}
+
+
+def join_tensors(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The image tensors of a batch, from those of its rows; rows without images have none.
+
+    Each is joined along its first dimension. In the others, images of several sizes are filled up with zeros, and
+    their own inputs (sizes, masks, positions) say what is real.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: join([row[name] for row in rows if name in row]) for name in names}
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors with as many dimensions, along the first, filled up with zeros in the others."""
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(list(tensors))
+    sizes = [max(size) for size in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    whole = tensors[0].new_zeros(sum(len(tensor) for tensor in tensors), *sizes)
+    start = 0
+    for tensor in tensors:
+        whole[(slice(start, start + len(tensor)), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return whole
