@@ -94,8 +94,9 @@ def answer(model: Qwen3ForCausalLM, tokenizer, rows: Dataset, **options) -> list
     """One answer to each problem: the most probable, or with ``do_sample=True`` one that is drawn."""
     model.eval()
     inputs = tokenizer(list(rows["prompt"]), return_tensors="pt").to(model.device)  # all of one length
-    options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id} | options
-    found = model.generate(**inputs, max_new_tokens=len(rows[0]["result"]) + 1, **options)
+    longest = len(rows[0]["result"]) + 1
+    options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "max_new_tokens": longest} | options
+    found = model.generate(**inputs, **options)
     return tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

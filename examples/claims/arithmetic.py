@@ -1,0 +1,40 @@
+"""The small model that claims begin with: it has learned the calculator steps of GSM8K (examples/calculator.py)."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import arms  # noqa: F401  which makes the examples importable
+import calculator
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+EPOCHS = 20.0
+FOLDER = Path("out/claims")
+
+
+@functools.cache
+def fine_tuned(seed: int, epochs: float = EPOCHS, marks: int = 1) -> tuple[Any, Any, Dataset, Dataset]:
+    """(model, tokenizer, steps that fine-tuning never saw, held-out steps).
+
+    The seed sets the split, the first weights and the order. Once trained, a model is kept in `FOLDER`.
+
+    Args:
+        marks: with more than 1, results are followed by fewer than so many `=`, at random.
+    """
+    known, new, held_out = calculator.read(seed)
+    tokenizer = calculator.make_tokenizer()
+    folder = FOLDER / f"arithmetic-{seed}-{epochs:g}-{marks}"
+    if (folder / "config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(folder), tokenizer, new, held_out
+    draw = random.Random(seed)
+    known = known.map(lambda row: {"result": row["result"] + "=" * draw.randrange(marks)})
+    model = calculator.make_model(tokenizer, seed)
+    with tempfile.TemporaryDirectory() as out:
+        calculator.fine_tune(model, tokenizer, known, epochs, seed, Path(out))
+    model.save_pretrained(folder)
+    return model, tokenizer, new, held_out
