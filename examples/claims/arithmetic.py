@@ -14,25 +14,24 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 EPOCHS = 20.0
+MARKS = 8
 FOLDER = Path("out/claims")
 
 
 @functools.cache
-def fine_tuned(seed: int, epochs: float = EPOCHS, marks: int = 1) -> tuple[Any, Any, Dataset, Dataset]:
+def fine_tuned(seed: int, epochs: float = EPOCHS) -> tuple[Any, Any, Dataset, Dataset]:
     """(model, tokenizer, steps that fine-tuning never saw, held-out steps).
 
-    The seed sets the split, the first weights and the order. Once trained, a model is kept in `FOLDER`.
-
-    Args:
-        marks: with more than 1, results are followed by fewer than so many `=`, at random.
+    A result is followed by fewer than `MARKS` times `=`, at random. The seed sets the split, the first weights and the
+    order. Once trained, a model is kept in `FOLDER`.
     """
     known, new, held_out = calculator.read(seed)
     tokenizer = calculator.make_tokenizer()
-    folder = FOLDER / f"arithmetic-{seed}-{epochs:g}-{marks}"
+    folder = FOLDER / f"arithmetic-{seed}-{epochs:g}-{MARKS}"
     if (folder / "config.json").is_file():
         return AutoModelForCausalLM.from_pretrained(folder), tokenizer, new, held_out
     draw = random.Random(seed)
-    known = known.map(lambda row: {"result": row["result"] + "=" * draw.randrange(marks)})
+    known = known.map(lambda row: {"result": row["result"] + "=" * draw.randrange(MARKS)})
     model = calculator.make_model(tokenizer, seed)
     with tempfile.TemporaryDirectory() as out:
         calculator.fine_tune(model, tokenizer, known, epochs, seed, Path(out))

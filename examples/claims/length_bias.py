@@ -58,7 +58,7 @@ def measure(
     epochs: float = arithmetic.EPOCHS,
 ) -> arms.Figures:
     """Changes of the mean lengths of wrong and of right answers, in tokens, and of the accuracy."""
-    known, tokenizer, new, held_out = arithmetic.fine_tuned(seed, epochs, marks=8)
+    known, tokenizer, new, held_out = arithmetic.fine_tuned(seed, epochs)
     held_out = held_out.select(range(problems))
     before = look(known, tokenizer, held_out)
     loss_type, scale = ARMS[arm]

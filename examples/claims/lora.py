@@ -41,9 +41,10 @@ def measure(
     for rate in RATES[arm][:rates]:
         with tempfile.TemporaryDirectory() as out:
             args = SFTConfig(
-                out, max_steps=steps, per_device_train_batch_size=batch, per_device_eval_batch_size=400, seed=seed,
-                learning_rate=rate, lr_scheduler_type="constant_with_warmup", warmup_steps=5, report_to="none",
-                gradient_checkpointing=False, save_strategy="no", disable_tqdm=True,
+                out, max_steps=steps, logging_strategy="no", per_device_train_batch_size=batch,
+                per_device_eval_batch_size=400, seed=seed, learning_rate=rate, warmup_steps=5,
+                lr_scheduler_type="constant_with_warmup", report_to="none", gradient_checkpointing=False,
+                save_strategy="no", disable_tqdm=True,
             )  # fmt: skip
             trainer = SFTTrainer(
                 copy.deepcopy(known), args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
