@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
-        evaluation.predictions logging.input_counter logging.metrics logging.redaction losses.distillation
-        losses.language_modeling
-        losses.normalization models.block_mask models.embeddings models.gradient_checkpointing models.regularization
+        evaluation.predictions logging.input_counter logging.metrics logging.redaction logging.samples
+        losses.distillation losses.language_modeling losses.normalization models.block_mask models.embeddings
+        models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan training.loss_spikes data.host_copies
     """.split(),

@@ -24,8 +24,8 @@ from posttrain.rl import GRPOConfig, GRPOTrainer
 
 LONGEST, DIGITS = 16, 3
 #: loss_type, scale_rewards
-ARMS = {"grpo": ("grpo", "group"), "grpo, not scaled": ("grpo", "none"), "dr_grpo": ("dr_grpo", "none")}
-SETTINGS = {"updates": 60, "batch": 256, "learning_rate": 3e-4, "problems": 400}
+ARMS = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
+SETTINGS = {"updates": 40, "batch": 256, "learning_rate": 3e-4, "problems": 400}
 SMOKE = {"epochs": 0.2, "updates": 1, "batch": 16, "problems": 10}
 
 

@@ -26,7 +26,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Sampling
 
 ARMS = ("exact", "ignored", "truncated")
-SETTINGS = {"bits": 4, "updates": 60, "batch": 256, "learning_rate": 3e-4, "problems": 400}
+SETTINGS = {"bits": 4, "updates": 40, "batch": 256, "learning_rate": 3e-4, "problems": 400}
 SMOKE = {"epochs": 0.2, "updates": 1, "batch": 16, "problems": 10}
 
 

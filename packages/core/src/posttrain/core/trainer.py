@@ -13,8 +13,9 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -116,6 +117,8 @@ class Trainer(HFCompat):
     loss_is_scaled_for_ga: bool | None = None
     #: What the Hub finds models of this trainer by.
     tag_names: tuple[str, ...] = ()
+    #: What became of the rows of each dataset, by its name, in trainers that prepare rows.
+    data_reports: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -284,7 +287,7 @@ class Trainer(HFCompat):
         plan = plan if checkpoint is None else self.resume_plan(plan, loader, checkpoint)
         self.dist.meet("the beginning of training")
         with self._training(plan, loader, checkpoint, trial) as model:
-            self._fire("on_train_begin")
+            self._fire("on_train_begin", data_reports=self.data_reports)
             if preemption.may_save(self.args):
                 self.checkpoints.check_state(self._contents(), self.state, self._callbacks_with_state())
             self._meet("what callbacks do when training begins")

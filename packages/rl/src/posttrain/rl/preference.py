@@ -21,6 +21,7 @@ from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
 from posttrain.core.models import adapters, embeddings, lm_head, loading, regularization, varlen_attention, wrapping
 from posttrain.core.models.activation_offloading import offloading, with_offloading
@@ -391,7 +392,7 @@ class PreferenceTrainer(Trainer):
             samples = side_by_side.compare(
                 self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
             )
-        side_by_side.append(samples, self.state.global_step, self.args.output_dir)
+        written.append(samples, self.state.global_step, self.args.output_dir)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         """`dataset` as tokens, with the reference's log-probabilities if precomputed."""

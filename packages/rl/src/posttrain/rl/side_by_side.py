@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from posttrain.core.data.collators import pad_rows
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import wrapping
 from posttrain.rl.reference import Reference
-
-SAMPLES = "samples.jsonl"
 
 
 @torch.no_grad()
@@ -47,9 +43,3 @@ def compare(
         with reference.use() as model:
             columns["reference"] = continuations(model, tokenizer, prompts, max_new_tokens)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def append(samples: list[dict[str, str]], step: int, directory: str | Path) -> None:
-    """Append `samples` of optimizer step `step` to the file `SAMPLES` in `directory` as JSON lines."""
-    with (Path(directory) / SAMPLES).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": step} | sample, ensure_ascii=False) + "\n" for sample in samples)

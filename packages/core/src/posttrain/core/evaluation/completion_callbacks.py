@@ -11,6 +11,7 @@ import torch
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.logging import samples
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.wrapping import unwrap
 
@@ -90,7 +91,8 @@ def _prompt_of(row: Any, tokenizer: Any) -> tuple[str, list[int]]:
 class LogCompletionsCallback(_Answers):
     """Logs completions of evaluation prompts as the table ``completions``: step, prompt, completion.
 
-    The table goes to wandb, trackio and comet_ml, if `report_to` names them and a run is active.
+    The table goes to wandb, trackio and comet_ml, if `report_to` names them and a run is active, and to
+    ``samples.jsonl`` in the output directory.
 
     Args:
         trainer: provides model, tokenizer and eval_dataset, whose rows have a `prompt`.
@@ -113,8 +115,10 @@ class LogCompletionsCallback(_Answers):
             return
         self._last_logged_step = step
         answers = self.answer()
-        self.table += [{"step": step, "prompt": prompt, "completion": text} for prompt, text in answers]
+        rows = [{"prompt": prompt, "completion": text} for prompt, text in answers]
+        self.table += [{"step": step} | row for row in rows]
         if state.is_world_process_zero:
+            samples.append(rows, step, args.output_dir)
             show_table(self.table, "completions", args.report_to)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop, generate
+from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
@@ -197,6 +198,8 @@ class GeneratesText(Trainer):
         if self.generated_samples:
             shown = generate.table(self.generated_samples)
             logger.info("%s at step %d, the first rows:\n%s", prefix, self.state.global_step, shown)
+            if self.is_in_train:
+                written.append(self.generated_samples, self.state.global_step, self.args.output_dir)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """(B, T) filled up with the pad token to (B, max_length). For scripts that override `prediction_step`."""

@@ -1,11 +1,12 @@
 """Writes ``report.html``: one page about a run, or about several side by side, that needs no network to be read.
 
-The page is made of ``run.json`` and ``log.jsonl`` alone, so that ``posttrain report`` makes it of any run. Its curves
-are drawn in the browser by uPlot (MIT licence), which is part of the page.
+The page is made of files in the output directory alone (``run.json``, ``log.jsonl``, samples), so that ``posttrain
+report`` makes it of any run. Its curves are drawn in the browser by uPlot (MIT licence), which is part of the page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 from posttrain.core.callbacks import ClosingCallback
 from posttrain.core.errors import CheckpointError
-from posttrain.core.logging import run_record
+from posttrain.core.logging import run_record, samples
 from posttrain.core.logging.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ MARK = "Written by posttrain"
 MOST_MESSAGES = 50
 #: Points of a line; of longer logs, this many are drawn.
 MOST_POINTS = 2000
+#: Characters of a sample that are shown.
+MOST_TEXT = 600
 #: The phases of training, in the order in which they follow each other; a trainer may have more.
 PHASES = ("data", "sync", "generate", "score", "wait", "forward_backward", "optimizer", "eval", "save")
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
@@ -51,11 +54,13 @@ class Run:
         name: of its folder.
         record: the last start in its ``run.json``; empty if there is none.
         log: its records, in order.
+        samples: what the model wrote, see `posttrain.core.logging.samples.read`.
     """
 
     name: str
     record: dict[str, Any]
     log: list[dict[str, Any]]
+    samples: dict[str, list[dict[str, Any]]]
 
 
 class RunReportCallback(ClosingCallback):
@@ -144,8 +149,11 @@ def read(folder: str | Path) -> Run:
     folder = Path(folder)
     if not (folder / LOG).is_file():
         raise CheckpointError(f"{folder} has no {LOG}, so it is not the output folder of a run that logged anything.")
-    record = run_record.read(folder)["starts"][-1] if (folder / run_record.RECORD).is_file() else {}
-    return Run(folder.resolve().name, record, list(_records(folder / LOG)))
+    starts = run_record.read(folder)["starts"] if (folder / run_record.RECORD).is_file() else [{}]
+    log = list(_records(folder / LOG))
+    began = datetime.fromisoformat(starts[0]["at"]).timestamp() if "at" in starts[0] else 0.0
+    written = samples.read(folder, max((record["step"] for record in log), default=0), began)
+    return Run(folder.resolve().name, starts[-1], log, written)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -172,9 +180,10 @@ def page(runs: Sequence[Run]) -> str:
     )
     body.append(_section("Curves", f'<div class="charts">{places}</div>', boxed=False))
     body += [_times(run, run.name if len(runs) > 1 else "") for run in runs]
+    body += [_samples(run, run.name if len(runs) > 1 else "") for run in runs]
     body.append(_arguments(runs))
     if len(runs) == 1:
-        body += [_facts(runs[0]), _all_arguments(runs[0])]
+        body += [_data(runs[0]), _facts(runs[0]), _all_arguments(runs[0])]
     values = {
         "mark": MARK, "title": _text(title), "body": "\n".join(part for part in body if part),
         "uplot_css": _asset("uplot.css"), "uplot_js": _asset("uplot.js").replace("</script", "<\\/script"),
@@ -329,8 +338,8 @@ def _times(run: Run, name: str) -> str:
     """Where the seconds of training went."""
     spent = dict.fromkeys(PHASES, 0.0)
     for record in run.log:
-        for name, seconds in record.items():
-            if (found := _PHASE.fullmatch(name)) and isinstance(seconds, (int, float)):
+        for key, seconds in record.items():
+            if (found := _PHASE.fullmatch(key)) and isinstance(seconds, (int, float)):
                 spent[found[1]] = spent.get(found[1], 0.0) + seconds
     spent = {phase: seconds for phase, seconds in spent.items() if seconds > 0}
     total = sum(spent.values())
@@ -344,6 +353,45 @@ def _times(run: Run, name: str) -> str:
         for p, s in spent.items()
     )
     return _section(f"Time {name}".strip(), f'<div class="bar">{bar}</div><p class="soft">{keys}</p>')
+
+
+def _samples(run: Run, name: str) -> str:
+    """What the model wrote over time: the answers to a prompt below each other, where prompts come again."""
+    parts = []
+    for source, rows in run.samples.items():
+        columns = list(dict.fromkeys(column for row in rows for column in row if column != "step"))
+        first = [json.dumps(row.get(columns[0])) for row in rows]
+        recurs = len(set(first)) < len(rows)
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(first))} if recurs else {}
+        ordered = sorted(zip(rows, first, strict=True), key=lambda pair: (places.get(pair[1], 0), pair[0]["step"]))
+        lines, last = [], None
+        for row, prompt in ordered:
+            shown = [f"{row['step']:,}", *(_sample(row.get(column)) for column in columns)]
+            if recurs and prompt == last:
+                shown[1] = ""
+            lines.append(shown)
+            last = prompt
+        title = "" if source == "samples" else f"<h3>{_text(source.replace('_', ' '))}</h3>"
+        parts.append(f'{title}<div class="texts">{_table(lines, ["step", *columns])}</div>')
+    return _section(f"Samples {name}".strip(), "".join(parts)) if parts else ""
+
+
+def _sample(value: Any) -> str:
+    """A text, cut to `MOST_TEXT` characters; messages with their roles; a number to four digits."""
+    if isinstance(value, str) and value.startswith('[{"'):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
+        value = "\n".join(f"{message['role']}: {_value(message.get('content') or '')}" for message in value)
+    text = _number(value) if isinstance(value, float) else "" if value is None else _value(value)
+    text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ..."
+
+
+def _data(run: Run) -> str:
+    """What became of the rows, as the log told it before training."""
+    lines = [line for lines in (run.record.get("data_reports") or {}).values() for line in lines]
+    return _section("Data", f'<p class="lines">{_text(chr(10).join(lines))}</p>') if lines else ""
 
 
 def _arguments(runs: Sequence[Run]) -> str:

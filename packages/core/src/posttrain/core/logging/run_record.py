@@ -48,7 +48,7 @@ class RunRecordCallback(TrainerCallback):
     ``{"format", "version", "starts": [...]}``; each start holds what `start` lists.
     """
 
-    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, data_reports=None, **kwargs):
         if not state.is_world_process_zero:
             return
         path, before = Path(args.output_dir) / RECORD, []
@@ -56,6 +56,7 @@ class RunRecordCallback(TrainerCallback):
             with contextlib.suppress(CheckpointError):  # a damaged one is no reason not to train
                 before = read(path)["starts"]
         now = start(args, model, getattr(train_dataloader, "dataset", None), state.global_step)
+        now["data_reports"] = {name: report.lines() for name, report in (data_reports or {}).items() if report.rows_in}
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, [*before, now])
 
