@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     0: """
         config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
-        evaluation.predictions logging.input_counter logging.metrics logging.redaction logging.samples
+        evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.block_mask models.embeddings
         models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
@@ -34,7 +34,7 @@ LAYERS = {
         data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
         evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
-        logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
+        logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run

@@ -1,4 +1,4 @@
-"""The small model that claims begin with: it has learned the calculator steps of GSM8K (examples/calculator.py)."""
+"""The small model that claims begin with: it has learned to add and subtract on calculator steps of GSM8K."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import calculator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-EPOCHS = 20.0
+EPOCHS = 30.0
 MARKS = 8
 FOLDER = Path("out/claims")
 
@@ -25,7 +25,7 @@ def fine_tuned(seed: int, epochs: float = EPOCHS) -> tuple[Any, Any, Dataset, Da
     A result is followed by fewer than `MARKS` times `=`, at random. The seed sets the split, the first weights and the
     order. Once trained, a model is kept in `FOLDER`.
     """
-    known, new, held_out = calculator.read(seed)
+    known, new, held_out = calculator.read(seed, digits=2, signs="+-")
     tokenizer = calculator.make_tokenizer()
     folder = FOLDER / f"arithmetic-{seed}-{epochs:g}-{MARKS}"
     if (folder / "config.json").is_file():

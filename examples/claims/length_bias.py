@@ -5,7 +5,7 @@ python examples/claims/length_bias.py
 GRPO divides the loss of each completion by its length: a long wrong answer is pushed down less than a short one, a long
 right answer up less. So wrong answers grow, and right ones shrink, although the reward looks at neither length. Dr.
 GRPO divides by a constant. Here a model of half a million parameters writes the result of a calculator step of GSM8K
-(examples/calculator.py), and behind it so many `=` as it likes: in fine-tuning 0 to 7 of them, at random.
+(arithmetic.py), and behind it so many `=` as it likes: in fine-tuning 0 to 7 of them, at random.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasets import Dataset
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
 
-LONGEST, DIGITS = 16, 3
+LONGEST, DIGITS = 16, 2
 #: loss_type, scale_rewards
 ARMS = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
 SETTINGS = {"updates": 40, "batch": 256, "learning_rate": 3e-4, "problems": 400}

@@ -3,7 +3,7 @@ https://fengyao.notion.site/off-policy-rl).
 
 python examples/claims/sampling_mismatch.py
 
-GRPO on calculator steps of GSM8K (examples/calculator.py), with an engine that generates by a copy of the weights with
+GRPO on calculator steps of GSM8K (arithmetic.py), with an engine that generates by a copy of the weights with
 fewer bits, as engines do for speed; here with so few that the mismatch is large. `exact`: by the weights themselves.
 `ignored`: with the copy, as if its samples were the policy's. `truncated`: each token is weighted by the ratio of the
 policy's to the engine's probability, at most 2.
