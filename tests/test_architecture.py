@@ -34,7 +34,8 @@ LAYERS = {
         data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
         evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
-        logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading models.adapters
+        logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading
+        models.adapters
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
