@@ -223,8 +223,7 @@ class Trainer(HFCompat):
         self._look_up(model, wrapping.base_model(model))
         self._set_objective()
         self.dist.place(model, trained=True)
-        config: Any = getattr(model, "config", None)
-        if config is not None:
+        for config in wrapping.configs(model):
             config.use_cache = self.args.use_cache
 
     def _look_up(self, model: nn.Module, base: nn.Module) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.data.host_copies import host_copy
+
 #: Projections of more weights than this are not fused: a copy of them would cost more than the calls that it saves.
 FUSE_BELOW = 2**20
 
@@ -218,7 +220,7 @@ class Steps:
         batch, source, _ = encoded.shape
         heads = weights.num_heads
         self.mask = None
-        if mask is not None and not bool(mask.all()):
+        if mask is not None and not bool((mask if (known := host_copy(mask)) is None else known).all()):
             lowest = torch.finfo(encoded.dtype).min
             self.mask = (1 - mask[:, None, None, :].to(encoded.dtype)) * lowest
         self.cross = []  # for each layer (2, B, heads, S, width of a head)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.data.host_copies import host_copy, know, send
 from posttrain.seq2seq.decoder import DecoderWeights, Steps, Unsupported, read_decoder
 from posttrain.seq2seq.search import Search, beam, greedy
 
@@ -50,6 +51,7 @@ class LeanGenerator:
         self.refused: str | None = None
         self._weights: DecoderWeights | None = None
         self._proved: dict[str, bool] = {}
+        self._searches: dict[str, Search] = {}
 
     def refresh(self) -> None:
         """Read the weights again at the next call."""
@@ -114,7 +116,7 @@ class LeanGenerator:
     def _try(self, inputs: dict[str, Any], encoded: Any, config: Any) -> bool:
         from transformers.modeling_outputs import BaseModelOutput
 
-        few = {name: value[:TRIAL_ROWS] for name, value in inputs.items()}
+        few = {name: _first_rows(value) for name, value in inputs.items()}
         states = encoded[0][:TRIAL_ROWS]
         short = copy.deepcopy(config)
         short.max_length = min(config.max_length, 1 + TRIAL_TOKENS)
@@ -125,20 +127,33 @@ class LeanGenerator:
         return torch.equal(self._search(few, states, short), expected)
 
     def _search(self, inputs: dict[str, Any], states: torch.Tensor, config: Any) -> torch.Tensor:
-        model = self.model
-        batch, device, config = len(states), states.device, copy.deepcopy(config)
-        model._prepare_special_tokens(config, True, device=device, batch_size=batch)
+        key = f"{states.device} {config.to_diff_dict()}"
+        if key not in self._searches:
+            self._searches[key] = self._options(config, states.device)
+        search = self._searches[key]
+        assert self._weights is not None  # read at the first call
+        steps = Steps(self._weights, states, inputs.get("attention_mask"), search.num_beams, search.max_length)
+        return (greedy if search.num_beams == 1 else beam)(steps, len(states), search)
+
+    def _options(self, config: Any, device: torch.device) -> Search:
+        """The options of a search as ``generate`` reads them; once for each device and configuration."""
+        model, config = self.model, copy.deepcopy(config)
+        model._prepare_special_tokens(config, True, device="cpu")
         start, eos, pad = config._decoder_start_token_tensor, config._eos_token_tensor, config._pad_token_tensor
         if eos is None or start is None or start.numel() != 1:
             raise Unsupported("it has no single start token, or no end token")
+        fill, eos = int(pad) or int(eos[0]), send(eos, device)
+        config._eos_token_tensor = eos  # the processors compare it with scores
         processors = model._get_logits_processor(config, input_ids_seq_length=1, device=device, model_kwargs={})
         if others := [name for name in (type(one).__name__ for one in processors) if name not in ROW_BY_ROW]:
             raise Unsupported(f"its scores are changed by {', '.join(others)}")
-        search = Search(
-            start=int(start), pad=int(pad), eos=eos, max_length=config.max_length, processors=processors,
-            num_beams=config.num_beams, num_return_sequences=config.num_return_sequences,
+        return Search(
+            start=int(start), pad=int(pad), fill=fill, eos=eos, max_length=config.max_length,
+            processors=processors, num_beams=config.num_beams, num_return_sequences=config.num_return_sequences,
             length_penalty=config.length_penalty, early_stopping=config.early_stopping,
         )  # fmt: skip
-        assert self._weights is not None  # read at the first call
-        steps = Steps(self._weights, states, inputs.get("attention_mask"), search.num_beams, search.max_length)
-        return (greedy if search.num_beams == 1 else beam)(steps, batch, search)
+
+
+def _first_rows(values: torch.Tensor) -> torch.Tensor:
+    copy = host_copy(values)
+    return know(values[:TRIAL_ROWS], None if copy is None else copy[:TRIAL_ROWS])

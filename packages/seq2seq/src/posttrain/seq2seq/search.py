@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data.host_copies import send
 from posttrain.seq2seq.decoder import Steps
 
 #: The score of excluded tokens, as in ``generate``.
 NEVER = -1.0e9
 #: Block size in which the scores of a row are compared.
 BLOCK = 64
+#: On a device, tokens between two looks at which rows have ended: each look waits for all that the device has to do.
+TOKENS_BETWEEN_LOOKS = 16
 
 
 def best_of_each_row(scores: torch.Tensor) -> torch.Tensor:
@@ -43,10 +46,11 @@ def top_of_each_row(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, to
 
 @dataclass
 class Search:
-    """The options of a search, named as in ``GenerationConfig``."""
+    """The options of a search, named as in ``GenerationConfig``. `fill` is what beams that ended are filled up with."""
 
     start: int
     pad: int
+    fill: int
     eos: torch.Tensor
     max_length: int
     processors: Any
@@ -54,6 +58,12 @@ class Search:
     num_return_sequences: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+
+
+def looks(length: int, search: Search) -> bool:
+    """Whether the host looks at which rows have ended when they have `length` tokens: at the end, and now and then."""
+    between = 1 if search.eos.device.type == "cpu" else TOKENS_BETWEEN_LOOKS
+    return length == search.max_length or length % between == 0
 
 
 def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
@@ -65,8 +75,8 @@ def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
     tokens[:, 0] = search.start
     live = torch.arange(batch, device=device)  # the row of `tokens` that each row of the steps is
     unfinished = torch.ones(batch, dtype=torch.bool, device=device)
-    length = 1
-    last = tokens[:, 0]
+    length, last = 1, tokens[:, 0]
+    longest = torch.ones(1, dtype=torch.long, device=device)  # tokens until the last row ended
     while length < search.max_length:
         scores = steps(last)
         if search.processors:
@@ -74,15 +84,19 @@ def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
         last = best_of_each_row(scores).where(unfinished, search.pad)
         tokens[live, length] = last
         length += 1
+        longest += unfinished.any()
         unfinished = unfinished & ~torch.isin(last, search.eos)
-        left = int(unfinished.sum())
-        if not left:
-            break
-        if left <= 0.75 * len(live):
-            rows = unfinished.nonzero()[:, 0]
-            steps.keep(rows)
-            steps.reorder(rows)
-            live, last, unfinished = live[rows], last[rows], unfinished[rows]
+        if not looks(length, search):
+            continue
+        *goes_on, needed = torch.cat([unfinished, longest]).tolist()
+        rows = [row for row, goes in enumerate(goes_on) if goes]
+        if not rows:
+            return tokens[:, :needed]
+        if len(rows) <= 0.75 * len(live):
+            kept = send(torch.tensor(rows), device)
+            steps.keep(kept)
+            steps.reorder(kept)
+            live, last, unfinished = live[kept], last[kept], unfinished[kept]
     return tokens[:, :length]
 
 
@@ -95,7 +109,7 @@ def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
     candidates = max(2, 1 + len(search.eos)) * beams
     among_first = torch.arange(candidates, device=device) < beams
     live = torch.arange(batch, device=device)  # the row of the result that each row below is
-    running = torch.full((batch, beams, limit), search.pad or int(search.eos[0]), device=device)
+    running = torch.full((batch, beams, limit), search.fill, device=device)
     running[:, :, 0] = search.start
     running_scores = torch.full((batch, beams), NEVER, device=device)
     running_scores[:, 0] = 0  # all beams are the same at first: only one of them counts
@@ -136,16 +150,18 @@ def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
         is_open = is_open & (running_scores[:, :1] / reach**search.length_penalty > worst).any(1)
         if search.early_stopping is True:
             is_open = is_open & ~done.all(1)
-        left = 0 if bool(stops.all()) else int(is_open.sum())
+        is_open = is_open & ~stops.all()
         rows = torch.arange(len(live), device=device)
-        if left <= 0.75 * len(live):
-            found[live], found_lengths[live] = best[:, :returned], lengths[:, :returned]
-            rows = is_open.nonzero()[:, 0]
-            if not left:
-                break
-            steps.keep(rows)
-            parts = (live, running, running_scores, best, lengths, scores, done, is_open)
-            live, running, running_scores, best, lengths, scores, done, is_open = (part[rows] for part in parts)
+        if looks(size + 1, search):
+            left = [row for row, goes in enumerate(is_open.tolist()) if goes]
+            if len(left) <= 0.75 * len(live):
+                found[live], found_lengths[live] = best[:, :returned], lengths[:, :returned]
+                if not left:
+                    break
+                rows = send(torch.tensor(left), device)
+                steps.keep(rows)
+                parts = (live, running, running_scores, best, lengths, scores, done, is_open)
+                live, running, running_scores, best, lengths, scores, done, is_open = (part[rows] for part in parts)
         steps.reorder((parent[rows] + rows[:, None] * beams).flatten())
     return found.flatten(0, 1)[:, : int(found_lengths.max())]
 

@@ -34,6 +34,7 @@ from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
+from posttrain.core.models.padding_masks import announce_masks
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,8 @@ class Distributed:
         asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
         if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
+        if self.device.type != "cpu":
+            announce_masks(model)
         if trained and self._is_slow_in_bfloat16:
             if self.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 self._is_slow_in_bfloat16 = False  # one warning is enough

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.data.host_copies import host_copy
 from posttrain.core.training.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ def to_numpy(value: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
+    known = host_copy(tensor)
+    tensor = (tensor if known is None else known).detach()
     tensor = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu()
     if tensor.untyped_storage().nbytes() > tensor.nbytes or tensor.is_shared():
         tensor = tensor.clone()  # a view would keep all that it is a part of, and a worker's batch an open file

@@ -112,7 +112,19 @@ def _further(before: Any, value: Any, which: str) -> Any:
 
 
 def _plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
+    known = _read_together([value for pair in pairs.values() for value in pair])
+    read = {name: [known[id(v)] if id(v) in known else _number(v) for v in pair] for name, pair in pairs.items()}
+    return {name: (total, count) for name, (total, count) in read.items()}
+
+
+def _read_together(values: list[Any]) -> dict[int, float]:
+    """The numbers in those tensors of `values` that are on a device, by `id`: one wait for all of a type."""
+    groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            groups.setdefault((value.device, value.dtype), {})[id(value)] = value.detach().reshape(())
+    numbers = (zip(group, torch.stack(list(group.values())).tolist(), strict=True) for group in groups.values())
+    return {key: number for pairs in numbers for key, number in pairs}
 
 
 def _number(value: Any) -> float:

@@ -44,3 +44,11 @@ def base_model(model: nn.Module) -> PretrainedModel:
     """The model of transformers below all wrappers and adapters."""
     inner = unwrap(model)
     return unwrap(inner.get_base_model()) if is_peft_model(inner) else inner
+
+
+def configs(model: nn.Module) -> list[Any]:
+    """The configs that forwards of `model` read: its own, and the copy that the decoder of some models has."""
+    base, found = base_model(model), [getattr(model, "config", None)]
+    if getattr(found[0], "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
+        found.append(getattr(base.get_decoder(), "config", None))
+    return [config for config in found if config is not None]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from posttrain.core.models.padding_masks import has_other_hooks
 from posttrain.core.models.varlen_attention import layer_window
 from posttrain.core.models.wrapping import base_model
 
@@ -179,7 +180,7 @@ def _is_known(model: nn.Module, base: PretrainedModel) -> bool:
     if any(not hasattr(config, name) for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads")):
         return False
     modules = [*model.modules()]
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in modules)
+    hooked = any(has_other_hooks(m) or hasattr(m, "_hf_hook") for m in modules)
     if hooked or base.get_output_embeddings() is None or not len(body.layers):
         return False
     if {p.device for p in base.parameters()} != {body.norm.weight.device}:
