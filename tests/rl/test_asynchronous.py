@@ -48,7 +48,7 @@ def recording(kind):
     return Recording
 
 
-def make(out, kind=GRPOTrainer, rows=9, callbacks=None, reward=digit_sum, generator=None, **changes):
+def make(out, kind=GRPOTrainer, rows=9, callbacks=None, reward=digit_sum, generator=None, environments=None, **changes):
     usual = {"num_generations": 2, "max_completion_length": 6, "gradient_checkpointing": False,
              "generation_kwargs": {"stop": ["e", "a", "o"]}}  # fmt: skip
     return recording(kind)(
@@ -60,6 +60,7 @@ def make(out, kind=GRPOTrainer, rows=9, callbacks=None, reward=digit_sum, genera
         eval_dataset=[{"prompt": row["prompt"]} for row in text_rows(3)],
         callbacks=callbacks,
         generator=generator,
+        environment_factory=environments,
     )
 
 
@@ -450,6 +451,71 @@ def test_a_server_that_is_started_anew_gets_the_weights_again(bound, tmp_path, m
     gaps = [r["sampling/sampling_logp_difference/max"] for r in trainer.state.log_history if "reward" in r]
     assert max(gaps) < (1e-4 if bound == 0 else 0.5)  # those of the lost weights are above 1
     server.shutdown()
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume"])
+def test_a_server_that_is_lost_while_it_gets_weights_is_sent_them_again(path, bound, tmp_path, monkeypatch):
+    """It is started anew before the request of that path in the third sync, or right after the last one."""
+    server = Server(tiny.causal_lm(initializer_range=0.1).eval(), OpenAI, mode="processed_logprobs")
+    fresh, asked, post = tiny.causal_lm(seed=7, initializer_range=0.3).state_dict(), [], OpenAI.do_POST
+
+    def do_post(handler):
+        is_it = handler.path.startswith(path)
+        asked.extend([path] * is_it)
+        if is_it and len(asked) == 3:
+            with server.lock:
+                server.version = "default"
+                server.model.load_state_dict(fresh)
+            if path != "/resume":
+                handler.asked()
+                return handler.answer("not started", 400)
+        return post(handler)
+
+    monkeypatch.setattr(OpenAI, "do_POST", do_post)
+    url, shared = f"http://127.0.0.1:{server.server_port}/", str(tmp_path / "shared")
+    client = VLLMServerGenerator(url, timeout=5, tokenizer=tiny.tokenizer(), folder=shared)
+    trainer = make(tmp_path, generator=client, max_staleness=bound, sample_ledger=True, num_train_epochs=3)
+    trainer.train()
+    found, steps = audit(tmp_path), trainer.state.global_step
+    assert found.problems == [] and len(found.used) == 8 * steps
+    assert client._syncs == steps - bound + 1  # one was repeated, and the last steps' weights write nothing
+    server.shutdown()
+
+
+def test_what_a_server_wrote_with_the_weights_it_was_started_with_is_not_used(server, monkeypatch):
+    """Even if it has got the trainer's weights by the time that it is asked for them."""
+    client, row = client_of(server), server.RequestHandlerClass.row
+    client.sync_weights(tiny.causal_lm(initializer_range=0.3).eval())
+
+    def before_the_sync(handler, *args):
+        version, handler.server.version = handler.server.version, "default"
+        done = row(handler, *args)
+        handler.server.version = version
+        return done
+
+    monkeypatch.setattr(server.RequestHandlerClass, "row", before_the_sync)
+    with pytest.raises(ConnectionError, match="was started anew, and has lost the weights"):
+        client.generate([[5, 9, 14]], 2, Sampling(4), [1, 2])
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_an_environment_that_cannot_be_reached_is_no_lost_engine(bound, tmp_path):
+    resets = []
+
+    class Room:
+        def reset(self, **row):
+            resets.append(row)
+            if len(resets) == 17:  # in the third rollout
+                raise ConnectionRefusedError("nobody listens")
+
+        def get_reward(self):
+            return 0.5
+
+    trainer = make(tmp_path, max_staleness=bound, environments=Room)
+    with pytest.raises(RuntimeError, match=r"Room.reset\(\) has failed: ConnectionRefusedError: nobody listens"):
+        trainer.train()
+    assert len(resets) < 26  # the rollout is not sampled again
 
 
 @pytest.mark.parametrize("bound", [0, 1])

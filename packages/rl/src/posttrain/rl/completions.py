@@ -20,6 +20,10 @@ from posttrain.rl.samples import Sample
 logger = logging.getLogger(__name__)
 
 
+STALE_GAP = 0.5
+"""Mean difference of log-probabilities from which stale completions are warned of. They differ by design."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """Statistics of the completions of one process; `Summary.join` joins those of all processes.
@@ -163,8 +167,14 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
             "Every completion was cut at max_completion_length. Raise it, or check that the model generates an "
             "end-of-sequence token."
         )
-    gap = logs.get("sampling/sampling_logp_difference/mean", 0.0)
-    if gap > 0.1:
+    gap, oldest = logs.get("sampling/sampling_logp_difference/mean", 0.0), logs.get("staleness/max", 0.0)
+    if oldest and gap > STALE_GAP:
+        return (
+            f"The policy has moved by a factor of {math.exp(gap):.2f} on average from the token probabilities with "
+            f"which completions were sampled, up to {oldest:.0f} optimizer steps before. Set a lower max_staleness, or "
+            "a lower learning_rate."
+        )
+    if gap > 0.1 and not oldest:
         return (
             "The generation engine's token probabilities differ from the trainer's by a factor of "
             f"{math.exp(gap):.2f} on average: its weights may be stale, or its precision too low."

@@ -79,7 +79,7 @@ class Environments:
                 )
             sample.environment = self._free(name)
             row = {key: value for key, value in sample.row.items() if not (self.by_name and key == "environment")}
-            told = background.call(partial(sample.environment.reset, **row))
+            told = _reset(sample.environment, row)
             sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
 
     def _free(self, name: Any) -> Any:
@@ -258,6 +258,21 @@ def _room(sample: Sample, max_tokens: int, context: int | None) -> int:
     """Tokens that may still be added to a completion."""
     left = max_tokens - len(sample.ids)
     return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
+
+
+def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
+    """What its ``reset(**row)`` returns.
+
+    Raises:
+        RuntimeError: it could not reach something. The engine's errors of that kind are not those of environments.
+    """
+    try:
+        return background.call(partial(environment.reset, **row))
+    except ConnectionError as error:
+        raise RuntimeError(
+            f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "
+            "process, see that it runs, and resume the run from its last checkpoint."
+        ) from error
 
 
 @functools.cache

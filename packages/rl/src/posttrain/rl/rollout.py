@@ -621,6 +621,7 @@ class RolloutTrainer(Trainer):
         """Completed samples of `rows`, from an engine that may be lost and come back meanwhile."""
         for _ in range(asynchronous.ATTEMPTS - 1 if has_own_weights(self.generator) else 0):
             samples, lost = self._begin(rows, number), None
+            self._sync_weights()  # an engine that stays away ends the run
             try:
                 self._sample(samples, self.temperature)
             except ConnectionError as error:

@@ -19,7 +19,7 @@ from posttrain.core.distributed import is_in_pieces, whole
 from posttrain.core.models import wrapping
 from posttrain.rl.generation.server import Server
 from posttrain.rl.generation.transfer import everywhere, set_version, version_of
-from posttrain.rl.generation.weights import Weights
+from posttrain.rl.generation.weights import OneByOne, Weights
 
 NAME = "posttrain-policy"
 """The name under which the servers know the adapter."""
@@ -50,7 +50,7 @@ def is_servable(model: nn.Module, max_rank: int | None) -> bool:
     return plain and all(type(layer.get_base_layer()) is nn.Linear for layer in layers)
 
 
-class AdapterWeights:
+class AdapterWeights(OneByOne):
     """The adapter of `model` as peft writes it to a file: ``(name, tensor)`` one by one, gathered if sharded.
 
     If the weights are in pieces, every process must iterate over all of them.
@@ -72,7 +72,7 @@ class AdapterWeights:
         return any(is_in_pieces(parameter) for parameter in self._named.values())
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named.items():
             yield name, whole(parameter).detach()
 

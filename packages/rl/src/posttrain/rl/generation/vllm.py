@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +29,7 @@ from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
-from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
+from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ NO_VERSIONS = (
     "The vLLM server at %s does not say which weights wrote a token: all tokens of a completion count as written by "
     "those with which it began. Start it with --enable-scale-out to know."
 )
+ATTEMPTS = 3
+"""Times that weights are sent, if a server is lost meanwhile and comes back."""
 CONCURRENCY = 256
 """Requests under way at each server; vLLM itself decides how many of them it works on."""
 
@@ -131,20 +133,59 @@ class VLLMServerGenerator:
             ValueError: a server's log-probabilities are not those of `model`.
             ConnectionError: a server does not come up within the time set.
         """
-        for server in self.servers:
-            server.wait(self.timeout)
-        dialect = self._dialect
-        weights = dialect.weights_of(model)
+        for attempt in range(1, ATTEMPTS + 1):
+            for server in self.servers:
+                server.wait(self.timeout)
+            if (error := self._try_sync(model)) is None:
+                return
+            if attempt == ATTEMPTS:
+                raise error
+            logger.warning("A vLLM server was lost while it got weights, and is waited for: %s", error)
+
+    def _try_sync(self, model: nn.Module) -> Exception | None:
+        """The error of a server that was lost meanwhile, if one was."""
+        written: dict[Server, Written] = {}
+        steps: list[Callable[[], None]] = [
+            lambda: self._send_weights(model),
+            lambda: written.update(self._probe(model)),
+            lambda: self._check(model, written),
+        ]
+        return next(filter(None, (self._lost_in(step, model) for step in steps)), None)
+
+    def _send_weights(self, model: nn.Module) -> None:
+        """The first process sends them, and the others help to gather them."""
+        weights = self._dialect.weights_of(model)
         self._syncs += 1
         self._versions[self._syncs] = self.version
-        if rank() == 0:
-            dialect.update(weights, self._syncs)
-        elif weights.are_in_pieces:
-            for _ in weights:  # all processes help to gather them for the first
-                pass
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        self._check(model)
+        try:
+            if rank() == 0:
+                self._dialect.update(weights, self._syncs)
+        finally:
+            if weights.are_in_pieces:
+                weights.gather_rest()
+
+    def _lost_in(self, call: Callable[[], None], model: nn.Module) -> Exception | None:
+        """The error of a server that was lost during `call`, in this process or another one. Others are raised."""
+        try:
+            call()
+            error = None
+        except Exception as found:
+            error = found
+        own = 0 if error is None else 1 if self._is_lost(error) else 2
+        worst = _greatest(own, model)
+        if error is not None and own == worst:
+            if own == 1:
+                return error
+            raise error
+        if worst == 2:
+            raise RuntimeError("Another process could not send its weights to the vLLM servers; it says why.")
+        return ConnectionError("Another process has lost a vLLM server.") if worst else None
+
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether `error` is that of a server that is gone, or that was started anew meanwhile."""
+        if isinstance(error, ConnectionError) and getattr(error, "code", BUSY[0]) in BUSY:
+            return True
+        return self._syncs > 1 and any(is_fresh(server) for server in self.servers)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
@@ -161,17 +202,22 @@ class VLLMServerGenerator:
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)
 
-    def _check(self, model: nn.Module) -> None:
-        prompt = None if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
-        if prompt is not None and self._dialect.longest is not None:
-            prompt = prompt[: self._dialect.longest - PROBE.max_new_tokens]
-        for server in self.servers:
+    def _prompt(self, model: nn.Module) -> list[int]:
+        prompt = any_prompt(model) if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
+        longest = self._dialect.longest
+        return prompt if longest is None else prompt[: longest - PROBE.max_new_tokens]
 
-            def write(row: list[int], server: Server = server) -> Written:
-                return self._dialect.write_on(server, row, PROBE, 0)
+    def _probe(self, model: nn.Module) -> dict[Server, Written]:
+        """What each server writes with its weights."""
+        prompt = self._prompt(model)
+        return {server: self._dialect.write_on(server, prompt, PROBE, 0) for server in self.servers}
 
-            who, dialect = f"the vLLM server at {server.url}", self._dialect
-            self._scaled = check(model, write, dialect.scaled, who, prompt, dialect.in_float32)
+    def _check(self, model: nn.Module, written: Mapping[Server, Written]) -> None:
+        """Asks no server: of sharded weights, this is done by all processes together."""
+        prompt, dialect = self._prompt(model), self._dialect
+        for server, done in written.items():
+            who = f"the vLLM server at {server.url}"
+            self._scaled = check(model, lambda _, done=done: done, dialect.scaled, who, prompt, dialect.in_float32)
 
     @functools.cached_property
     def _dialect(self) -> Dialect:
@@ -345,13 +391,21 @@ class VLLMServers:
             },
         }, retries=RETRIES)["choices"]  # fmt: skip
         choices.sort(key=lambda choice: choice["index"])
+        sent = self._send is not None and not isinstance(self._send, AdapterFolder)
+        if sent and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
+            raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
         return [_stamped(choice) for choice in choices]
+
+
+def _spans(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Which weights wrote which tokens of a completion, where the server says so."""
+    return choice.get("weight_versions") or []
 
 
 def _stamped(choice: dict[str, Any]) -> Stamped:
     logps = [token["logprob"] for token in choice["logprobs"]["content"]]
     done = Stamped((choice["token_ids"], logps, choice["finish_reason"] == "stop"))
-    spans = choice.get("weight_versions") or []
+    spans = _spans(choice)
     numbers = [(span["version"].rpartition("-")[2], span["end"] - span["start"]) for span in spans]
     if spans and all(number.isdecimal() for number, _ in numbers):  # else of adapters, which the server does not count
         done.syncs = [int(number) for number, length in numbers for _ in range(length)]
@@ -372,6 +426,15 @@ def started_with(server: Server) -> dict[str, Any]:
         "--weight-transfer-config": (info.get("weight_transfer_config") or {}).get("backend"),
         "--max-lora-rank": (info.get("lora_config") or {}).get("max_lora_rank"),
     }
+
+
+def _greatest(value: int, model: nn.Module) -> int:
+    """The greatest `value` of all processes."""
+    if not torch.distributed.is_initialized():
+        return value
+    everyone = torch.tensor(value, device=next(model.parameters()).device)
+    torch.distributed.all_reduce(everyone, torch.distributed.ReduceOp.MAX)
+    return int(everyone)
 
 
 class Restarted(ConnectionError):

@@ -45,7 +45,25 @@ def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     return Completions([ids for ids, _, _ in written], logps, [ended for *_, ended in written], versions=versions)
 
 
-class Weights:
+class OneByOne:
+    """``(name, tensor)`` one by one. If they are sharded, all processes gather them together, each of them in turn."""
+
+    _going: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._going = self._each()
+        return self._going
+
+    def gather_rest(self) -> None:
+        """Go through what an iteration has left, or all if there was none: other processes wait for this one."""
+        for _ in self if self._going is None else self._going:
+            pass
+
+
+class Weights(OneByOne):
     """The weights of a model as an engine loads them: ``(name, tensor)`` one by one, with adapters merged into copies.
 
     Names and shapes are those of a saved checkpoint of the model below all adapters, which engines read: each expert of
@@ -80,7 +98,7 @@ class Weights:
         return any(is_in_pieces(parameter) for parameter in self.base.parameters())
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._whole():
             yield from self._saved(name, weight)
 
@@ -206,6 +224,12 @@ def _merged(layer: PretrainedModel) -> dict[str, torch.Tensor]:
     return dict(copied.get_base_layer().named_parameters())
 
 
+def any_prompt(model: nn.Module) -> list[int]:
+    """Arbitrary token ids."""
+    size = base_model(model).config.vocab_size
+    return [(37 * place + 5) % size for place in range(8)]
+
+
 @torch.no_grad()
 def check(
     model: nn.Module,
@@ -230,8 +254,7 @@ def check(
     Raises:
         ValueError: they differ by `LARGEST_GAP` or more on average, or in float32 by `LARGEST_GAP_FLOAT32`.
     """
-    size = base_model(model).config.vocab_size
-    prompt = prompt or [(37 * place + 5) % size for place in range(8)]
+    prompt = prompt or any_prompt(model)
     ids, logps, _ = write(prompt)
     if logps is None:
         raise ValueError(f"{who} returns no log-probabilities, so the weight sync cannot be verified.")

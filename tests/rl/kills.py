@@ -1,0 +1,284 @@
+"""Kills a process of an online run at random moments, again and again, and audits what the ledger says.
+
+    python -m tests.rl.kills                                                # 50 kills of each, most of an hour
+    python -m tests.rl.kills --victims server trainer --times 10 --bound 0
+    .venv-vllm/bin/python -m tests.rl.kills --victims server --times 5 --vllm     # vLLM itself
+
+A run is a trainer, a server that writes completions, a process that the reward function asks, and one that holds the
+environments. The victim is killed with SIGKILL at a random moment, then started again. A trainer that has ended resumes
+from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+VICTIMS = ("server", "trainer", "reward", "environment")
+PROGRESS = 240  # seconds within which a run must go on after a kill; vLLM starts in two minutes
+PER_STEP = 8  # completions
+
+
+# ---------------------------------------------------------------------------------------------------- the processes
+
+
+class Service(BaseHTTPRequestHandler):
+    """The process of the reward function, and that of the environments."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(0.02)
+        said = json.dumps([sum(ids) % 7 / 7 for ids in asked]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+
+def ask(port: int, rows: list[list[int]]) -> list[float]:
+    """What a `Service` says of `rows`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("POST", "/", json.dumps(rows))
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def serve_rewards(port: int, folder: Path) -> None:
+    ThreadingHTTPServer(("127.0.0.1", port), Service).serve_forever()
+
+
+def serve_completions(port: int, folder: Path) -> None:
+    """A stand-in for vLLM, with weights of its own until it is sent others."""
+    import threading
+
+    from tests import tiny
+    from tests.rl import test_asynchronous, test_generation_vllm
+
+    class Same(test_generation_vllm.Server):
+        def server_bind(self):
+            self.server_address = ("127.0.0.1", port)
+            super().server_bind()
+
+        def read_weights(self, weights_path):
+            with self.lock:
+                super().read_weights(weights_path)
+
+    one = Same(
+        tiny.causal_lm(seed=9, initializer_range=0.3).eval(), test_asynchronous.Pausing, mode="processed_logprobs",
+        dtype="torch.float32",
+    )  # fmt: skip
+    one.running, one.resumed, one.rows, one.waits_in_row, one.is_old = threading.Event(), 0, 0, 0, False
+    one.running.set()
+    threading.Event().wait()
+
+
+def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience: float, vllm: bool) -> None:
+    """The trainer, from its last checkpoint if there is one."""
+    import torch
+
+    from posttrain.rl import GRPOTrainer
+    from posttrain.rl.generation.vllm import VLLMServerGenerator
+    from tests import tiny
+    from tests.contract.trainers import arguments, text_rows
+    from tests.vllm import servers
+
+    torch.set_num_threads(1)
+
+    def asked(completion_ids):
+        return ask(ports["reward"], completion_ids)
+
+    class Room:
+        """An environment whose state is in another process."""
+
+        def reset(self, **row):
+            self.level = ask(ports["environment"], [[3]])[0]
+
+        def get_reward(self):
+            return ask(ports["environment"], [[int(7 * self.level)]])[0]
+
+    shared = None if vllm else str(folder / "shared")
+    url = f"http://127.0.0.1:{ports['server']}"
+    trainer = GRPOTrainer(
+        servers.model() if vllm else tiny.causal_lm(initializer_range=0.1), asked,
+        arguments(
+            GRPOTrainer.config_class, folder / "run", num_generations=2, max_completion_length=6, max_steps=steps,
+            num_train_epochs=999, gradient_checkpointing=False, save_strategy="steps", save_steps=2,
+            save_total_limit=2, max_staleness=bound, sample_ledger=True, reward_concurrency=2, learning_rate=0.01,
+        ),
+        [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), environment_factory=Room,
+        generator=VLLMServerGenerator(
+            url, patience, 0, folder=shared, tokenizer=tiny.tokenizer(), in_flight=bound > 0, request_timeout=60
+        ),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=any((folder / "run").glob("checkpoint-*")))
+
+
+# ------------------------------------------------------------------------------------------------- who kills and starts
+
+
+class Run:
+    """The processes of a run in `folder`."""
+
+    def __init__(self, folder: Path, steps: int, bound: int = 2, vllm: bool = False, patience: float = 60.0) -> None:
+        self.folder, self.steps, self.bound, self.vllm, self.patience = folder, steps, bound, vllm, patience
+        folder.mkdir(parents=True, exist_ok=True)
+        from tests.vllm.servers import free_port
+
+        self.ports = {name: free_port() for name in VICTIMS if name != "trainer"}
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.said: list[str] = []
+        if vllm:
+            from tests.vllm import servers
+
+            servers.save(folder / "model")
+
+    def __enter__(self) -> Run:
+        for name in ("reward", "environment", "server", "trainer"):
+            self.start(name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def start(self, name: str) -> None:
+        """Start a process, which has ended or never was."""
+        log = self.folder / f"{name}.log"
+        if name == "server" and self.vllm:
+            from tests.vllm import servers
+
+            self.processes[name] = servers.start(self.folder / "model", self.ports[name], log)
+            return
+        said = {"port": self.ports.get(name), "folder": str(self.folder)}
+        if name == "trainer":
+            said |= {"ports": self.ports, "steps": self.steps, "bound": self.bound, "vllm": self.vllm}
+            said |= {"patience": self.patience}
+        command = [sys.executable, "-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
+        with log.open("w") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            self.processes[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    def kill(self, name: str) -> None:
+        """As `kill -9` does; vLLM's engine is a process of its own below the server, and ends with it."""
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].wait()
+
+    def lines(self) -> int:
+        """Of the ledger."""
+        path = self.folder / "run" / "samples-0.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def has_ended(self) -> bool:
+        return self.processes["trainer"].poll() == 0
+
+    def until(self, true: Callable[[], bool], seconds: float = PROGRESS) -> None:
+        """Wait, and start the trainer again where it has ended with an error."""
+        end = time.monotonic() + seconds
+        while not true():
+            if self.processes["trainer"].poll() not in (None, 0):
+                self.said.append((self.folder / "trainer.log").read_text().rstrip().rpartition("\n")[2])
+                self.start("trainer")
+            if time.monotonic() > end:
+                logs = {name: (self.folder / f"{name}.log").read_text()[-1500:] for name in self.processes}
+                raise RuntimeError(f"The run has not gone on for {seconds:g} seconds: {json.dumps(logs, indent=1)}")
+            time.sleep(0.02)
+
+    def goes_on(self, more: int) -> None:
+        """Wait until `more` lines have been written, or the run is at its end."""
+        wanted = self.lines() + more
+        self.until(lambda: self.has_ended() or self.lines() >= wanted)
+
+
+def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random) -> dict[str, Any]:
+    """Kill `victim` so often, unless the run ends before; what the ledger says at its end.
+
+    Between two kills the run learns from at least one rollout and at most two, and a random part of a second more.
+    """
+    kills = 0
+    with run:
+        run.goes_on(2 * PER_STEP)
+        while kills < times and not run.has_ended():
+            time.sleep(draw.random())
+            if run.has_ended():
+                break
+            run.kill(victim)
+            kills += 1
+            time.sleep(2 * draw.random())
+            run.start(victim)
+            run.goes_on(PER_STEP * draw.randint(1, 2))
+        run.until(run.has_ended, max(PROGRESS, 2 * run.steps))
+    return {"victim": victim, "bound": run.bound, "kills": kills, "resumed": len(run.said)} | judged(run)
+
+
+def judged(run: Run) -> dict[str, Any]:
+    """The audit of a run that has ended."""
+    from posttrain.rl.ledger import audit
+
+    found = audit(run.folder / "run")
+    problems = list(found.problems)
+    steps = [step for step in range(1, run.steps + 1) for _ in range(PER_STEP)]
+    if [line["step"] for line in found.used] != steps:
+        problems.append("steps have too few completions, or too many")
+    if [line["rollout"] for line in found.used] != [number for number in range(run.steps) for _ in range(PER_STEP)]:
+        problems.append("rollouts do not count on")
+    epoch = 3 * PER_STEP  # 12 of 13 prompts, twice each
+    for start in range(0, len(found.used) - epoch + 1, epoch):
+        if len({line["prompt"] for line in found.used[start : start + epoch]}) != 12:
+            problems.append(f"a prompt came twice in the epoch from rollout {start // PER_STEP}")
+    ages = [line["step"] - 1 - line["versions"][0] for line in found.used]
+    return {"stalest": max(ages), "problems": problems, "said": sorted(set(run.said))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS))
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--bound", type=int, default=2, help="max_staleness")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm", action="store_true", help="vLLM itself, on the CPU")
+    parser.add_argument("--process", choices=VICTIMS, help=argparse.SUPPRESS)
+    parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.process:
+        given = options.options | {"folder": Path(options.options["folder"])}
+        port = given.pop("port")
+        if options.process == "trainer":
+            train(**given)
+        else:
+            (serve_completions if options.process == "server" else serve_rewards)(port, given["folder"])
+        return
+    failed = False
+    for victim in options.victims:
+        with tempfile.TemporaryDirectory() as folder:
+            patience = 300.0 if options.vllm else 60.0
+            run = Run(Path(folder), 4 * options.times + 8, options.bound, options.vllm, patience)
+            found = kill_again_and_again(run, victim, options.times, random.Random(options.seed))
+        print(json.dumps(found), flush=True)
+        failed |= bool(found["problems"])
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
