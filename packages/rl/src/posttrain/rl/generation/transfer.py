@@ -170,6 +170,22 @@ class Folder:
         set_version(servers, version)
 
 
+class Given:
+    """A transport of one's own: a function ``(weights, server)``, which may have a ``connect(server)``."""
+
+    def __init__(self, send: Callable[[Weights, Server], None]) -> None:
+        self._send = send
+
+    def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
+        """See `Transport.send`."""
+        for server in servers:
+            if hasattr(self._send, "connect"):
+                self._send.connect(server)
+            server.call("/start_weight_update", {}, empty=True)
+            self._send(weights, server)
+            server.call("/finish_weight_update", {"weight_version": version}, empty=True)
+
+
 def write_shards(weights: Weights, folder: Path) -> None:
     """Write `weights` to safetensors files of `SHARD_BYTES`, holding those of one file at a time."""
     from safetensors.torch import save_file

@@ -27,7 +27,7 @@ from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
 from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
-from posttrain.rl.generation.transfer import Folder, Gloo, Nccl, Transport, everywhere, version_of
+from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
 
@@ -489,19 +489,3 @@ class Busy:
             with self._lock:
                 if server in self._load:
                     self._load[server] -= completions
-
-
-class Given:
-    """A transport of one's own: a function ``(weights, server)``, which may have a ``connect(server)``."""
-
-    def __init__(self, send: Callable[[Weights, Server], None]) -> None:
-        self._send = send
-
-    def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
-        """See `Transport.send`."""
-        for server in servers:
-            if hasattr(self._send, "connect"):
-                self._send.connect(server)
-            server.call("/start_weight_update", {}, empty=True)
-            self._send(weights, server)
-            server.call("/finish_weight_update", {"weight_version": version}, empty=True)
