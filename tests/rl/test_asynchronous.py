@@ -406,6 +406,29 @@ def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_
         assert logps == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_trainer_does_not_wait_for_what_a_server_writes(server):
+    """The check after a sync would be answered after all of it; weights that arrived twice count as arriving."""
+    model, client = tiny.causal_lm(initializer_range=0.3).eval(), client_of(server)
+
+    def asked():
+        return server.paths.count("/inference/v1/generate")
+
+    found, checks = [], []
+    for writes in (False, True, True, False):
+        before = asked()
+        if writes:
+            server.waits_for, server.waits_in_row = 0, server.rows + 1
+            found.append(Future())
+            Worker("test-generate").submit(found[-1], lambda: client.generate([[5, 9, 14]], 1, Sampling(6), [1]))
+            assert server.wait_until(lambda: server.waits_for)
+        client.version += 1
+        client.sync_weights(model)
+        [one.result(WAIT) for one in found]
+        checks.append(asked() - before - writes)
+    assert checks == [1, 1, 0, 1]
+    assert found[1].result().versions == [[2] * 3 + [3] * 3]
+
+
 def test_without_that_interface_the_weights_count_as_those_at_the_beginning(server, caplog):
     server.is_old, client = True, client_of(server)
     client.sync_weights(tiny.causal_lm(initializer_range=0.3).eval())

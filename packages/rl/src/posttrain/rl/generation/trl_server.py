@@ -34,7 +34,7 @@ class TrlServer:
 
     scaled: bool | None = None
     longest: int | None = None
-    in_float32 = False
+    in_float32 = is_writing = False
 
     def __init__(
         self,

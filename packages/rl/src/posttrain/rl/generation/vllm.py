@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,7 +24,7 @@ from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import filters
-from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
+from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
@@ -56,6 +54,7 @@ class Dialect(Protocol):
         scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
         longest: tokens of prompt and completion together at most; None: unknown.
         in_float32: whether it computes in float32; False: unknown.
+        is_writing: whether completions are under way, and no server has been lost.
     """
 
     @property
@@ -66,6 +65,9 @@ class Dialect(Protocol):
 
     @property
     def in_float32(self) -> bool: ...
+
+    @property
+    def is_writing(self) -> bool: ...
 
     def write(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
@@ -124,7 +126,7 @@ class VLLMServerGenerator:
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
         self.options, self.tokenizer, self._send = dict(options or {}), tokenizer, send
         self._scaled: bool | None = None
-        self._syncs = 0
+        self._syncs = self._found_right = 0
 
     def sync_weights(self, model: nn.Module) -> None:
         """Send the weights, then compare log-probabilities of a few tokens. Every process must call it.
@@ -145,12 +147,19 @@ class VLLMServerGenerator:
     def _try_sync(self, model: nn.Module) -> Exception | None:
         """The error of a server that was lost meanwhile, if one was."""
         written: dict[Server, Written] = {}
-        steps: list[Callable[[], None]] = [
-            lambda: self._send_weights(model),
-            lambda: written.update(self._probe(model)),
-            lambda: self._check(model, written),
-        ]
-        return next(filter(None, (self._lost_in(step, model) for step in steps)), None)
+        probe: Callable[[], None] = lambda: written.update(self._probe(model))  # noqa: E731
+        error = self._lost_in(lambda: self._send_weights(model), model)
+        if error is None and not self._may_skip_check(model):
+            error = self._lost_in(probe, model) or self._lost_in(lambda: self._check(model, written), model)
+            self._found_right += 1
+        if error is not None:
+            self._found_right = 0
+        return error
+
+    def _may_skip_check(self, model: nn.Module) -> bool:
+        """Whether the servers have been found right twice, and would answer after all that they write at present."""
+        skips = self.updates_in_flight and self._found_right > 1 and self._dialect.is_writing
+        return not _greatest(0 if skips else 1, model)
 
     def _send_weights(self, model: nn.Module) -> None:
         """The first process sends them, and the others help to gather them."""
@@ -324,6 +333,11 @@ class VLLMServers:
                     done[place] = group
         return [one for group in done for one in group or ()]
 
+    @property
+    def is_writing(self) -> bool:
+        """See `Dialect`."""
+        return self._busy.writes_on(len(self.servers))
+
     def _leave_out(self, server: Server, why: ConnectionError) -> None:
         """Ask it no more until the next sync.
 
@@ -450,42 +464,3 @@ def is_fresh(server: Server) -> bool:
         return version_of(server) == FRESH
     except ConnectionError:  # it has gone since it answered
         return True
-
-
-class Busy:
-    """How many completions each of `servers` is writing for this process."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        first = rank() % len(servers)  # processes begin at different ones
-        self._load = dict.fromkeys([*servers[first:], *servers[:first]], 0)
-        self._lock = threading.Lock()
-
-    def add(self, server: Server) -> None:
-        """It can be asked."""
-        with self._lock:
-            self._load.setdefault(server, 0)
-
-    def remove(self, server: Server) -> None:
-        """It is asked no more."""
-        with self._lock:
-            self._load.pop(server, None)
-
-    def in_use(self) -> list[Server]:
-        """Those that can be asked."""
-        with self._lock:
-            return list(self._load)
-
-    @contextmanager
-    def least(self, completions: int) -> Iterator[Server]:
-        """The server with the fewest, which has so many more in the context."""
-        with self._lock:
-            if not self._load:
-                raise ConnectionError("No vLLM server is left that has the trainer's weights.")
-            server = min(self._load, key=self._load.__getitem__)
-            self._load[server] += completions
-        try:
-            yield server
-        finally:
-            with self._lock:
-                if server in self._load:
-                    self._load[server] -= completions
