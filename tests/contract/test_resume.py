@@ -1,12 +1,8 @@
 """A run that was stopped anywhere goes on to the same bits: weights, optimizer, schedule, log."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -16,7 +12,7 @@ import torch
 from posttrain.core import EarlyStoppingCallback, TrainerCallback
 from posttrain.core.checkpoint import Store, blocks, codec
 from posttrain.core.logging.metrics import is_timing
-from tests import tiny
+from tests import programs, tiny
 from tests.contract.trainers import ROWS, TRAINERS, pad, weights
 
 ARGS = dict(
@@ -455,16 +451,10 @@ trainer.train(resume_from_checkpoint=step == "never")
 def test_a_killed_process_is_continued_by_a_new_one(name, step, tmp_path):
     straight = TRAINERS[name](tmp_path / "straight", **ARGS)
     straight.train()
-    root = Path(__file__).parents[2]
-
-    def child(until):
-        command = [sys.executable, "-c", CHILD, name, str(tmp_path / "killed"), until]
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-
-    assert child(str(step)).returncode == -signal.SIGKILL
-    finished = child("never")
+    killed, finished = (
+        programs.run(["-c", CHILD, name, str(tmp_path / "killed"), until]) for until in (str(step), "never")
+    )
+    assert killed.returncode == -signal.SIGKILL
     assert finished.returncode == 0, finished.stderr
     last = f"checkpoint-{straight.state.global_step}"
     theirs, ours = tmp_path / "killed" / last, tmp_path / "straight" / last
@@ -494,14 +484,10 @@ def kills(count, later, out):
     """Kill a run that saves every other update at random moments, and go on each time: what it had done when it
     died.
     """
-    root, draw = Path(__file__).parents[2], random.Random(0)
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    draw = random.Random(0)
     reached = 0
     for _ in range(count):
-        command = [sys.executable, "-c", BUSY, str(out), str(later)]
-        child = subprocess.Popen(
-            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        child = programs.Program(["-c", BUSY, str(out), str(later)])
         told = (line for line in child.stdout if line.startswith("step "))
         first = next(told, "")
         assert first, child.stderr.read()

@@ -29,7 +29,7 @@ from posttrain.core.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 from tests.core.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
-from tests.distributed.jobs import torchrun
+from tests.programs import together
 
 PARTS = """
     data_collator eval_dataset processing_class model_init compute_loss_func compute_metrics callbacks optimizers
@@ -1358,7 +1358,7 @@ def class_weighted(out, size, **options):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     out = tmp_path_factory.mktemp("pair")
-    done = torchrun(2, str(Path(__file__)), str(out))
+    done = together(2, [__file__, str(out)])
     assert done.returncode == 0, done.stderr[-4000:]
     return done, torch.load(out / "weights.pt"), torch.load(out / "weighted.pt")
 

@@ -1,4 +1,4 @@
-"""Run by torchrun for `test_incidents`: what goes wrong on one process, and what each machine saves."""
+"""The processes of `test_incidents`: what goes wrong on one process, and what each machine saves."""
 
 import json
 import os

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,21 +13,10 @@ import torch
 from filelock import FileLock
 
 from tests.distributed import worker
+from tests.programs import environment, together
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
-PACKAGES = [str(path) for path in sorted((ROOT / "packages").glob("*/src"))]
-
-
-def environment(**changes: str) -> dict[str, str]:
-    """That of a launcher: this checkout's packages, one thread, no GPU, and nothing of a launcher above."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-    path = os.pathsep.join([*PACKAGES, str(ROOT)])
-    return (
-        own
-        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        | changes
-    )
 
 
 def torchrun(processes: int, *arguments: str, timeout: float = 300, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +47,7 @@ def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> s
         for label, function, arguments in work:
             torch.save(getattr(worker, function)(**arguments), folder / f"{label}.pt")
         return ""
-    done = torchrun(processes, str(WORKER), str(folder), json.dumps(work), **changes)
+    done = together(processes, [str(WORKER), str(folder), json.dumps(work)], **changes)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stderr
 

@@ -1,5 +1,5 @@
-"""Run by torchrun: a signal to one process alone, in the middle of training and inside an evaluation; saves in the
-background; callbacks that ask for something on one process alone.
+"""Run as several processes: a signal to one of them alone, in the middle of training and inside an evaluation; saves in
+the background; callbacks that ask for something on one process alone.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Run by torchrun: runs in which rank 0 is busy, here and there, for longer than a collective may take."""
+"""Run as several processes: runs in which rank 0 is busy, here and there, for longer than a collective may take."""
 
 import sys
 import time

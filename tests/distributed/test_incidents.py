@@ -3,38 +3,25 @@ save.
 """
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.contract.trainers import causal_lm
 from tests.core.test_loss_terms import Scaled
 
-ROOT = Path(__file__).parents[2]
-WORKER = str(ROOT / "tests/distributed/incidents.py")
+WORKER = str(programs.ROOT / "tests/distributed/incidents.py")
 
 
-def start(*arguments):
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process):
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output[-6000:]
+def do(what, folder, nodes=1):
+    done = programs.together(2, [WORKER, what, str(folder)], nodes=nodes)
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("incidents")
-    finish(start("--standalone", "--nproc_per_node", 2, WORKER, "pair", folder))
+    do("pair", folder)
     return json.loads((folder / "found.json").read_text())
 
 
@@ -63,13 +50,7 @@ def test_terms_of_a_loss_are_those_of_one_process(pair, tmp_path):
 
 
 def test_the_first_process_of_each_machine_saves_when_it_is_asked_to(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = ["--nnodes", 2, "--nproc_per_node", 1, "--master_addr", "127.0.0.1", "--master_port", port]
-    nodes = [start(*address, "--node_rank", n, WORKER, "nodes", tmp_path) for n in range(2)]
-    for node in nodes:
-        finish(node)
+    do("nodes", tmp_path, nodes=2)
     for name in ("node-0", "node-1"):
         kept = sorted(path.name for path in (tmp_path / name / "out").glob("checkpoint-*"))
         assert kept == ["checkpoint-3", "checkpoint-4"]  # rotated on both

@@ -4,11 +4,11 @@ and the run resumes to the same bits."""
 import json
 
 from posttrain.core.checkpoint import Store
-from tests.distributed.jobs import ROOT, torchrun
+from tests.programs import ROOT, together
 
 
 def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_them(tmp_path):
-    done = torchrun(2, str(ROOT / "tests/distributed/leaving.py"), str(tmp_path), timeout=600)
+    done = together(2, [str(ROOT / "tests/distributed/leaving.py"), str(tmp_path)], timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
     print(f"asking whether to leave takes {answers.pop('microseconds'):.0f} microseconds")

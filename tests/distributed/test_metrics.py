@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.core.evaluation.test_eval_loop import Accuracy, classifier
-from tests.distributed.jobs import ROOT, torchrun
+from tests.programs import ROOT, together
 
 
 def test_a_streaming_metric_of_two_processes_is_that_of_one(tmp_path):
     alone = classifier(tmp_path, Accuracy()).evaluate()
-    done = torchrun(2, str(ROOT / "tests/core/evaluation/test_eval_loop.py"), str(tmp_path))
+    done = together(2, [str(ROOT / "tests/core/evaluation/test_eval_loop.py"), str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in (0, 1):
         pair = json.loads((tmp_path / f"rank-{rank}.json").read_text())

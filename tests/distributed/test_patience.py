@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from tests.distributed import jobs
+from tests.programs import ROOT, together
 
-PATIENT = str(jobs.ROOT / "tests" / "distributed" / "patient.py")
+PATIENT = str(ROOT / "tests" / "distributed" / "patient.py")
 
 
 def is_done(out, kind, where, timeout, seconds):
-    done = jobs.torchrun(2, PATIENT, str(out), kind, where, str(timeout), str(seconds))
+    done = together(2, [PATIENT, str(out), kind, where, str(timeout), str(seconds)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "busy" in done.stdout
     assert all((out / f"done-{rank}").exists() for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""Run by torchrun: does the named pieces of work one after another in one process group, and writes what each led to.
+"""Run as several processes: does the named pieces of work one after another in one group, and writes what each led to.
 
 A piece of work is a function below; its arguments come as JSON. What it returns on rank 0 is saved as ``<label>.pt``.
 """

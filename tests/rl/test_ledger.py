@@ -1,11 +1,8 @@
 """The ledger: every completion has one line that counts, also where the trainer was killed."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from posttrain.rl import GRPOTrainer, RLOOTrainer
 from posttrain.rl.ledger import Ledger, audit, prompt_id
 from posttrain.rl.samples import Sample
-from tests import tiny
+from tests import programs, tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 
 ROOT = Path(__file__).parents[2]
@@ -116,10 +113,7 @@ def run_until(out, lines, resume, steps, bound):
     path = Path(out) / "samples-0.jsonl"
     before = path.read_bytes().count(b"\n") if path.exists() else 0
     script = SCRIPT.format(root=str(ROOT), out=str(out), steps=steps, bound=bound, resume=resume)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = programs.Program(["-c", script])
     until = time.monotonic() + WAIT
     while process.poll() is None:
         assert time.monotonic() < until, "the run hangs"
@@ -128,7 +122,7 @@ def run_until(out, lines, resume, steps, bound):
             break
         time.sleep(0.02)
     _, errors = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), errors.decode()[-2000:]
+    assert process.returncode in (0, -signal.SIGKILL), errors[-2000:]
     return process.returncode == 0
 
 

@@ -1,14 +1,12 @@
 """The program ends, and nothing of it stays behind, whatever reads the data and however the run came to its end."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests import programs
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes below /proc")
 
 # Each case is a program: a fork of one that has imported everything, which runs on to its last line and ends there.
@@ -34,12 +32,7 @@ for number, case in enumerate(json.loads(sys.argv[2])):
 
 def ends(tmp_path, cases):
     """Runs `cases`; for each (exit status, seconds, processes left behind, what it printed)."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(cases)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 + 100 * len(cases)
-    )
+    done = programs.run(["-c", PROGRAM, str(tmp_path), json.dumps(cases)], timeout=60 + 100 * len(cases))
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("=")]
     assert len(answers) == len(cases)

@@ -4,10 +4,6 @@ import copy
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, Trai
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.trackers import apart
 from posttrain.core.training.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
+from tests import programs
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -317,7 +314,6 @@ def test_an_evaluation_without_a_loss_asks_for_an_objective(tmp_path):
 
 # ---- several processes, trackers ----
 
-ROOT = Path(__file__).parents[3]
 PAIR = """
 import json, os, sys
 import torch
@@ -335,21 +331,7 @@ os._exit(0)
 
 
 def test_two_processes_run_the_same_trials(tmp_path):
-    (tmp_path / "pair.py").write_text(PAIR)
-    known = [str(ROOT), str(Path(optuna.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(known),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "pair.py"), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = programs.together(2, ["-c", PAIR, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second

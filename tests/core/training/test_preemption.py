@@ -5,11 +5,8 @@ bits.
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +14,10 @@ import torch
 from posttrain.core import TrainerCallback, TrainingArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.training import preemption
+from tests import programs
 from tests.contract.test_resume import ARGS, assert_same_run
 from tests.contract.trainers import TRAINERS, weights
 
-ROOT = Path(__file__).parents[3]
 MAKE = TRAINERS["causal-lm"]
 
 
@@ -165,6 +162,7 @@ def test_the_name_that_transformers_has_for_it_is_understood(tmp_path):
 
 CHILD = """
 import sys, time, torch
+from tests import programs
 from tests.contract.test_resume import ARGS
 from tests.contract.trainers import TRAINERS
 from tests.core.training import test_preemption as here
@@ -188,11 +186,7 @@ if __name__ == "__main__":
 
 
 def child(out, mode, workers, **options):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", CHILD, str(out), mode, str(workers)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return programs.Program(["-c", CHILD, str(out), mode, str(workers)], **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
