@@ -4,64 +4,54 @@ long prompts, short answers and few rows).
 
 python examples/claims/completion_only.py
 
-SmolLM2-135M with LoRA answers in one word whether a review is positive, as in examples/quickstart.py: equal rows,
-updates and learning rate; the loss is on the answer, or on the question too.
+A new model of half a million parameters learns to add and subtract on calculator steps of GSM8K: equal rows, updates
+and learning rate; the loss is on the result, or on the problem too, which cannot be foreseen.
 """
 
 from __future__ import annotations
 
-import random
 import tempfile
 
 import arms
-import quickstart
-import torch
-from peft import LoraConfig
+import calculator
+from datasets import concatenate_datasets
 
 from posttrain.sft import SFTConfig, SFTTrainer
 
-SETTINGS = {"updates": 16, "batch": 16, "held_out": 150, "learning_rate": 5e-4}
-SMOKE = {"updates": 1, "batch": 2, "held_out": 4}
+SETTINGS = {"updates": 300, "batch": 64, "learning_rate": 3e-3, "problems": 800}
+SMOKE = {"updates": 1, "batch": 8, "problems": 20}
 
 
-def measure(arm: str, seed: int, updates: int, batch: int, held_out: int, learning_rate: float) -> arms.Figures:
-    """Shares of held-out reviews: answered exactly, the right word more probable; the answer's loss in nats a token."""
-    name = str(quickstart.pretrained.folder())
-    _, train, aside = quickstart.read_reviews()
-    train, aside = random.Random(seed).sample(train, updates * batch), aside[:held_out]
-    torch.manual_seed(seed)
+def measure(arm: str, seed: int, updates: int, batch: int, learning_rate: float, problems: int) -> arms.Figures:
+    """The share of held-out steps whose most probable answer is right, and the loss of the result in nats a token."""
+    known, new, held_out = calculator.read(seed, digits=2, signs="+-")
+    held_out = held_out.select(range(problems))
+    tokenizer = calculator.make_tokenizer()
+    model = calculator.make_model(tokenizer, seed)
     with tempfile.TemporaryDirectory() as out:
+        usual = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
         args = SFTConfig(
-            out, max_steps=updates, per_device_train_batch_size=batch, per_device_eval_batch_size=50, max_length=512,
-            learning_rate=learning_rate, lr_scheduler_type="linear", warmup_steps=2, seed=seed, save_strategy="no",
-            completion_only_loss=arm == "completion", model_init_kwargs={"dtype": quickstart.precision()},
-            gradient_checkpointing=False, logging_strategy="no", report_to="none", disable_tqdm=True,
+            out, max_steps=updates, per_device_train_batch_size=batch, learning_rate=learning_rate, seed=seed,
+            lr_scheduler_type="cosine", warmup_steps=30, weight_decay=0.1, gradient_checkpointing=False,
+            completion_only_loss=arm == "completion", **usual,
         )  # fmt: skip
-        rows = {key: quickstart.as_turns(part, True) for key, part in (("train", train), ("eval", aside))}
-        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-        trainer = SFTTrainer(
-            name, args, train_dataset=rows["train"], eval_dataset=rows["eval"], peft_config=lora
-        )  # fmt: skip
-        trainer.train()
-    # On the answers alone, whatever was trained on.
-    with tempfile.TemporaryDirectory() as out:
-        args = SFTConfig(out, per_device_eval_batch_size=50, max_length=512, report_to="none")
-        scorer = SFTTrainer(
-            trainer.model, args, train_dataset=rows["eval"], eval_dataset=rows["eval"],
-            processing_class=trainer.processing_class,
-        )  # fmt: skip
-        right, scores, loss = quickstart.measure(scorer)
-        wrong = quickstart.measure(scorer, quickstart.as_turns(quickstart.swapped(aside), True))[1]
-    likelier = [a > b for a, b in zip(scores, wrong, strict=True)]
-    return {"exact": sum(right) / len(right), "likelier": sum(likelier) / len(likelier), "answer_loss": loss}
+        rows = concatenate_datasets([known, new]).rename_column("result", "completion")
+        SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()
+        # The loss of the results, whatever was trained on.
+        args = SFTConfig(out, per_device_eval_batch_size=400, **usual)
+        aside = held_out.rename_column("result", "completion")
+        scorer = SFTTrainer(model, args, train_dataset=aside, eval_dataset=aside, processing_class=tokenizer)
+        loss = scorer.evaluate()["eval_loss"]
+    answers = calculator.answer(model, tokenizer, held_out)
+    return {"accuracy": sum(calculator.right(answers, held_out["result"])) / len(answers), "answer_loss": loss}
 
 
 def verdict(figures: dict[str, list[arms.Figures]]) -> str:
-    mean, low, high = arms.bounds(arms.differences(figures, "completion", "whole rows", "exact"))
+    mean, low, high = arms.bounds(arms.differences(figures, "completion", "whole rows", "accuracy"))
     loss = arms.interval(arms.differences(figures, "completion", "whole rows", "answer_loss"))
     found = "Holds" if low > 0 else "Does not hold" if high < 0 else "Not shown"
     return (
-        f"{found}: completion minus whole rows {100 * mean:+.1f} points of exact answers [{100 * low:+.1f}, "
+        f"{found}: completion minus whole rows {100 * mean:+.1f} points of right answers [{100 * low:+.1f}, "
         f"{100 * high:+.1f}], and {loss} nats a token of the answer."
     )
 

@@ -79,10 +79,13 @@ def measure(
 
 def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     of = {arm: arms.bounds(arms.column(figures, arm, "wrong_length_change")) for arm in figures}
-    biased, unbiased = of["grpo"][1] > 0, of["dr_grpo"][1] <= 0 <= of["dr_grpo"][2]
-    told = "; ".join(f"{arm} {mean:+.2f} [{low:+.2f}, {high:+.2f}]" for arm, (mean, low, high) in of.items())
+    more = arms.bounds(arms.differences(figures, "grpo", "dr_grpo", "wrong_length_change"))
+    told = [f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" for mean, low, high in (of["grpo"], of["dr_grpo"], more)]
+    found = "Holds" if more[1] > 0 and of["dr_grpo"][1] <= 0 <= of["dr_grpo"][2] else "Not shown"
+    found = "Does not hold" if more[2] < 0 or of["dr_grpo"][1] > 0 else found
     return (
-        f"{'Holds' if biased and unbiased else 'Does not hold'}: wrong answers changed their length by {told} tokens."
+        f"{found}: wrong answers changed their length by {told[0]} tokens with GRPO and by {told[1]} with Dr. GRPO, a "
+        f"difference of {told[2]}."
     )
 
 

@@ -96,7 +96,7 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     if gain[1] > 0:
         found = "Holds"
     else:
-        found = "Does not hold" if harm[2] < 0 else "Not shown, since the mismatch did no harm that could be measured"
+        found = "Does not hold" if harm[2] < 0 else "Not shown"
     return f"{found}: ignoring the mismatch costs {told[0]} of accuracy; truncated importance sampling adds {told[1]}."
 
 
