@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import pickle
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from posttrain.core import TrainingArguments
 from posttrain.core.config import Choice, ConfigMeta, Removed, Renamed, aliases, element_type, opt, validate
 from posttrain.core.errors import ConfigError
 
@@ -223,3 +225,14 @@ def test_elements_of_a_list_have_a_type():
     assert element_type(Box, "weights") is float
     assert element_type(Box, "order") is str
     assert element_type(Box, "size") is str
+
+
+def test_an_old_name_of_a_field_is_read_as_it_was_set():
+    with pytest.warns(FutureWarning):
+        args = TrainingArguments("out", evaluation_strategy="epoch")
+    assert args.evaluation_strategy == args.eval_strategy == "epoch"
+    args.eval_strategy = "no"
+    assert args.evaluation_strategy == "no"
+    with pytest.raises(AttributeError, match="'TrainingArguments' object has no attribute 'evaluation_strategies'"):
+        args.evaluation_strategies  # noqa: B018
+    assert copy.deepcopy(args) == args and not hasattr(args, "no_such_argument")

@@ -1,11 +1,13 @@
 """Transformers' continuous batching behind the protocol: what is greedy, what is told, and what is left alone."""
 
+import resource
+
 import pytest
 import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
-from posttrain.rl.generation.continuous import ContinuousGenerator
+from posttrain.rl.generation.continuous import ContinuousGenerator, cache_limits
 from posttrain.rl.generation.local import LocalGenerator
 from tests import tiny
 
@@ -31,6 +33,19 @@ def test_greedy_completions_are_those_of_the_local_engine(model):
     expected = make(LocalGenerator, model).generate(PROMPTS, 2, sampling)
     assert found.ids == expected.ids and found.finished == expected.finished
     assert model.training and model.config._attn_implementation == "sdpa"
+
+
+def peak_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_the_cache_on_the_cpu_is_as_large_as_the_completions_need_and_not_as_the_memory(model):
+    assert cache_limits([[1] * 300, [1] * 10], 3, 20, {}) == {"num_blocks": (2 + 1) * 3 + 2, "max_batch_tokens": 310}
+    assert cache_limits([[1]], 1, 20, {"max_memory_percent": 0.1}) == {}
+    sampling = Sampling(12, temperature=0, eos_token_ids=tuple(range(30)))
+    expected, before = make(LocalGenerator, model).generate(PROMPTS, 2, sampling), peak_kib()
+    found = make(ContinuousGenerator, model).generate(PROMPTS, 2, sampling)
+    assert found.ids == expected.ids and peak_kib() - before < 2**20  # it would take most of what is free
 
 
 def test_log_probabilities_are_the_models_and_its_random_numbers_stay(model):

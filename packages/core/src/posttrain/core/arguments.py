@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -28,6 +28,7 @@ from posttrain.core.config import (
     Resolved,
     check_field,
     opt,
+    read_old_name,
     tidy,
     translate_old_names,
     validate,
@@ -191,6 +192,11 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def validate(self) -> None:
         """Check every argument again, after some were assigned; raises `ConfigError` with all problems."""
         validate(self)
+
+    if not TYPE_CHECKING:  # to whom any name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            return read_old_name(self, name)  # scripts read what they have set
 
     @classmethod
     def unknown_argument_hint(cls, name: str) -> str:

@@ -381,6 +381,14 @@ def old_names(config_class: type) -> dict[str, Renamed | Removed]:
     return table
 
 
+def read_old_name(config: Any, name: str) -> Any:
+    """The value of the field that `name` is an old name of; an `AttributeError` if it is none."""
+    old = None if name.startswith("_") else old_names(type(config)).get(name)
+    if not isinstance(old, Renamed) or old.convert is not Renamed.convert:
+        raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}", name=name, obj=config)
+    return getattr(config, old.new)
+
+
 def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replace old names among `kwargs` by today's, with a `FutureWarning` each.
 

@@ -63,6 +63,11 @@ class OnlineDPOConfig(RolloutConfig):
         return kwargs | ({"beta": [float(kwargs["beta"])]} if one else {})
 
     @property
+    def reward_model_path(self) -> str | None:
+        """The only name in `reward_funcs`, which scripts for trl read to load that model themselves."""
+        return self.reward_funcs[0] if self.reward_funcs and len(self.reward_funcs) == 1 else None
+
+    @property
     def micro_batch_completions(self) -> int:
         return self.per_device_train_batch_size * self.num_generations
 

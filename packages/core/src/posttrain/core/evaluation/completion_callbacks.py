@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,8 +56,11 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[tuple[str, list[int]]
     device = next(model.parameters()).device
     ids = torch.tensor([[pad or 0] * (width - len(one)) + one for _, one in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for _, one in prompts], device=device)
-    options = {} if generation_config is None else {"generation_config": generation_config}
-    out = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+    options: dict[str, Any] = {"pad_token_id": pad}
+    if generation_config is not None:  # transformers takes either a configuration or single arguments
+        options = {"generation_config": copy.copy(generation_config)}
+        options["generation_config"].pad_token_id = pad
+    out = model.generate(input_ids=ids, attention_mask=mask, **options)
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return tokenizer.batch_decode(out[:, 1 if has_encoder else width :], skip_special_tokens=True)
 

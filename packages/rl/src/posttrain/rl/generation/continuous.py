@@ -7,7 +7,7 @@ on a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,8 @@ from posttrain.rl.generation.transformers import cut, evaluating, is_float32
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
+
+PAGE = 256  # tokens of a block of the cache, unless the settings say another number
 
 
 class ContinuousGenerator:
@@ -74,11 +76,12 @@ class ContinuousGenerator:
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
-        options: dict[str, Any] = {"seed": seed} | self.settings
-        settings = ContinuousBatchingConfig(**options)
         model = self._model()
         base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if p.device.type == "cuda"]
+        limits = {} if devices else cache_limits(prompts, copies, sampling.max_new_tokens, self.settings)
+        options: dict[str, Any] = {"seed": seed} | limits | self.settings
+        settings = ContinuousBatchingConfig(**options)
         # It seeds and draws from the generators that training draws its dropout from.
         with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices):
             done = base.generate_batch(
@@ -120,6 +123,20 @@ def _plain_attention(model: PretrainedModel) -> Iterator[None]:
     finally:
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
+
+
+def cache_limits(
+    prompts: Sequence[Sequence[int]], copies: int, new_tokens: int, settings: Mapping[str, Any]
+) -> dict[str, int]:
+    """The size of the cache that these completions need at once, for the CPU: by itself transformers takes most of the
+    memory that is free, which on a host belongs to others too. Empty where `settings` say a size.
+    """
+    if {"num_blocks", "max_memory_percent"} & set(settings):
+        return {}
+    page = settings.get("page_size") or settings.get("block_size") or PAGE
+    blocks = sum(-(-(len(prompt) + new_tokens) // page) for prompt in prompts) * copies
+    tokens = sum(len(prompt) for prompt in prompts)
+    return {"num_blocks": blocks + 2, "max_batch_tokens": min(max(tokens, 64), 4096)}
 
 
 def sampling_problem(sampling: Any) -> str | None:
