@@ -39,7 +39,7 @@ LAYERS = {
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
-        models.clone_template models.document_kernels models.padding_masks logging.profiling
+        models.clone_template models.document_kernels models.image_features models.padding_masks logging.profiling
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate

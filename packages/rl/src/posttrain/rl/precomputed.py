@@ -25,6 +25,15 @@ logger = logging.getLogger(__name__)
 FOLDER = "reference-logps"
 ROWS_AT_ONCE = 10_000
 SAMPLED = 512
+OF_NO_LENGTH = (
+    "{name}: precompute_ref_log_probs=True is not supported with an IterableDataset, which has no known length. Set "
+    "it to False, or load the rows with streaming=False."
+)
+TOO_LATE = (
+    "{name}: Cannot compute reference log-probs for a dataset passed after training has begun: with "
+    "precompute_ref_log_probs=True the reference was the untrained policy, which no longer exists. Pass these rows as "
+    "eval_dataset to the constructor, pass ref_model, or set precompute_ref_log_probs=False."
+)
 
 
 def of_model(model: nn.Module) -> str:

@@ -20,6 +20,8 @@ from torch import nn
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
+from posttrain.core.data.images import columns_of, has_images
+from posttrain.core.data.vision import CountedBatch
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
@@ -37,9 +39,10 @@ from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS
 from posttrain.rl.policy import router_coefficient
-from posttrain.rl.preference_batches import Completions, PreferenceCollator, pair_metrics
+from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
+from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, rows_with_images
 from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,8 @@ class PreferenceTrainer(Trainer):
 
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
+    #: Whether prompts may have images.
+    reads_images = True
     INSTEAD = PREFERENCE_METHODS
     _model_hash: str | None = None
 
@@ -94,24 +99,32 @@ class PreferenceTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
+        self._sees = self.reads_images and data_collator is None and any(map(has_images, (train_dataset, eval_dataset)))
+        self._auto_classes = loading.SEEING if self._sees else loading.READING
         parts = Parts.of(
             old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
             quantization_config=quantization_config, peft_config=peft_config,
+            auto_class=self._auto_classes[1],
         )  # fmt: skip
         self.run_preflight(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
         if isinstance(ref_model, (str, os.PathLike)):
-            ref_model = loading.load_causal_lm(ref_model, args.model_init_kwargs, None, args.trust_remote_code)
+            loaded = (args.model_init_kwargs, None, args.trust_remote_code, self._auto_classes[0])
+            ref_model = loading.load_causal_lm(ref_model, *loaded)
         for one in (model, ref_model) if args.disable_dropout else ():
             regularization.disable_dropout(one) if one is not None else None
         self._encoder = Encoder.of(model, tokenizer)
         self._choose_layout(model, ref_model, args)
         self.data_reports: dict[str, PreferenceReport] = {}
         self._prepared: list[Any] = []
+        if self._sees:
+            self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
+            collate = self.make_collator(tokenizer, args)
+            data_collator = image_collator(tokenizer, model, args, self.data_kind, collate, not self._own_loss)
         super().__init__(
             model=model,
             args=args,
@@ -167,18 +180,28 @@ class PreferenceTrainer(Trainer):
         pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
         return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
 
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """As the core's; what became of rows with images goes into their data report."""
+        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
+            name = "train" if self.model.training else "eval"
+            self.data_reports.setdefault(name, PreferenceReport(name)).add_read(facts, logger)
+        return super().prepare_inputs(inputs)
+
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            model = loading.load_causal_lm(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
+            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
+            model = loading.load_causal_lm(model, *options)
         if not isinstance(model, nn.Module) or getattr(wrapping.base_model(model), "config", None) is None:
             raise TypeError(
                 f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."
             )
         if tokenizer is None:
-            tokenizer = loading.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
+        if self._sees:
+            check_images(args, tokenizer, wrapping.base_model(model))
         tokenizer = self.set_tokens(tokenizer, args)
         if peft_config is not None:
             model = adapters.add_adapter(model, peft_config)
@@ -321,7 +344,7 @@ class PreferenceTrainer(Trainer):
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-        own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, who expects a row for each completion
+        self._own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, for a row of each completion
         problem = varlen_attention.segments_problem(model)
         if problem is None and ref_model is not None:
             problem = varlen_attention.segments_problem(ref_model)
@@ -329,7 +352,7 @@ class PreferenceTrainer(Trainer):
             problem = "the router's auxiliary loss is that of padded rows."
         if args.torch_compile:
             problem = "the model is compiled, and would be compiled anew for each batch."
-        if own_loss:
+        if self._own_loss:
             problem = f"{type(self).__name__} overrides compute_loss, which gets a padded row for each completion."
         if problem and (args.shared_prefix or args.padding_free):
             name = "shared_prefix" if args.shared_prefix else "padding_free"
@@ -367,18 +390,8 @@ class PreferenceTrainer(Trainer):
         if not getattr(self, "_starts_at_reference", False):
             return
         self._starts_at_reference = False
-        if self.state.global_step > 0:
-            return
-        half = self.args.bf16 or self.args.fp16 or sides[0].logp.dtype != torch.float32
-        largest = max(float(side.log_ratio.detach().abs().max()) for side in sides)
-        scale = max(float(side.logp.detach().abs().max()) for side in sides)
-        if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
-            raise ValueError(
-                f"Before the first optimizer step, policy and reference already differ by up to {largest:.3g} in the "
-                "log-probability of a completion. The reference is the initial weights: the model was changed "
-                "since, or its adapter does not start at zero (init_lora_weights). To use another reference on "
-                "purpose, pass ref_model."
-            )
+        if self.state.global_step == 0:
+            check_start(sides, bool(self.args.bf16 or self.args.fp16))
 
     def _write_samples(self, dataset: Any) -> None:
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
@@ -399,6 +412,9 @@ class PreferenceTrainer(Trainer):
         if any(dataset is ready for ready in self._prepared):
             return dataset
         args = self.args
+        if self._sees:
+            self._prepared.append(done := rows_with_images(dataset, self.data_kind, name))
+            return done
         with self.dist.main_first():  # one process writes the cache, the others read it
             dataset, report = prepare_preferences(
                 dataset,
@@ -425,10 +441,7 @@ class PreferenceTrainer(Trainer):
     def _precompute(self, dataset: Any, name: str) -> Any:
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
         if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"{name}: precompute_ref_log_probs=True is not supported with an IterableDataset, which has no known "
-                "length. Set it to False, or load the rows with streaming=False."
-            )
+            raise ValueError(precomputed.OF_NO_LENGTH.format(name=name))
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
         columns, size = self.reference_columns, len(dataset)
@@ -438,12 +451,7 @@ class PreferenceTrainer(Trainer):
             if self.dist.is_main:
                 logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
         elif self.reference is None or self.reference.is_gone:
-            raise ValueError(
-                f"{name}: Cannot compute reference log-probs for a dataset passed after training has begun: with "
-                "precompute_ref_log_probs=True the reference was the untrained policy, which no longer exists. Pass "
-                "these rows as eval_dataset to the constructor, pass ref_model, or set "
-                "precompute_ref_log_probs=False."
-            )
+            raise ValueError(precomputed.TOO_LATE.format(name=name))
         else:
             found = self._compute_logps(dataset)
             self.dist.on_main(lambda: precomputed.write(path, found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,24 @@ def pair_metrics(
             yield "mean_token_accuracy", side.tokens.stats["correct"].sum(), tokens
     yield "rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).sum(), pairs
     yield "rewards/margins", totals[0] - totals[1], pairs
+
+
+def check_start(sides: Sequence[Completions], half: bool) -> None:
+    """Raise ValueError where policy and reference differ before the first optimizer step.
+
+    Args:
+        half: whether they are computed in 16 bits.
+    """
+    half = half or sides[0].logp.dtype != torch.float32
+    largest = max(float(side.log_ratio.detach().abs().max()) for side in sides)
+    scale = max(float(side.logp.detach().abs().max()) for side in sides)
+    if not largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
+        raise ValueError(
+            f"Before the first optimizer step, policy and reference already differ by up to {largest:.3g} in the "
+            "log-probability of a completion. The reference is the initial weights: the model was changed "
+            "since, or its adapter does not start at zero (init_lora_weights). To use another reference on "
+            "purpose, pass ref_model."
+        )
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
 from posttrain.core.config import JSONObject, Removed, Renamed, Resolved
+from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.rl.preference_rows import FAULTY, LONG
 
@@ -29,7 +30,7 @@ WITHOUT_REFERENCE: dict[str, Renamed | Removed] = {
 
 
 @dataclass
-class PreferenceConfig(TrainingArguments):
+class PreferenceConfig(ImageArguments, TrainingArguments):
     """Arguments of every trainer of preferences."""
 
     learning_rate: float = opt(1e-6, "Peak learning rate. With LoRA ten times as much is usual.", min=0)

@@ -85,6 +85,14 @@ class PreferenceReport:
                 self.completion_tokens += completions
                 self.longest = max(self.longest, longest)
 
+    def add_read(self, facts: Mapping[str, Sequence[Any]], logger: logging.Logger) -> None:
+        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning."""
+        known = set(self.dropped)
+        self.add(facts)
+        for reason in self.dropped.keys() - known:
+            first = self.dropped[reason][1]
+            logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first[0], reason)
+
     def clear(self) -> None:
         """Forget all rows."""
         vars(self).update(vars(PreferenceReport(self.name)))
@@ -209,8 +217,8 @@ def _of_kind(dataset: Any, kind: str, name: str) -> Any:
 def _detect(columns: list[str], name: str, asked: str) -> str:
     if seen := {"image", "images"} & set(columns):
         raise DataError(
-            f"{name}: the column {min(seen)!r} is vision-related, and preference training does not support images, "
-            "not even with a vision-language model. Remove the column to train on the texts alone."
+            f"{name}: the column {min(seen)!r} is vision-related, and this trainer reads texts alone, also with a "
+            "vision-language model. Remove the column to train on the texts."
         )
     if asked == "triple_preference":
         if {"reference", "reference_ids"} & set(columns):
@@ -250,21 +258,24 @@ def _columns(drafts: list[Tokens], kind: str, limits: Mapping[str, int], name: s
         if draft.fault:
             prompt, completions = [], [[]] * len(COMPLETIONS[kind])
         _check_numbers(draft, limits, name)
-        lengths = list(map(len, completions))
-        facts = (
-            draft.index,
-            draft.fault,
-            draft.oddity,
-            draft.truncated,
-            draft.prompt_cut,
-            len(prompt),
-            sum(lengths),
-            len(prompt) + max(lengths),
-        )
         verdict = [bool(draft.label)] if kind == "unpaired_preference" else []
-        for values, value in zip(columns.values(), (prompt, *completions, *verdict, *facts), strict=True):
+        for values, value in zip(columns.values(), (prompt, *completions, *verdict, *_facts(draft)), strict=True):
             values.append(value)
     return columns
+
+
+def _facts(draft: Tokens) -> tuple[Any, ...]:
+    """The `FACTS` of a row; one with a fault has no tokens."""
+    prompt = 0 if draft.fault else len(draft.prompt)
+    lengths = [0] if draft.fault else list(map(len, draft.completions))
+    verdict = (draft.index, draft.fault, draft.oddity, draft.truncated, draft.prompt_cut)
+    return *verdict, prompt, sum(lengths), prompt + max(lengths)
+
+
+def facts_of(drafts: list[Tokens]) -> dict[str, list[Any]]:
+    """What a `PreferenceReport` counts of rows that are prepared while batches are made."""
+    rows = [_facts(draft) for draft in drafts]
+    return {fact: [row[place] for row in rows] for place, fact in enumerate(FACTS)}
 
 
 def _check_numbers(draft: Tokens, limits: Mapping[str, int], name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.core.data import chat_template, tokenization
 from posttrain.core.data.tool_calls import require_calls
+from posttrain.core.data.vision import Shown
 from posttrain.core.errors import DataError
 
 PAIR = ("chosen", "rejected")
@@ -112,6 +113,8 @@ class Tokens:
     """The row's fault; the user sets how it is handled."""
     truncated: bool = False
     prompt_cut: bool = False
+    shown: Shown | None = None
+    """What stands for the images of the prompt."""
 
 
 @dataclass
@@ -178,11 +181,7 @@ class PreferencePreparation:
             label = self._label(row) if self.kind == "unpaired_preference" else None
             if "prompt_ids" in row:
                 return self._read_tokens(row, index, label)
-            if self.kind != "unpaired_preference" and (
-                row.get("prompt") is None or isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
-                and (row["chosen"] or [{}])[0].get("role") == "user"
-            ):  # fmt: skip
-                row = extract_prompt(row)
+            row = self.with_prompt(row)
             if any(isinstance(row.get(name), list) for name in ("prompt", *self.names)):
                 return self._read_chat(row, index, label)
             for name in ("prompt", *self.names):
@@ -203,6 +202,15 @@ class PreferencePreparation:
             )
         except DataError as error:
             return Tokens(index, fault=str(error))
+
+    def with_prompt(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`row`, of a pair with its prompt, also where that is what both completions begin with."""
+        if self.kind != "unpaired_preference" and (
+            row.get("prompt") is None or isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
+            and (row["chosen"] or [{}])[0].get("role") == "user"
+        ):  # fmt: skip
+            return extract_prompt(row)
+        return row
 
     def _label(self, row: Mapping[str, Any]) -> bool:
         if row.get("label") is None:

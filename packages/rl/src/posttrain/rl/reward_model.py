@@ -101,6 +101,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     config_class = RewardConfig
     args: RewardConfig
     tag_names = ("trl", "reward-trainer")
+    reads_images = False
     signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(

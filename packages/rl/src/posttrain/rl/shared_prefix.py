@@ -27,6 +27,7 @@ from posttrain.core.data.host_copies import host_copy, know
 from posttrain.core.data.segments import Segments
 from posttrain.core.losses.language_modeling import shift_labels
 from posttrain.core.models import lm_head, wrapping
+from posttrain.core.models.image_features import features_once
 
 Ids = Sequence[int]
 #: Entries of a batch that describe the scored tokens; all others are inputs of the model.
@@ -39,6 +40,7 @@ NOT_FOR_THE_MODEL = (
     "ref_logps",
     "label",
     "more_completions",
+    "image_copies",
 )
 
 
@@ -209,18 +211,20 @@ def score_completions(
     Where the model's head cannot do this itself (`posttrain.core.models.lm_head.supports_loss_in_head`), its logits
     are held whole.
     """
-    inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
+    plain = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
     if "shift_labels" in batch:
         labels, mask = batch["shift_labels"], batch["completion_mask"].bool()
     else:
         labels = shift_labels(_completion_labels(batch["input_ids"], batch["completion_mask"]))
         mask = labels != IGNORE_INDEX
     if lm_head.supports_loss_in_head(model) is None:
-        with lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats):
+        in_head = lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats)
+        with in_head, features_once(model, batch.get("image_copies"), plain) as inputs:
             outputs = model(**inputs)
         scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
     else:
-        outputs = model(**inputs)
+        with features_once(model, batch.get("image_copies"), plain) as inputs:
+            outputs = model(**inputs)
         scores = _scores_of(outputs.logits[:, -labels.shape[1] :] / temperature, labels, stats)
     if "completion_places" in batch:
         scores = scores.flatten(1)[:, batch["completion_places"]] * mask

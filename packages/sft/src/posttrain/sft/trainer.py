@@ -16,10 +16,10 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import chat_template
-from posttrain.core.data.images import has_images, numbered
+from posttrain.core.data.images import columns_of, has_images, numbered
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.segments import with_segments, without_padding
-from posttrain.core.data.vision import check_model
+from posttrain.core.data.vision import CountedBatch, check_model
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
@@ -39,7 +39,7 @@ from posttrain.sft.mixture import Mixture, check_parts, named_sets, representati
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
-from posttrain.sft.vision import VisionBatch, VisionCollator, check_config, columns_read, vision_collator
+from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, vision_collator
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class SFTTrainer(GeneratesText, Trainer):
         self.run_preflight(args, parts)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
-            self.signature_columns = columns_read(train_dataset, eval_dataset)
+            self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
@@ -370,9 +370,9 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """As the core's; what became of rows with images goes into their data report."""
-        if isinstance(inputs, VisionBatch) and inputs.row_facts is not None:
+        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, DataReport(name)).add_read(**inputs.row_facts, logger=logger)
+            self.data_reports.setdefault(name, DataReport(name)).add_read(**facts, logger=logger)
         return super().prepare_inputs(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, round_up
 from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, read_images
-from posttrain.core.data.vision import Shown, VisionProcessor, check_processor, join_tensors, place_images
+from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft.report import FACTS
 from posttrain.sft.rows import NO_TOKENS, Draft, Preparation
@@ -23,17 +23,6 @@ COLUMNS = (
 )  # fmt: skip
 #: The columns of messages, in the order in which they are rendered.
 TALKS = ("messages", "conversations", "prompt", "completion")
-
-
-def columns_read(*datasets: Any) -> tuple[str, ...]:
-    """`COLUMNS` and all columns of the `datasets`, which may be dicts of several; of rows in a list, of the first."""
-    found = list(COLUMNS)
-    for dataset in datasets:
-        for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-            named = getattr(part, "column_names", None)
-            first = part[0] if named is None and isinstance(part, list) and part else {}
-            found += named or (first if isinstance(first, Mapping) else ())
-    return tuple(dict.fromkeys(found))
 
 
 def check_config(args: Any, processor: Any) -> None:
@@ -48,12 +37,6 @@ def check_config(args: Any, processor: Any) -> None:
         problems.append("too_long='split' is not supported for rows with images; set truncate, drop or error")
     if problems:
         raise ConfigError(type(args).__name__, problems)
-
-
-class VisionBatch(dict):
-    """A batch that also says, under `row_facts`, what became of its rows: arguments of `DataReport.add_read`."""
-
-    row_facts: dict[str, Any] | None = None
 
 
 @dataclass
@@ -140,7 +123,7 @@ class VisionCollator:
     prepare: VisionPreparation
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, rows: list[dict[str, Any]]) -> VisionBatch:
+    def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
         bare = [{name: value for name, value in row.items() if name != ROW_NUMBER} for row in rows]
         drafts = self.prepare(bare, numbers)
@@ -160,7 +143,7 @@ class VisionCollator:
                 for name, values in draft.shown.numbers(draft.ids.tolist()).items():
                     others[name][place, :length] = torch.tensor(values)
         images = join_tensors([draft.shown.tensors for draft in kept if isinstance(draft, VisionDraft)])
-        batch = VisionBatch({"input_ids": ids, "attention_mask": mask, "labels": labels, **others, **images})
+        batch = CountedBatch({"input_ids": ids, "attention_mask": mask, "labels": labels, **others, **images})
         batch.row_facts = _facts(drafts)
         return batch
 

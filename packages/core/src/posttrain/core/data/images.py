@@ -256,6 +256,17 @@ def _holds_image(feature: Any) -> bool:
     return inner is not None and _holds_image(inner)
 
 
+def columns_of(*datasets: Any) -> tuple[str, ...]:
+    """`ROW_NUMBER` and the columns of the `datasets`, or of dicts of several; of a list, those of its first row."""
+    found = [ROW_NUMBER]
+    for dataset in datasets:
+        for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+            named = getattr(part, "column_names", None)
+            first = part[0] if named is None and isinstance(part, list) and part else {}
+            found += named or (first if isinstance(first, Mapping) else ())
+    return tuple(dict.fromkeys(found))
+
+
 class NumberedRows(Dataset):
     """The rows of a dataset with their number, and with stored images as they are stored, not decoded.
 

@@ -250,6 +250,17 @@ class VisionProcessor:
         return self.placeholders | {token for ids in found for token in ids if token in special}
 
 
+class CountedBatch(dict):
+    """A batch that also says what became of its rows, for a data report: arguments of the report's method."""
+
+    row_facts: dict[str, Any] | None = None
+
+    def take_facts(self) -> dict[str, Any] | None:
+        """What became of the rows, the first time it is asked for."""
+        facts, self.row_facts = self.row_facts, None
+        return facts
+
+
 def join_tensors(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The image tensors of a batch, from those of its rows; rows without images have none.
 

@@ -19,6 +19,11 @@ from posttrain.core.models.wrapping import base_model, unwrap
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
+#: The classes of transformers that load a model and what reads its rows, of text alone and with images.
+READING = ("AutoModelForCausalLM", "AutoTokenizer")
+SEEING = ("AutoModelForImageTextToText", "AutoProcessor")
+
+
 def load_causal_lm(
     name_or_path: str | os.PathLike[str],
     model_init_kwargs: dict[str, Any] | None = None,

@@ -1,0 +1,200 @@
+"""Preferences over completions of prompts with images: prepared while batches are made.
+
+The images of a prompt are in a batch once, whatever the number of its completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, numbered, read_images
+from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.vision import (
+    CountedBatch,
+    Shown,
+    VisionProcessor,
+    check_model,
+    check_processor,
+    join_tensors,
+    place_images,
+)
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.models.image_features import ImageCopies
+from posttrain.core.models.wrapping import base_model
+from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
+from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
+
+#: Columns of rows with images, besides those of the dataset.
+COLUMNS = ("prompt", "completion", "label")
+
+
+def check_images(args: Any, processor: Any, model: nn.Module) -> None:
+    """Raise ConfigError for settings of a trainer of preferences that do not support images, TypeError for a processor
+    or a model that does not.
+    """
+    check_processor(processor)
+    check_model(model)
+    problems = [
+        f"{name}={value!r} is not supported for rows with images, {reason}; leave it out"
+        for name, reason in (
+            ("precompute_ref_log_probs", "which are read while batches are made"),
+            ("num_eval_samples", "whose prompts are not answered"),
+        )
+        if (value := getattr(args, name, None))
+    ]
+    if problems:
+        raise ConfigError(type(args).__name__, problems)
+
+
+class Unpaired(Dataset):
+    """Two rows of each pair, see `posttrain.rl.preference_rows.to_unpaired`; made when they are read."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return to_unpaired([self.pairs[index // 2]])[index % 2]
+
+
+def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
+    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those.
+
+    Raises:
+        DataError: no rows, or unpaired rows where pairs are wanted.
+    """
+    check_dataset(dataset, f"{name}_dataset")
+    dataset = numbered(dataset)
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    columns = dataset[0] if sized else getattr(dataset, "column_names", None) or ()
+    if kind == "unpaired_preference" and set(PAIR) <= set(columns):
+        return Unpaired(dataset)
+    if kind != "unpaired_preference" and columns and not set(PAIR) <= set(columns):
+        raise DataError(
+            f"{name}: rows with images need the columns chosen and rejected; found {', '.join(columns)}. Unpaired "
+            "rows with images are not paired; train on them with KTOTrainer."
+        )
+    return dataset
+
+
+class ImagePreparation(PreferencePreparation):
+    """Turns rows with and without images into tokens.
+
+    Args:
+        vision: asks the processor. reader: reads images. drops_bad_images: a row with an image that cannot be read is
+            dropped and counted, else an error. options: see `PreferencePreparation`.
+    """
+
+    def __init__(self, vision: VisionProcessor, reader: ImageReader, drops_bad_images: bool = False, **options: Any):
+        self.vision, self.reader, self.drops_bad_images = vision, reader, drops_bad_images
+        options["chat_template_kwargs"] = vision.template_kwargs(options.get("chat_template_kwargs"))
+        super().__init__(vision.tokenizer, **options)
+
+    def _read(self, row: Any, index: int) -> Tokens:
+        try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            if "prompt_ids" in row:
+                raise DataError("the row has images and tokens; give its messages or texts instead")
+            row, given = place_images(self.with_prompt(row), ("prompt",))
+            row, more = place_images(row, self.names)
+            if more:
+                raise DataError("a completion shows an image; only prompts may")
+            images = read_images(given, self.reader)
+        except DataError as error:
+            if isinstance(error, ImageError) and not self.drops_bad_images:
+                raise DataError(f"Row {index}: {error}. Correct the row, or set bad_images=drop.") from error
+            return Tokens(index, fault=str(error))
+        draft = super()._read(row, index)
+        try:
+            return draft if draft.fault else self._show(draft, images)
+        except DataError as error:
+            return Tokens(index, fault=str(error))
+
+    def _show(self, draft: Tokens, images: Sequence[Any]) -> Tokens:
+        start = min(draft.starts)
+        if any(text[:start] != draft.texts[0][:start] for text in draft.texts):
+            raise DataError("the chat template renders the prompt differently before each completion")
+        shown = self.vision.show(draft.texts[0][:start], images)
+        draft.texts = [shown.text + text[start:] for text in draft.texts]
+        draft.starts = [place + len(shown.text) - start for place in draft.starts]
+        draft.shown = shown
+        return draft
+
+    def _fit(self, draft: Tokens) -> None:
+        before = draft.prompt
+        super()._fit(draft)
+        if draft.prompt_cut and not draft.fault and draft.shown is not None and draft.shown.tensors:
+            if draft.shown.ids & set(before[: len(before) - len(draft.prompt)]):
+                draft.fault = f"max_length={self.max_length} would cut off tokens of its images"
+
+
+@dataclass
+class ImageCollator:
+    """Rows -> a batch of `collate`, with the image tensors of each prompt once, and how rows show them.
+
+    Rows that cannot be trained on are left out, and counted in the batch's `row_facts`.
+
+    Args:
+        prepare: makes tokens. collate: lays out prepared rows, one for each completion. once: whether the tensors are
+            those of the prompts, under ``image_copies``; else they are repeated for each row, as any model takes them.
+    """
+
+    prepare: ImagePreparation
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    once: bool = True
+
+    def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
+        numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
+        drafts = self.prepare(rows, numbers)
+        kept = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if not draft.fault]
+        if not kept:
+            faults = "; ".join(f"row {draft.index}: {draft.fault}" for draft in drafts)
+            raise DataError(f"No row of a batch can be trained on ({faults}). Filter such rows, or use larger batches.")
+        made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
+        batch = CountedBatch(self.collate(made))
+        shown = [draft.shown or Shown("") for draft, _ in kept]
+        self._add_images(batch, shown, made)
+        if "kl" in batch:  # of KTO: the same prompts with others' completions
+            self._add_images(batch["kl"], shown, made)
+        batch.row_facts = facts_of(drafts)
+        return batch
+
+    def _columns(self, draft: Tokens) -> dict[str, Any]:
+        ids = {f"{name}_ids": ids for name, ids in zip(self.prepare.names, draft.completions, strict=True)}
+        return {"prompt_ids": draft.prompt, **ids} | ({} if draft.label is None else {"label": draft.label})
+
+    def _add_images(self, batch: dict[str, Any], shown: list[Shown], made: list[dict[str, Any]]) -> None:
+        ids = batch["input_ids"]
+        order = [row % len(shown) for row in range(len(ids))]
+        for name in self.prepare.vision.token_inputs:
+            kinds = [row.kinds.get(name, {}) for row in shown]
+            numbers = [[kinds[i].get(token, 0) for token in row] for i, row in zip(order, ids.tolist(), strict=True)]
+            batch[name] = torch.tensor(numbers) * batch["attention_mask"]
+        token = self.prepare.vision.image_token_id
+        if not self.once or token is None:
+            batch |= join_tensors([shown[i].tensors for i in order])
+            return
+        tensors = join_tensors([row.tensors for row in shown])
+        entries = {name: tuple(len(row.tensors.get(name, ())) for row in shown) for name in tensors}
+        tokens = tuple(row["prompt_ids"].count(token) for row in made)
+        batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
+
+
+def image_collator(
+    processor: Any, model: nn.Module, args: Any, kind: str, collate: Callable[..., dict[str, Any]], once: bool
+) -> ImageCollator:
+    """The collator of a trainer of preferences with these arguments, for rows with images."""
+    options = {"max_length": args.max_length, "truncation": args.truncation_mode}
+    options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
+    vision, reader = VisionProcessor(processor, base_model(model)), ImageReader.of(args)
+    prepare = ImagePreparation(vision, reader, args.bad_images == "drop", kind=kind, **options)
+    return ImageCollator(prepare, collate, once)
