@@ -413,8 +413,7 @@ class PreferenceTrainer(Trainer):
             return dataset
         args = self.args
         if self._sees:
-            self._prepared.append(done := rows_with_images(dataset, self.data_kind, name))
-            return done
+            return rows_with_images(dataset, self.data_kind, name)
         with self.dist.main_first():  # one process writes the cache, the others read it
             dataset, report = prepare_preferences(
                 dataset,

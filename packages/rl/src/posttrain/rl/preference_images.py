@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, numbered, read_images
+from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, NumberedRows, numbered, read_images
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.vision import (
     CountedBatch,
@@ -71,6 +71,8 @@ def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
     Raises:
         DataError: no rows, or unpaired rows where pairs are wanted.
     """
+    if isinstance(dataset, (Unpaired, NumberedRows)):
+        return dataset  # they are prepared
     check_dataset(dataset, f"{name}_dataset")
     dataset = numbered(dataset)
     sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
