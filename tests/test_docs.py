@@ -56,7 +56,7 @@ DATASETS = {
 }
 
 # Commands that are right wherever their program is installed.
-PLAIN = {"vllm", "cd", "git", "source", "export", "python3", "tensorboard", "nvidia-smi", "ls", "cat"}
+PLAIN = {"vllm", "cd", "git", "source", "export", "python3", "tensorboard", "nvidia-smi", "tar", "ls", "cat"}
 LAUNCHERS = {"torchrun", "accelerate"}
 
 
