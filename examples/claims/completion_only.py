@@ -18,7 +18,7 @@ from datasets import concatenate_datasets
 
 from posttrain.sft import SFTConfig, SFTTrainer
 
-SETTINGS = {"updates": 300, "batch": 64, "learning_rate": 3e-3, "problems": 800}
+SETTINGS = {"updates": 200, "batch": 64, "learning_rate": 3e-3, "problems": 800}
 SMOKE = {"updates": 1, "batch": 8, "problems": 20}
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from posttrain.rl import DPOTrainer, KTOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 
-SETTINGS = {"supervised_steps": 90, "pairs": 320, "held_out": 224, "batch": 16, "learning_rate": 3e-4, "beta": 0.1}
+SETTINGS = {"supervised_steps": 70, "pairs": 256, "held_out": 224, "batch": 16, "learning_rate": 3e-4, "beta": 0.1}
 SMOKE = {"supervised_steps": 2, "pairs": 16, "held_out": 6, "batch": 8}
 SIDES = ("chosen", "rejected")
 USUAL = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
@@ -76,6 +76,11 @@ def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: li
         return torch.tensor(completions_of(scorer)[1]).view(-1, 2)
 
 
+@functools.cache
+def scores_before(steps: int, held_out: int) -> torch.Tensor:
+    return scores(*supervised(steps), pairs("test")[:held_out])
+
+
 def measure(arm: str, seed: int, **settings: Any) -> arms.Figures:
     """What training by DPO or KTO does to held-out pairs.
 
@@ -86,7 +91,7 @@ def measure(arm: str, seed: int, **settings: Any) -> arms.Figures:
     model, tokenizer = supervised(settings["supervised_steps"])
     train, held_out = pairs("train"), pairs("test")[: settings["held_out"]]
     rows = random.Random(seed).sample(train, min(settings["pairs"], len(train)))
-    before = scores(model, tokenizer, held_out)
+    before = scores_before(settings["supervised_steps"], settings["held_out"])
     policy = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as out:
         args = trainer_class.config_class(

@@ -21,8 +21,8 @@ from peft import LoraConfig
 
 from posttrain.sft import SFTConfig, SFTTrainer
 
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-SETTINGS = {"steps": 80, "batch": 64}
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+SETTINGS = {"steps": 60, "batch": 64}
 SMOKE = {"epochs": 0.1, "steps": 1, "rates": 1}
 
 

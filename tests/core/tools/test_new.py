@@ -99,6 +99,12 @@ def test_the_page_lists_every_recipe():
     page = (Path(__file__).resolve().parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     memory = {r.name: "" if r.memory is None else f"{r.memory:.1f}" for r in RECIPES.values()}
+    texts = {r.name: (r.folder / "run.yaml").read_text(encoding="utf-8").replace("\n#", "") for r in RECIPES.values()}
+    cards = {name: re.findall(r"\d+", re.search(r"card +of ([\d, or]+) +GB", texts[name])[1]) for name in RECIPES}
+    for recipe in RECIPES.values():  # a tenth of a card is left free; a card of 16 GB has 16 * 1000**3 / 1024**3 GiB
+        fits = [card for card in ("16", "24", "80") if recipe.memory <= 0.9 * int(card) * 1000**3 / 1024**3]
+        assert cards[recipe.name] == fits, (recipe.name, recipe.memory)
     assert [re.sub(r" +", " ", row) for row in rows] == [
-        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} |") for r in RECIPES.values()
+        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} | {', '.join(cards[r.name])} |")
+        for r in RECIPES.values()
     ]
