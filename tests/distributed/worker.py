@@ -349,6 +349,67 @@ def uneven_vllm(out, **changes):
     }
 
 
+def asynchronous(out, **changes):
+    """Sample ahead from one server. It is lost once while the first process sends weights, and once for the second one
+    alone, whose rewards come later.
+    """
+    from posttrain.rl import GRPOConfig, GRPOTrainer
+    from posttrain.rl.generation.vllm import VLLMServerGenerator
+    from posttrain.rl.ledger import audit
+    from tests import tiny
+    from tests.contract.trainers import digit_sum, text_rows
+    from tests.rl.test_generation_vllm import OpenAI, Server
+
+    rank, address = int(os.environ["RANK"]), Path(out) / "address"
+    if rank == 0:
+        server = Server(tiny.causal_lm(seed=9, initializer_range=0.3).eval(), OpenAI, mode="processed_logprobs")
+        address.parent.mkdir(parents=True, exist_ok=True)
+        (made := address.with_suffix(".new")).write_text(f"http://127.0.0.1:{server.server_port}")
+        made.rename(address)
+    while not address.exists():
+        time.sleep(0.02)
+
+    class Client(VLLMServerGenerator):
+        probes = 0
+
+        def _probe(self, model):
+            self.probes += 1
+            if rank == 1 and self.probes == 2:
+                raise ConnectionError("this process has lost it")
+            return super()._probe(model)
+
+    client = Client(address.read_text(), 20, tokenizer=tiny.tokenizer(), folder=str(Path(out) / "shared"))
+    update = client._dialect.update
+
+    def breaks_off(weights, number):
+        if number == 4:
+            next(iter(weights))
+            raise ConnectionError("it has gone after the first weight")
+        update(weights, number)
+
+    client._dialect.update = breaks_off
+
+    def reward(completion_ids):
+        time.sleep(0.1 * rank)
+        return digit_sum(completion_ids)
+
+    trainer = GRPOTrainer(
+        tiny.causal_lm(initializer_range=0.1), reward,
+        arguments(
+            GRPOConfig, Path(out) / "run", num_generations=2, max_completion_length=6, max_steps=6, max_staleness=2,
+            ddp_timeout=60, gradient_checkpointing=False, **split(2), **changes,
+        ),
+        [{"prompt": row["prompt"]} for row in text_rows(9)], None, tiny.tokenizer(), generator=client,
+    )  # fmt: skip
+    trainer.train()
+    syncs = trainer.dist.gather_object(client._syncs)
+    found = audit(Path(out) / "run")
+    return {
+        "syncs": syncs, "problems": found.problems, "steps": [line["step"] for line in found.used],
+        "ages": sorted({line["step"] - 1 - line["versions"][0] for line in found.used}),
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])

@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 VICTIMS = ("server", "trainer", "reward", "environment")
-PROGRESS = 240  # seconds within which a run must go on after a kill; vLLM starts in two minutes
+PROGRESS = 400  # seconds within which a run must go on after a kill; vLLM starts in two minutes
 PER_STEP = 8  # completions
 
 
@@ -139,7 +139,7 @@ def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience:
 class Run:
     """The processes of a run in `folder`."""
 
-    def __init__(self, folder: Path, steps: int, bound: int = 2, vllm: bool = False, patience: float = 60.0) -> None:
+    def __init__(self, folder: Path, steps: int, bound: int = 2, vllm: bool = False, patience: float = 300.0) -> None:
         self.folder, self.steps, self.bound, self.vllm, self.patience = folder, steps, bound, vllm, patience
         folder.mkdir(parents=True, exist_ok=True)
         from tests.vllm.servers import free_port
@@ -176,7 +176,7 @@ class Run:
             said |= {"ports": self.ports, "steps": self.steps, "bound": self.bound, "vllm": self.vllm}
             said |= {"patience": self.patience}
         command = [sys.executable, "-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
-        with log.open("w") as output:
+        with log.open("a") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             self.processes[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
@@ -199,6 +199,7 @@ class Run:
         while not true():
             if self.processes["trainer"].poll() not in (None, 0):
                 self.said.append((self.folder / "trainer.log").read_text().rstrip().rpartition("\n")[2])
+                print(self.said[-1], file=sys.stderr, flush=True)
                 self.start("trainer")
             if time.monotonic() > end:
                 logs = {name: (self.folder / f"{name}.log").read_text()[-1500:] for name in self.processes}
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--bound", type=int, default=2, help="max_staleness")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=300.0, help="vllm_server_timeout")
     parser.add_argument("--vllm", action="store_true", help="vLLM itself, on the CPU")
     parser.add_argument("--process", choices=VICTIMS, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
@@ -272,8 +274,7 @@ def main() -> None:
     failed = False
     for victim in options.victims:
         with tempfile.TemporaryDirectory() as folder:
-            patience = 300.0 if options.vllm else 60.0
-            run = Run(Path(folder), 4 * options.times + 8, options.bound, options.vllm, patience)
+            run = Run(Path(folder), 4 * options.times + 8, options.bound, options.vllm, options.patience)
             found = kill_again_and_again(run, victim, options.times, random.Random(options.seed))
         print(json.dumps(found), flush=True)
         failed |= bool(found["problems"])

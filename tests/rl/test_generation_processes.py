@@ -31,14 +31,25 @@ def test_processes_that_split_vllm_write_together_and_keep_their_own(folder):
         assert together == alone and len(together) == 4 - 2 * rank
 
 
-# finding_B2, finding_B5
-@pytest.mark.parametrize(
-    "mode", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": "full_shard"}], ids=["ddp", "fsdp"]
+@pytest.fixture(
+    scope="module", params=[pytest.param({}, marks=pytest.mark.slow), {"fsdp": "full_shard"}], ids=["ddp", "fsdp"]
 )
-def test_processes_that_split_vllm_ask_together_however_often_each_asks(folder, mode):
-    jobs.do(2, [["uneven", "uneven_vllm", {"out": str(folder), **mode}]], folder)
-    found = jobs.result(folder, "uneven")
-    assert "error" not in found, found["error"]
+def done(folder, request):
+    out = {"out": str(folder / f"together-{len(request.param)}"), **request.param}
+    jobs.do(2, [["ahead", "asynchronous", out], ["uneven", "uneven_vllm", out]], folder)
+    return folder
+
+
+# finding_B2, finding_B5
+def test_processes_that_split_vllm_ask_together_however_often_each_asks(done):
+    found = jobs.result(done, "uneven")
     assert found["steps"] == 2 and found["gap"] < 1e-4 and all(0 < reward < 1 for reward in found["rewards"])
     assert found["together"][0] == found["together"][1] and found["together"][0][0] > 10
     assert found["gathered_in_training"] == 0  # vLLM has weights of its own
+
+
+def test_two_processes_sample_ahead_and_send_weights_again_together(done):
+    found = jobs.result(done, "ahead")
+    assert found["problems"] == [] and found["ages"] == [0, 1, 2]
+    assert found["steps"] == [step for step in range(1, 7) for _ in range(8)]
+    assert found["syncs"] == [6, 6]  # of steps 0 to 3, and two that were repeated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -43,9 +44,11 @@ def test_a_missing_model_is_said():
 def test_the_server_takes_the_place_of_the_command(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(vllm_serve, "missing", lambda *names: None)
-    monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     assert cli.main(["vllm-serve", "m", "--dry-run"]) == 0 and not started
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve m" in capsys.readouterr().out
     cli.main(["vllm-serve", "m"])
     ((program, command, environment),) = started
-    assert program == "vllm" and command[:3] == ["vllm", "serve", "m"] and environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert program == command[0] == sys.executable  # where `vllm` is not on the PATH too
+    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"

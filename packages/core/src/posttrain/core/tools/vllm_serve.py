@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from posttrain.core.errors import ConfigError, missing
@@ -39,7 +40,8 @@ def run(words: list[str]) -> None:
         return
     if error := missing("vllm", "vllm", "posttrain vllm-serve"):
         raise ConfigError("vllm-serve", [str(error)])
-    os.execvpe(command[0], command, os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
+    own = [sys.executable, "-m", "vllm.entrypoints.cli.main"]  # a `vllm` on the PATH may be of another environment
+    os.execve(own[0], [*own, *command[1:]], os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
 
 
 def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:

@@ -1,0 +1,18 @@
+"""Processes of an online run that are killed at random moments, as `tests.rl.kills` does it."""
+
+import random
+
+import pytest
+
+from tests.rl import kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("victim", kills.VICTIMS)
+def test_whatever_is_killed_no_sample_is_lost_or_used_twice(victim, bound, tmp_path):
+    """3 times here, and 50 times by ``python -m tests.rl.kills``."""
+    run = kills.Run(tmp_path, steps=20, bound=bound)
+    found = kills.kill_again_and_again(run, victim, 3, random.Random(bound))
+    assert found["kills"] >= 2 and found["problems"] == [] and found["stalest"] == bound
+    assert found["resumed"] == 0 if victim == "server" else found["resumed"] >= 1
