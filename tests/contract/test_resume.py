@@ -1,8 +1,11 @@
 """A run that was stopped anywhere goes on to the same bits: weights, optimizer, schedule, log."""
 
+import os
 import random
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -85,39 +88,19 @@ def assert_same_run(resumed, straight):
     assert log_of(resumed) == log_of(straight)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_resuming_at_any_step_is_bit_exact(name, tmp_path):
-    straight = TRAINERS[name](tmp_path / "straight", **ARGS)
-    straight.train()
-    total = straight.state.global_step
-    assert total >= 4 and any(not torch.equal(a, b) for a, b in zip(
-        weights(TRAINERS[name](tmp_path / "fresh", **ARGS)).values(), weights(straight).values(),
-        strict=True))  # fmt: skip
-    for step in sorted({1, total // 2, total // 2 + 1, total - 1}):
-        out = tmp_path / f"cut-at-{step}"
-        with pytest.raises(PowerCut):
-            TRAINERS[name](out, callbacks=[Stop(step, cut)], **ARGS).train()
-        resumed = TRAINERS[name](out, **ARGS)
-        torch.rand(7)  # whatever happened before must not matter
-        resumed.train(resume_from_checkpoint=True)
-        assert_same_run(resumed, straight)
+class Copies(TrainerCallback):
+    """Copies the folder of a run at the beginning of each step but the first: what a power cut there leaves."""
 
+    def __init__(self, folder):
+        self.folder = folder
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "SMALL", 1)  # else files as small as these are written at once
-    straight = TRAINERS[name](tmp_path / "straight", **ARGS)
-    straight.train()
-    step = straight.state.global_step // 2
-    with pytest.raises(PowerCut):
-        TRAINERS[name](tmp_path / "cut", callbacks=[Stop(step, cut)], save_async=True, **ARGS).train()
-    resumed = TRAINERS[name](tmp_path / "cut", save_async=True, **ARGS)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_run(resumed, straight)
-    assert all(resumed.store.verify(path) == [] for path in resumed.store.checkpoints())
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step:
+            shutil.copytree(args.output_dir, self.folder / f"cut-at-{state.global_step}", copy_function=self.copy)
 
-
-# ---- runs that a callback stopped ----
+    def copy(self, source, target):
+        """By a second name for the files of checkpoints, which are written once."""
+        (os.link if Path(source).parent.name.startswith("checkpoint-") else shutil.copy2)(source, target)
 
 
 class EpochEnds(TrainerCallback):
@@ -128,6 +111,56 @@ class EpochEnds(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.steps.append(state.global_step)
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory):
+    """A trainer that has trained with ARGS, its first weights, the folder of its `Copies`, and its `EpochEnds`.
+
+    Each is trained once. Only its numbers are looked at.
+    """
+    known = {}
+
+    def trained(name):
+        if name not in known:
+            folder, ends = tmp_path_factory.mktemp(name), EpochEnds()
+            straight = TRAINERS[name](folder / "straight", callbacks=[Copies(folder), ends], **ARGS)
+            before = weights(straight)
+            straight.train()
+            known[name] = straight, before, folder, ends
+        return known[name]
+
+    return trained
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_resuming_at_any_step_is_bit_exact(name, straight_run, tmp_path):
+    straight, before, folder, _ = straight_run(name)
+    total = straight.state.global_step
+    assert total >= 4 and any(not torch.equal(value, before[key]) for key, value in weights(straight).items())
+    for step in sorted({1, total // 2, total // 2 + 1, total - 1}):
+        out = tmp_path / f"cut-at-{step}"
+        shutil.copytree(folder / out.name, out)
+        resumed = TRAINERS[name](out, **ARGS)
+        torch.rand(7)  # whatever happened before must not matter
+        resumed.train(resume_from_checkpoint=True)
+        assert_same_run(resumed, straight)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, straight_run, tmp_path, monkeypatch):
+    straight = straight_run(name)[0]
+    monkeypatch.setattr(blocks, "SMALL", 1)  # else files as small as these are written at once
+    step = straight.state.global_step // 2
+    with pytest.raises(PowerCut):
+        TRAINERS[name](tmp_path / "cut", callbacks=[Stop(step, cut)], save_async=True, **ARGS).train()
+    resumed = TRAINERS[name](tmp_path / "cut", save_async=True, **ARGS)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, straight)
+    assert all(resumed.store.verify(path) == [] for path in resumed.store.checkpoints())
+
+
+# ---- runs that a callback stopped ----
 
 
 def stops(straight, edge):
@@ -160,23 +193,21 @@ def stopped_again_and_again(make, out, places, **changes):
     return resumed
 
 
-def assert_goes_on_wherever_it_is_stopped(name, folder, first=0, every=1):
-    ends = EpochEnds()
-    straight = TRAINERS[name](folder / "straight", callbacks=[ends], **ARGS)
-    straight.train()
+def assert_goes_on_wherever_it_is_stopped(name, straight_run, folder, first=0, every=1):
+    straight, _, _, ends = straight_run(name)
     places = stops(straight, ends.steps[0])[first::every]
     assert_same_run(stopped_again_and_again(TRAINERS[name], folder / "stopped", places, **ARGS), straight)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_run_that_a_callback_stopped_goes_on_to_the_same_bits(name, tmp_path):
-    assert_goes_on_wherever_it_is_stopped(name, tmp_path, first=list(TRAINERS).index(name) % 2, every=2)
+def test_a_run_that_a_callback_stopped_goes_on_to_the_same_bits(name, straight_run, tmp_path):
+    assert_goes_on_wherever_it_is_stopped(name, straight_run, tmp_path, first=list(TRAINERS).index(name) % 2, every=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_run_that_a_callback_stopped_at_every_event_goes_on_to_the_same_bits(name, tmp_path):
-    assert_goes_on_wherever_it_is_stopped(name, tmp_path)
+def test_a_run_that_a_callback_stopped_at_every_event_goes_on_to_the_same_bits(name, straight_run, tmp_path):
+    assert_goes_on_wherever_it_is_stopped(name, straight_run, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
