@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 
 # Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first
@@ -15,6 +16,9 @@ if "POSTTRAIN_TEST_CACHE" not in os.environ:
 os.environ["HF_HOME"] = os.environ["POSTTRAIN_TEST_CACHE"]
 for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_TOKEN"):
     os.environ.pop(name, None)
+# Rewriting the assertions of all tests takes a worker ten seconds, and a program of a test compiles our packages: once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 import pytest  # noqa: E402
