@@ -104,6 +104,12 @@ def test_flags_of_accelerate_shard_the_model(script):
     assert (said["size"], said["fsdp"], said["precision"]) == (2, True, "no")
 
 
+@pytest.mark.slow
+def test_a_preset_shards_the_model(script):
+    said, _ = start([*OURS, "--accelerate_config", "fsdp2", "--num_processes", "2", "--cpu", *script])
+    assert (said["size"], said["fsdp"], said["precision"]) == (2, True, "bf16")
+
+
 def test_accelerate_launch_starts_several_where_it_does(script):
     """With --multi_gpu it goes through torch's launcher, on the CPU too; what it puts into the environment is
     understood.

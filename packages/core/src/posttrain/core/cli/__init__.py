@@ -89,6 +89,10 @@ def _dispatch(words: list[str]) -> int:
             "rerun": (_train,),
         }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
+    elif "--accelerate_config" in words[1:]:  # the method in several processes
+        place = words.index("--accelerate_config")
+        launch = importlib.import_module("posttrain.core.tools.launch")
+        return launch.run([*words[place : place + 2], *words[:place], *words[place + 2 :]])
     else:
         return _run_method(words[0], words[1:])
     return 0

@@ -13,16 +13,21 @@ import torch
 
 from posttrain.core.cli import parse, registry
 from posttrain.core.config import ConfigMeta, Resolved, opt, validate
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.tools.launch_presets import PRESETS
 
-USAGE = """usage: posttrain launch [--config_file FILE] [--name value ...] PROGRAM [its arguments]
+USAGE = """usage: posttrain launch [--accelerate_config NAME | FILE] [--name value ...] PROGRAM [its arguments]
 
 Start PROGRAM in several processes and wait for them; when one fails, the others end and its error is shown last.
 PROGRAM is a Python script, -m and a module, or a method of posttrain with its YAML: posttrain launch -n 2 sft run.yaml
 
-FILE is what `accelerate config` writes; flags win over it. Options of FSDP and DeepSpeed may be given as flags too,
-such as --fsdp_state_dict_type SHARDED_STATE_DICT.
+NAME is single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2 or zero3. FILE is what `accelerate config` writes, also given
+as --config_file. Flags win over both. Options of FSDP and DeepSpeed may be given as flags too, such as
+--fsdp_state_dict_type SHARDED_STATE_DICT. A method starts itself so: posttrain sft run.yaml --accelerate_config fsdp2
 """
+
+
+FILE = "config_file"
 
 
 @dataclass
@@ -166,7 +171,8 @@ def split(words: list[str]) -> tuple[dict[str, parse.Setting], list[str]]:
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
-        name = {"n": "num_processes", "m": "module", "config": "config_file"}.get(name, name.replace("-", "_"))
+        name = name.replace("-", "_")
+        name = {"n": "num_processes", "m": "module", "config": FILE, "accelerate_config": FILE}.get(name, name)
         if not equals:
             takes_value = name not in switches or (rest and rest[0].lower() in ("true", "false"))
             value = rest.pop(0) if takes_value and rest else "true"
@@ -183,8 +189,7 @@ def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
     flags = dict(flags)
     problems: list[str] = []
     notes: list[str] = []
-    file = flags.pop("config_file", None)
-    settings = parse.read_yaml(file.value, problems) if file is not None else {}
+    settings = {} if (file := flags.pop(FILE, None)) is None else _held(file, problems)
     for name, setting in flags.items():
         section = next(
             (s for prefix, s in SECTIONS.items() if name.startswith(prefix) and name not in SECTIONS.values()), None
@@ -201,6 +206,19 @@ def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
         if value not in NOTHING:
             (problems if refused else notes).append(f"{setting.where}: {name} has no effect: {WITHOUT_EFFECT[name]}")
     return parse.configs([LaunchArguments], settings, problems)[0], notes
+
+
+def _held(file: parse.Setting, problems: list[str]) -> dict[str, parse.Setting]:
+    """The settings of a file, or of the preset that it names."""
+    if file.value in PRESETS and not Path(file.value).exists():
+        return {name: parse.Setting(f"{file.where} {file.value}", value) for name, value in PRESETS[file.value].items()}
+    if not Path(file.value).exists() and not Path(file.value).suffix:
+        problems.append(
+            f"{file.where}: {file.value!r} is neither a file nor one of {', '.join(PRESETS)}"
+            f"{did_you_mean(file.value, PRESETS)}"
+        )
+        return {}
+    return parse.read_yaml(file.value, problems)
 
 
 def environment(args: LaunchArguments) -> dict[str, str]:
