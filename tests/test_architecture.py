@@ -27,7 +27,7 @@ LAYERS = {
         losses.distillation losses.language_modeling losses.normalization models.block_mask models.embeddings
         models.gradient_checkpointing models.regularization
         models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
-        training.override_checks training.plan training.loss_spikes data.host_copies
+        training.override_checks training.plan training.durations training.loss_spikes data.host_copies
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline

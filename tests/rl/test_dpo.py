@@ -377,6 +377,7 @@ def test_all_problems_of_a_config_are_told_together():
     ("changes", "message"),
     [
         ({"loss_type": "exo_pair"}, "exo_pair needs label_smoothing > 0"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning for hinge"),
         ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "has no meaning for apo_zero"),
         ({"loss_type": ["aot"], "use_weighting": True}, "weighs pairs, which aot takes apart"),
         ({"max_prompt_length": 128}, "max_prompt_length=128 has no effect: a row is cut as a whole, by max_length"),

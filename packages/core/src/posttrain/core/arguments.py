@@ -46,6 +46,7 @@ from posttrain.core.models.ema import EMAArguments
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
+from posttrain.core.training import durations
 from posttrain.core.training.allocator import AllocatorArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
@@ -119,6 +120,11 @@ class RunArguments:
     max_steps: int = opt(
         -1, "Number of optimizer steps, which overrides `num_train_epochs`; -1: num_train_epochs decides.", min=-1
     )
+    max_duration: str | None = opt(
+        None,
+        "Length of the run with its unit, instead of the two above and max_time: 500st (optimizer steps), 2ep "
+        "(epochs), 90min or 2h, or 10Mtok (input tokens: ends the run that the others plan).",
+    )
     label_smoothing_factor: float = opt(
         0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1
     )
@@ -141,6 +147,11 @@ class RunArguments:
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
 
     def _problems(self) -> Iterator[str]:
+        if self.max_duration is not None:
+            try:
+                durations.parse(self.max_duration)
+            except ValueError as problem:
+                yield f"max_duration={problem}"
         if self.max_steps == 0:
             yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
         if self.auto_find_batch_size and distributed.world_size() > 1:
@@ -206,6 +217,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     # ---- rules between the groups ----
 
     def _normalize(self) -> None:
+        if self.max_duration is not None:
+            self._take_duration(*durations.parse(self.max_duration))
         self.do_eval = self.do_eval or self.eval_strategy != "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
@@ -246,6 +259,23 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to "
                 "'loss'"
             )
+
+    def _take_duration(self, value: float, unit: str) -> None:
+        """Set what `max_duration` stands for."""
+        if unit == "steps":
+            self.max_steps = int(value)
+        elif unit == "epochs":
+            self.num_train_epochs, self.max_steps = value, -1
+        elif unit == "seconds":
+            self.max_time = value
+        elif self.include_num_input_tokens_seen == "no":
+            self.include_num_input_tokens_seen = "all"  # counted at each step
+
+    @property
+    def max_tokens(self) -> float:
+        """Input tokens after which a run ends; infinity where `max_duration` names none."""
+        value, unit = durations.parse(self.max_duration) if self.max_duration else (math.inf, "tokens")
+        return value if unit == "tokens" else math.inf
 
     def _problems_of_comparing_checkpoints(self, asker: str) -> Iterator[str]:
         """Every saved checkpoint must have been evaluated."""

@@ -284,7 +284,7 @@ class DefaultFlowCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
-        last = step >= state.max_steps
+        last = step >= state.max_steps or state.num_input_tokens_seen >= getattr(args, "max_tokens", math.inf)
         if args.logging_strategy == "steps" and step % state.logging_steps == 0:
             control.should_log = True
         if step == 1 and args.logging_first_step:

@@ -9,6 +9,7 @@ Every loss in the dict `LOSSES` is a function of `Pairs` that returns one number
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -196,6 +197,8 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "sft": sft,
     "sigmoid_norm": sigmoid_norm,
 }
+#: Losses that `label_smoothing` changes.
+SMOOTHED = [name for name, loss in LOSSES.items() if "label_smoothing" in inspect.signature(loss).parameters]
 #: Losses of the margin alone, so the normaliser of any f-divergence cancels.
 OF_THE_MARGIN = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SORTING = ("aot", "aot_unpaired")
@@ -310,6 +313,11 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
             yield f"loss_type=[] names no loss; name one of {', '.join(LOSSES)}"
         if "exo_pair" in losses and not self.label_smoothing:
             yield "loss_type exo_pair needs label_smoothing > 0; its paper takes 1e-3"
+        if self.label_smoothing and {*losses} & {*LOSSES} and not {*losses} & {*SMOOTHED}:
+            yield (
+                f"label_smoothing={self.label_smoothing} has no meaning for {', '.join(losses)}; set it to 0, or a "
+                f"loss_type among {', '.join(SMOOTHED)}"
+            )
         others = [name for name in losses if name not in OF_THE_MARGIN]
         if self.f_divergence_type != "reverse_kl" and others:
             yield (

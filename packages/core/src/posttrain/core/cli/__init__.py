@@ -39,7 +39,8 @@ COMMANDS = {
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
-    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False, "check_saved_model": True,
+    "resume_from_checkpoint": None, "max_duration": None, "report_to": "none", "push_to_hub": False,
+    "check_saved_model": True,
 }  # fmt: skip
 # Then one more, from the checkpoint.
 SMOKE_RESUME: dict[str, Any] = {"max_steps": 3, "resume_from_checkpoint": "true"}

@@ -27,7 +27,7 @@ posttrain plan estimates the memory without making a step."""
 CHANGES: dict[str, Any] = {
     "logging_steps": 1, "logging_strategy": "steps", "logging_first_step": True, "eval_strategy": "no",
     "eval_on_start": False, "save_strategy": "no", "load_best_model_at_end": False, "save_top_k": None,
-    "push_to_hub": False, "report_to": "none", "report": False, "resume_from_checkpoint": None,
+    "push_to_hub": False, "report_to": "none", "report": False, "resume_from_checkpoint": None, "max_duration": None,
     "overwrite_output_dir": True, "remote_dir": None, "include_num_input_tokens_seen": "all", "disable_tqdm": True,
 }  # fmt: skip
 TIME_LEFT = "perf/time_left_seconds"

@@ -20,6 +20,7 @@ import torch
 from posttrain.core.config import opt
 from posttrain.core.data import workers
 from posttrain.core.distributed.maximum import Maximum
+from posttrain.core.training import durations
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Control flags that are pending when a run stops; they are handled when it resumes.
@@ -48,15 +49,16 @@ class InterruptArguments:
     )
     max_time: float | str | None = opt(
         None,
-        "Save a checkpoint and stop after this time: seconds, or '[days:]hours:minutes:seconds'. The current "
-        "optimizer step is finished first, so leave time for it and for the save.",
+        "Save a checkpoint and stop after this time: seconds, '[days:]hours:minutes:seconds', or such as 90min or 2h. "
+        "The current optimizer step is finished first, so leave time for it and for the save.",
     )
 
     def _problems(self) -> Iterator[str]:
         try:
             value = None if self.max_time is None else seconds(self.max_time)
         except ValueError:
-            yield f"max_time={self.max_time!r} is neither seconds nor '[days:]hours:minutes:seconds'"
+            how = "give seconds, '[days:]hours:minutes:seconds', or such as 90min or 2h"
+            yield f"max_time={self.max_time!r} is no time: {how}"
         else:
             if value is not None and value <= 0:
                 yield f"max_time={self.max_time!r} must be more than nothing"
@@ -80,13 +82,18 @@ def unanswered(control: Any) -> list[str]:
 
 
 def seconds(duration: float | str) -> float:
-    """``"1:30:00"`` -> 5400.0; a number, or its text, is seconds already.
+    """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already.
 
     Raises:
         ValueError: it is neither.
     """
     if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
         return float(duration)
+    if ":" not in duration:
+        value, unit = durations.parse(duration)
+        if unit != "seconds":
+            raise ValueError(f"{duration!r} is no time")
+        return value
     match = re.fullmatch(r"\s*(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)\s*", duration)
     if match is None:
         raise ValueError(f"{duration!r} is no duration")
