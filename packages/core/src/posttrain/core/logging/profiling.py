@@ -94,13 +94,15 @@ class MemorySnapshotCallback(ClosingCallback):
             raise ValueError(f"MemorySnapshotCallback: every={every} and entries={entries} must be >= 1.")
         self.every, self.entries = every, entries
         self._path: Path | None = None
+        self._entries: list[dict[str, Any]] = []
         self._on_cuda = False
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self._device, self._parts, self._state = args.device, (model, optimizer), state
         self._on_cuda = args.device.type == "cuda"
         name = f"snapshot-rank-{args.process_index}.pickle" if self._on_cuda else f"live-rank-{args.process_index}.json"
-        self._path, self._entries = Path(args.output_dir) / "memory" / name, []
+        self._path = Path(args.output_dir) / "memory" / name
+        self._entries = []
         if self._on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=self.entries)
         else:
