@@ -124,7 +124,8 @@ class MemorySnapshotCallback(ClosingCallback):
         self._write()
 
     def _look(self, when: str) -> None:
-        found = memory.live(*self._parts, self._device)
+        model, optimizer = self._parts
+        found = memory.live(model, optimizer, self._device)
         self._entries.append({"step": self._state.global_step, "when": when, **found})
 
     def _write(self) -> None:
