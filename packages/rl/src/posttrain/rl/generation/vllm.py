@@ -225,8 +225,12 @@ class VLLMServerGenerator:
         """Asks no server: of sharded weights, this is done by all processes together."""
         prompt, dialect = self._prompt(model), self._dialect
         for server, done in written.items():
+
+            def write(row: list[int], done: Written = done) -> Written:
+                return done
+
             who = f"the vLLM server at {server.url}"
-            self._scaled = check(model, lambda _, done=done: done, dialect.scaled, who, prompt, dialect.in_float32)
+            self._scaled = check(model, write, dialect.scaled, who, prompt, dialect.in_float32)
 
     @functools.cached_property
     def _dialect(self) -> Dialect:
