@@ -364,7 +364,8 @@ def _samples(run: Run, name: str) -> str:
         recurs = len(set(first)) < len(rows)
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(first))} if recurs else {}
         ordered = sorted(zip(rows, first, strict=True), key=lambda pair: (places.get(pair[1], 0), pair[0]["step"]))
-        lines, last = [], None
+        lines: list[list[str]] = []
+        last: str | None = None
         for row, prompt in ordered:
             shown = [f"{row['step']:,}", *(_sample(row.get(column)) for column in columns)]
             if recurs and prompt == last:

@@ -31,7 +31,8 @@ def read(directory: str | Path, last_step: int, since: float = 0.0) -> dict[str,
         last_step: of the run: later steps are an earlier run's.
         since: files of rollouts that are older are an earlier run's, in seconds since 1970.
     """
-    directory, found = Path(directory), {}
+    directory = Path(directory)
+    found: dict[str, list[Row]] = {}
     by_step: dict[int, list[Row]] = {}
     for row in _lines(directory / SAMPLES):
         if isinstance(step := row.get("step"), int) and step <= last_step:
