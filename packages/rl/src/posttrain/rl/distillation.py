@@ -124,6 +124,7 @@ class DistillationTrainer(RolloutTrainer):
     args: DistillationConfig
     tag_names = ("trl", "distillation")
     signature_columns = ("prompt", "completion", "messages", "image", "images")
+    reads_images = False
     average = "tokens"
     learns_from_rewards = False
     INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}

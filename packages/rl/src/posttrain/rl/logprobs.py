@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.losses.language_modeling import IGNORE_INDEX, labelled_places, selective_log_softmax
+from posttrain.core.models.image_features import features_once
 from posttrain.core.models.lm_head import logps_in_head, supports_loss_in_head
 from posttrain.rl.shared_prefix import shared_rows
 
@@ -109,14 +110,18 @@ def completion_logps(
     """
     ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
     inputs: dict[str, Any] = {"input_ids": ids} | {name: batch[name] for name in FOR_THE_MODEL if name in batch}
+    inputs |= batch.get("image_inputs", {})
     if router_logits:
         inputs["output_router_logits"] = True
+    once = features_once(model, batch.get("image_copies"), inputs)
     if entropy_gradient or supports_loss_in_head(model):
-        outputs = model(**inputs)
+        with once as shown:
+            outputs = model(**shown)
         found = _from_logits(outputs.logits, labels, temperature, with_entropy, entropy_gradient)
     else:
-        with logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy):
-            outputs = model(**inputs)
+        in_head = logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy)
+        with in_head, once as shown:
+            outputs = model(**shown)
         found = outputs.logits if with_entropy else outputs.logits.unsqueeze(0)
     picked = [values.reshape(-1)[batch["places"]].float() * mask for values in found]
     aux_loss = getattr(outputs, "aux_loss", None) if router_logits else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from posttrain.core.data.vision import check_model, check_processor
 from posttrain.core.models import adapters, loading, regularization, special_tokens, wrapping
 from posttrain.rl.rollout_config import RolloutConfig
 
@@ -15,16 +16,25 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(
-    model: nn.Module | str, tokenizer: Any, args: RolloutConfig, quantization_config: Any, peft_config: Any
+    model: nn.Module | str,
+    tokenizer: Any,
+    args: RolloutConfig,
+    quantization_config: Any,
+    peft_config: Any,
+    sees: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """(the model that is trained, its tokenizer)."""
+    """(the model that is trained, its tokenizer, or its processor where it `sees` images)."""
+    model_class, tokenizer_class = loading.SEEING if sees else loading.READING
     if isinstance(model, (str, os.PathLike)):
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-        model = loading.load_causal_lm(model, args.model_init_kwargs, **options)
+        model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; pass a causal language model, or the name of one.")
     if tokenizer is None:
-        tokenizer = loading.load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        tokenizer = loading.load_tokenizer(model, args.trust_remote_code, tokenizer_class)
+    if sees:
+        check_processor(tokenizer)
+        check_model(wrapping.base_model(model))
     if done := special_tokens.ensure_pad_token(tokenizer):
         logger.info(done)
     if peft_config is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from posttrain.core.data import chat_template
+from posttrain.core.data.images import has_images
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
@@ -104,8 +105,6 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
         raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
     if columns:
         _check_each(dataset, name)
-    if any(row.get(column) is not None for column in ("image", "images")):
-        raise DataError(f"{name} has images, which this version does not generate from. Leave that column out.")
 
 
 def _check_each(dataset: Any, name: str) -> None:
@@ -133,6 +132,20 @@ def _check_each(dataset: Any, name: str) -> None:
         raise DataError(
             f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
         )
+
+
+def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Problem]:
+    """Problems of datasets of prompts with images."""
+    if not any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
+        return
+    if not reads_images:
+        yield DataError("The prompts have images, which this trainer does not read. Leave that column out.")
+    engines = ("use_vllm", "use_transformers_continuous_batching", "max_staleness", "cache_implementation")
+    for name in engines:
+        if value := getattr(args, name):
+            yield f"{name}={value!r} is not supported for prompts with images, which the model itself generates from"
+    if args.bad_images == "drop":
+        yield "bad_images='drop' is not supported online, where rollouts have whole groups; filter such rows before"
 
 
 def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
@@ -171,23 +184,27 @@ class PromptCodec:
         self._before, _ = chat_template.special_tokens_around(tokenizer)
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
-    def encode(self, prompt: Any, tools: list[Any] | None = None) -> list[int]:
+    def encode(
+        self, prompt: Any, tools: list[Any] | None = None, show: Callable[[str], str] | None = None
+    ) -> list[int]:
         """The prompt's tokens: of a text, with bos if the tokenizer adds it; of messages, with the generation prompt or
         with the assistant's last turn left open.
 
         Args:
             tools: schemas or functions that the chat template describes to the model.
+            show: puts tokens of images into the text.
 
         Raises:
             DataError: the prompt is invalid.
         """
         if isinstance(prompt, str):
+            prompt = prompt if show is None else show(prompt)
             ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         else:
             messages = chat_template.to_messages(prompt, "prompt")
             unfinished = messages[-1]["role"] == "assistant"
             text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
-            ids = chat_template.encode_texts(self.tokenizer, [text])[0].ids
+            ids = chat_template.encode_texts(self.tokenizer, [text if show is None else show(text)])[0].ids
         if not ids:
             raise DataError("the prompt is empty, and a model needs at least one token")
         return ids
@@ -240,7 +257,7 @@ class PromptCodec:
         return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
 
 
-def runs(prompts: Sequence[list[int]]) -> Iterator[tuple[int, list[int]]]:
+def runs(prompts: Sequence[Any]) -> Iterator[tuple[int, list[int]]]:
     """Runs of equal elements, grouped by length: ``a a b b c`` gives ``(2, [0, 2])`` and ``(1, [4])``."""
     found: dict[int, list[int]] = {}
     start = 0

@@ -19,7 +19,9 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
+from posttrain.core.data.images import has_images
 from posttrain.core.data.samplers import mix
+from posttrain.core.data.vision import Shown
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
@@ -41,10 +43,19 @@ from posttrain.rl.ledger import Ledger
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
-from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout, PromptCodec, prompt_problems, runs
+from posttrain.rl.prompts import (
+    GroupedStream,
+    GroupSampler,
+    Layout,
+    PromptCodec,
+    image_problems,
+    prompt_problems,
+    runs,
+)  # fmt: skip
 from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
+from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples import Rollout, Sample
 
 if TYPE_CHECKING:
@@ -82,6 +93,8 @@ class RolloutTrainer(Trainer):
     evaluation_metrics = None
     signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
+    #: Whether prompts may have images.
+    reads_images = True
     #: Whether there must be reward functions. Elsewhere they are metrics.
     learns_from_rewards = True
     #: The reference; None: the weights that the policy begins with.
@@ -121,7 +134,9 @@ class RolloutTrainer(Trainer):
             processing_class=processing_class,
             compute_metrics=others.get("compute_metrics"), callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"), quantization_config=quantization_config,
-            peft_config=peft_config, ref_model=self.given_reference, datasets={}, others={
+            peft_config=peft_config, ref_model=self.given_reference, datasets={},
+            auto_class="AutoProcessor" if any(map(has_images, (train_dataset, eval_dataset))) else "AutoTokenizer",
+            others={
                 "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
                 "environment_factory": environment_factory,
             },
@@ -145,7 +160,9 @@ class RolloutTrainer(Trainer):
             )
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
-        model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config)
+        sees = any(map(has_images, (train_dataset, eval_dataset)))
+        loaded = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
+        model, tokenizer = loaded
         super().__init__(
             model=model,
             args=args,
@@ -168,13 +185,16 @@ class RolloutTrainer(Trainer):
         self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
-        self.codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+        self.image_prompts = ImagePrompts(tokenizer, model, args) if sees else None
+        kwargs = self.image_prompts.vision.template_kwargs(args.chat_template_kwargs) if self.image_prompts else None
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+        self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
         row = None if pipeline.is_stream(train_dataset) else train_dataset[0]
         if row is None:  # each process reads its own part of the stream, as trl notes in the same place
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
-        self.generator = generator or make_generator(tokenizer, args)
+        self.generator = generator or make_generator(tokenizer, args, sees)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
             raise ValueError(problem)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
@@ -195,6 +215,7 @@ class RolloutTrainer(Trainer):
         yield from model_type_problems(parts, "pass a causal language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
+        yield from image_problems(args, parts, cls.reads_images)
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
@@ -231,10 +252,13 @@ class RolloutTrainer(Trainer):
 
     def _write(self, samples: list[Sample], sampling: Sampling) -> None:
         """One turn of the policy. Adjacent samples with the same prompt are generated together."""
-        for size, places in runs([sample.prompt_ids for sample in samples]):
+        for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
             prompts, version = [samples[first].prompt_ids for first in places], self._version
             rows = [first + offset for first in places for offset in range(size)]
-            done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows])
+            shown = [samples[first].shown for first in places]
+            images = RolloutImages.of(shown, prompts, self._image_token_id)
+            more = {} if images is None else {"images": images.inputs}
+            done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows], **more)
             for number, row in enumerate(rows):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
@@ -492,7 +516,7 @@ class RolloutTrainer(Trainer):
         self._num_tokens = state["num_tokens"]
         self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
         if "rollout" in state and self._resumed_alike:
-            self._rollout, self._used = Rollout(**state["rollout"]), state["used"]
+            self._rollout, self._used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(
                 "The checkpoint's rollout was distributed differently (%s completions on each of %s processes, %s in "
@@ -523,7 +547,7 @@ class RolloutTrainer(Trainer):
         if (found := self._sample_and_score(batches)) is None:
             return None
         samples, scores = found
-        rollout = Rollout.of(samples, self.args.mask_truncated_completions)
+        rollout = self._rollout_of(samples)
         rollout, kl = self._with_logps(rollout, samples)
         mine = records.Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
         everyone = records.Summary.join(self.dist.gather_object(mine), self.layout.dealt().argsort())
@@ -548,22 +572,35 @@ class RolloutTrainer(Trainer):
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         self.environments.begin(samples)
         read: Any = None
+        before: dict[str, Any] = {}
         ids: list[int] = []
+        shown: Shown | None = None
         for sample in samples:  # those of one prompt are adjacent, and it is tokenised once
             asked = sample.prompt, self.environments.schemas_of(sample)
-            is_new, read = asked != read, asked
-            ids = self.codec.encode(*asked) if is_new else ids
-            sample.prompt_ids = list(ids)
+            is_new = asked != read or (self.image_prompts is not None and not same_images(sample.row, before))
+            read, before = asked, sample.row
+            if is_new and self.image_prompts is not None:
+                ids, shown = self.image_prompts.encode(self.codec, sample.row, *asked)
+            elif is_new:
+                ids = self.codec.encode(*asked)
+            sample.prompt_ids, sample.shown = list(ids), shown
             if is_new and self.rollout_func is None:
                 self.environments.check_prompt(sample, asked[1], self.codec)
         return samples
+
+    @property
+    def _image_token_id(self) -> int | None:
+        return None if self.image_prompts is None else self.image_prompts.vision.image_token_id
+
+    def _rollout_of(self, samples: list[Sample]) -> Rollout:
+        return Rollout.of(samples, self.args.mask_truncated_completions, self._image_token_id)
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """How tokens are drawn."""
         args = self.args
         stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
         own = getattr(getattr(wrapping.base_model(self.model), "generation_config", None), "eos_token_id", None)
-        ends = {self.processing_class.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
+        ends = {self.codec.tokenizer.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
         ends.update(self._ends_of_calls)
         return Sampling(
             max_new_tokens=args.max_completion_length,
@@ -574,6 +611,7 @@ class RolloutTrainer(Trainer):
             repetition_penalty=args.repetition_penalty,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             eos_token_ids=tuple(sorted(ends)),
+            never=() if self.image_prompts is None else tuple(sorted(self.image_prompts.vision.placeholders)),
         )
 
     def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
@@ -803,7 +841,7 @@ class RolloutTrainer(Trainer):
     def _parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
         multiple = self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
-        share, pad = self._share_prompts, self.processing_class.pad_token_id
+        share, pad = self._share_prompts, self.codec.tokenizer.pad_token_id
         return rollout.micro_batches(self.train_batch_size, share, pad, multiple)
 
     def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
@@ -833,7 +871,7 @@ class RolloutTrainer(Trainer):
             self.metrics.add_sum(name, *pair)
         for name, (value, which) in summary.extremes().items():
             self.metrics.add_extreme(name, value, which)
-        rollout = Rollout.of(samples, self.args.mask_truncated_completions)
+        rollout = self._rollout_of(samples)
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self._shown += records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
@@ -917,7 +955,7 @@ class RolloutTrainer(Trainer):
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
         own = {k: v for k, v in (self.args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
-        return generation_config(self.sampling(), self.processing_class, own)
+        return generation_config(self.sampling(), self.codec.tokenizer, own)
 
     @property
     def layout(self) -> Layout:

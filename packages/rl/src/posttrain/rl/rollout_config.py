@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Removed, Renamed, Resolved, opt
+from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.rl.generation.continuous import sampling_problem
@@ -141,7 +142,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 @dataclass
-class RolloutConfig(RewardArguments, GenerationArguments, TrainingArguments):
+class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, TrainingArguments):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from posttrain.core.data.vision import Shown
 from posttrain.rl.logprobs import lay_out
+from posttrain.rl.rollout_images import RolloutImages
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Sample:
         finished: whether the completion ended by itself.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
+        shown: the images of the prompt; None for a model of text alone.
         extra: further columns for reward functions. environment: the object with its tools.
     """
 
@@ -42,6 +45,7 @@ class Sample:
     seed: int = 0
     rollout: int = 0
     place: int = 0
+    shown: Shown | None = None
 
     @property
     def num_chosen(self) -> int:
@@ -86,6 +90,7 @@ class Rollout:
         teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
         teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
         versions: (N, C) the optimizer step of the weights that wrote each token; None in synchronous training.
+        images: of the prompts; None for a model of text alone.
     """
 
     prompt_ids: torch.Tensor
@@ -105,13 +110,15 @@ class Rollout:
     teacher_lengths: torch.Tensor | None = None
     teacher_places: torch.Tensor | None = None
     versions: torch.Tensor | None = None
+    images: RolloutImages | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], mask_truncated: bool = False) -> Rollout:
+    def of(cls, samples: Sequence[Sample], mask_truncated: bool = False, image_token_id: int | None = None) -> Rollout:
         """The tokens of `samples`, not yet scored.
 
         Args:
             mask_truncated: do not train on truncated completions.
+            image_token_id: the token that stands for a feature of an image.
         """
         prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
         completions = [torch.tensor(sample.ids) for sample in samples]
@@ -132,6 +139,7 @@ class Rollout:
             loss_mask=_stack(learn, False),
             sampling_logps=logps,
             versions=versions,
+            images=RolloutImages.of([s.shown for s in samples], [s.prompt_ids for s in samples], image_token_id),
         )
 
     def __len__(self) -> int:
@@ -158,6 +166,8 @@ class Rollout:
         completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
         width = int(self.completion_lengths[start:stop].max())
         part = lay_out(prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple)
+        if self.images is not None:
+            part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
         for name in (*OF_TOKENS, *OF_ROWS):
             values = getattr(self, name)
             if values is not None:
@@ -165,10 +175,17 @@ class Rollout:
                 part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
         return part
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Every tensor by name, for a checkpoint."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        state = {name: value for name, value in values.items() if value is not None}
+        return state if self.images is None else state | {"images": vars(self.images)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Rollout:
+        """The inverse of `state_dict`."""
+        images = {"images": RolloutImages(**state["images"])} if "images" in state else {}
+        return cls(**{**state, **images})
 
 
 def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:

@@ -8,6 +8,8 @@ gradients of all rows flow into one encoding.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -65,12 +67,12 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
     shown = dict(inputs) | {name: copies.repeated(name, tensor) for name, tensor in once.items()}
     encode = owner.get_image_features
 
+    names = list(inspect.signature(encode).parameters)
+
+    @functools.wraps(encode)  # `generate` looks at the names of its parameters
     def encode_once(*args: Any, **kwargs: Any) -> Any:
-        own = {id(shown[name]): tensor for name, tensor in once.items()}
-        found = encode(
-            *(own.get(id(value), value) for value in args),
-            **{name: own.get(id(value), value) for name, value in kwargs.items()},
-        )
+        args = tuple(once.get(name, value) for name, value in zip(names, args, strict=False))
+        found = encode(*args, **{name: once.get(name, value) for name, value in kwargs.items()})
         for name in ("pooler_output", "deepstack_features"):
             if getattr(found, name, None) is not None:
                 setattr(found, name, _expanded(getattr(found, name), copies, several=name != "pooler_output"))

@@ -20,10 +20,11 @@ OF_THE_SERVER = (
 )  # fmt: skip
 
 
-def make_generator(tokenizer: Any, args: Any) -> Generator:
+def make_generator(tokenizer: Any, args: Any, sees: bool = False) -> Generator:
     """The engine for `args`, a `posttrain.rl.rollout_config.GenerationArguments`.
 
-    The local engine, unless another is set or an option is set that only transformers' generate supports.
+    The local engine, unless another is set or an option is set that only transformers' generate supports, or the model
+    `sees` images.
 
     Raises:
         ValueError: the chosen engine does not support another setting.
@@ -37,7 +38,7 @@ def make_generator(tokenizer: Any, args: Any) -> Generator:
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
     if args.cache_implementation:
         settings["cache_implementation"] = args.cache_implementation
-    local = TransformersGenerator(tokenizer, settings) if settings else LocalGenerator(tokenizer)
+    local = TransformersGenerator(tokenizer, settings) if settings or sees else LocalGenerator(tokenizer)
     return CopiedGenerator(local) if args.max_staleness else local
 
 

@@ -23,6 +23,7 @@ class Sampling:
         repetition_penalty: divides positive logits of tokens seen before, and multiplies negative ones; 1: none.
         stop: strings after which a completion ends; they stay in it.
         eos_token_ids: tokens after which a completion ends; they stay in it.
+        never: tokens that are never drawn, such as those that stand for images.
     """
 
     max_new_tokens: int
@@ -33,6 +34,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    never: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def check_logps(completions: Sequence[Sequence[float]]) -> None:
 
 def filters(sampling: Sampling) -> bool:
     """Whether some tokens are made less probable than the model finds them."""
-    return bool(0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1)
+    asked = 0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
+    return bool(asked or sampling.never)
 
 
 def sample(
@@ -138,6 +139,8 @@ def sample(
         kept = logits / sampling.temperature if sampling.temperature else logits
     else:
         kept = scaled
+    if sampling.never:
+        kept = kept.index_fill(1, torch.tensor(sampling.never, device=kept.device), -torch.inf)
     if numbers is None or sampling.temperature == 0:
         tokens = kept.argmax(-1)
     else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from posttrain.core.models.image_features import features_once
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
@@ -43,9 +44,18 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        images: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], dict[str, Any]] | None = None,
     ) -> Completions:
-        """See `Generator.generate`. Prompts of different lengths are padded on the left."""
+        """See `Generator.generate`. Prompts of different lengths are padded on the left.
+
+        Args:
+            images: those of the prompts, as `posttrain.rl.rollout_images.RolloutImages.inputs`.
+        """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         if (model := self.model) is None:
@@ -56,15 +66,20 @@ class TransformersGenerator:
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
-        with evaluating(model):
-            output = self._generate(model, ids, mask, sampling, drawing)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        more: dict[str, Any] = {}
+        if images is not None:
+            more = images(ids.cpu(), mask.cpu(), [i for i in range(len(prompts)) for _ in range(n)])
+            inputs |= {name: tensor.to(device) for name, tensor in more["image_inputs"].items()}
+        with evaluating(model), features_once(model, more.get("image_copies"), inputs) as shown:
+            output = self._generate(model, shown, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
         logps = drawing.logps_of(completions)
         check_logps(logps or ())
         return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(model))
 
     def _generate(
-        self, model: PretrainedModel, ids: torch.Tensor, mask: torch.Tensor, sampling: Sampling, drawing: _Drawing
+        self, model: PretrainedModel, inputs: Mapping[str, torch.Tensor], sampling: Sampling, drawing: _Drawing
     ) -> torch.Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -75,14 +90,13 @@ class TransformersGenerator:
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
         stopping = StoppingCriteriaList(
-            [_StopStrings(self.tokenizer, sampling.stop, ids.shape[1])] if sampling.stop else []
+            [_StopStrings(self.tokenizer, sampling.stop, inputs["input_ids"].shape[1])] if sampling.stop else []
         )
         base = base_model(model)
         own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
         try:
             return model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                **inputs,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([] if beams else [drawing]),
                 stopping_criteria=stopping,

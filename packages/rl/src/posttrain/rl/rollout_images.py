@@ -1,0 +1,111 @@
+"""Images of prompts in online training: from rows to the engine and to the micro-batches of a rollout.
+
+Each prompt's images are read once, kept once in a rollout and its checkpoint, and encoded once in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, read_images
+from posttrain.core.data.vision import Shown, VisionProcessor, join_tensors, place_images
+from posttrain.core.models.image_features import ImageCopies
+from posttrain.core.models.wrapping import base_model
+from posttrain.rl.prompts import PromptCodec
+
+
+class ImagePrompts:
+    """Makes tokens of prompts with images."""
+
+    def __init__(self, processor: Any, model: nn.Module, args: Any) -> None:
+        self.vision, self.reader = VisionProcessor(processor, base_model(model)), ImageReader.of(args)
+
+    def encode(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any) -> tuple[list[int], Shown]:
+        """(tokens, images) of a prompt.
+
+        Raises:
+            DataError: an image cannot be read, or has no place.
+        """
+        given = {name: row[name] for name in IMAGE_COLUMNS if name in row}
+        placed, values = place_images({**given, "prompt": prompt}, ("prompt",))
+        images, found = read_images(values, self.reader), []
+
+        def show(text: str) -> str:
+            found.append(self.vision.show(text, images))
+            return found[0].text
+
+        return codec.encode(placed["prompt"], tools, show), found[0]
+
+
+def same_images(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows hold the same images in their columns."""
+    return row is other or images_of(row) == images_of(other)
+
+
+@dataclass(frozen=True)
+class RolloutImages:
+    """The images of the prompts of N completions.
+
+    Attributes:
+        prompts: of each completion, the number of its prompt.
+        tokens: of each prompt, how many tokens stand for features of its images.
+        tensors: the processor's, of all prompts, joined along their first dimension.
+        entries: of each tensor, how many of its entries each prompt has.
+        kinds: of each input with a number for each token, the token ids whose number is not 0.
+    """
+
+    prompts: list[int]
+    tokens: list[int]
+    tensors: dict[str, torch.Tensor]
+    entries: dict[str, list[int]]
+    kinds: dict[str, list[list[int]]]
+
+    @classmethod
+    def of(cls, shown: Sequence[Shown | None], ids: Sequence[Sequence[int]], token: int | None) -> RolloutImages | None:
+        """Those of prompts with these tokens; `token` stands for a feature. None where the model sees nothing."""
+        if any(one is None for one in shown):
+            return None
+        distinct: dict[int, int] = {}
+        prompts = [distinct.setdefault(id(one), len(distinct)) for one in shown]
+        first = [prompts.index(place) for place in range(len(distinct))]
+        own = [one for place in first if (one := shown[place]) is not None]
+        tensors = join_tensors([one.tensors for one in own])
+        kinds: dict[str, dict[int, int]] = {}
+        for one in own:
+            for name, numbers in one.kinds.items():
+                kinds.setdefault(name, {}).update(numbers)
+        return cls(
+            prompts,
+            [list(ids[place]).count(-1 if token is None else token) for place in first],
+            tensors,
+            {name: [len(one.tensors.get(name, ())) for one in own] for name in tensors},
+            {name: sorted([token, number] for token, number in numbers.items()) for name, numbers in kinds.items()},
+        )
+
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
+        """What a model reads besides (B, T) `ids` with their attention `mask`: the completions `rows`.
+
+        Returns:
+            ``image_inputs``, and ``image_copies`` for `posttrain.core.models.image_features.features_once`.
+        """
+        used = list(dict.fromkeys(self.prompts[row] for row in rows))
+        inputs: dict[str, torch.Tensor] = {}
+        for name, pairs in self.kinds.items():
+            numbers = torch.zeros_like(ids)
+            for token, number in pairs:
+                numbers[ids == token] = number
+            inputs[name] = numbers * mask
+        entries = {}
+        for name, tensor in self.tensors.items():
+            parts = tensor.split(self.entries[name])
+            if any(len(parts[prompt]) for prompt in used):
+                inputs[name] = torch.cat([parts[prompt] for prompt in used])
+                entries[name] = tuple(len(parts[prompt]) for prompt in used)
+        order = tuple(used.index(self.prompts[row]) for row in rows)
+        copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
+        return {"image_inputs": inputs, "image_copies": copies}

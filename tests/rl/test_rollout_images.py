@@ -1,0 +1,77 @@
+"""Online training from prompts with images: what is sampled, learned from, and kept in a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError
+from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from tests import tiny_vision
+
+pytest.importorskip("PIL.Image")
+
+
+def prompts():
+    image = tiny_vision.image
+    asked = [{"type": "text", "text": "look"}, {"type": "image"}, {"type": "text", "text": "now"}]
+    found = [("Is it red ?", [image(0)]), ("Is it red ?", [image(5)]), ("none", []), (asked, [image(3, 16, 24)])]
+    return [{"images": images, "prompt": [{"role": "user", "content": prompt}]} for prompt, images in found]
+
+
+def digit_sum(completion_ids, **columns):
+    assert len(columns["images"]) == len(completion_ids)
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def make(tmp_path, name="qwen2_5_vl", kind=GRPOTrainer, config=GRPOConfig, **changes):
+    model, processor = tiny_vision.FAMILIES[name]()
+    usual = dict(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_completion_length=5,
+        max_steps=3, learning_rate=1e-2, logging_steps=1, save_steps=1, report_to="none", use_cpu=True, optim="sgd",
+        disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    return kind(
+        model=model, reward_funcs=digit_sum, args=config(**(usual | changes)), train_dataset=prompts(),
+        eval_dataset=prompts()[:2], processing_class=processor,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiny_vision.FAMILIES)
+def test_tokens_are_sampled_with_the_log_probabilities_that_training_computes(name, tmp_path):
+    if name in ("pixtral", "mistral3"):
+        pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
+    trainer = make(tmp_path, name)
+    samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
+    for seed, sample in enumerate(samples):
+        sample.seed = seed
+    trainer.generator.sync_weights(trainer.model)
+    trainer.generate(samples, trainer.sampling())
+    rollout = trainer._rollout_of(samples)
+    [found] = trainer._logps_of(trainer.model, rollout)[:1]
+    mask = rollout.loss_mask
+    torch.testing.assert_close(found[mask], rollout.sampling_logps[mask], rtol=1e-4, atol=1e-4)
+    assert samples[0].prompt_ids == samples[2].prompt_ids  # of two images, one question
+    first, second = found[:2][mask[:2]], found[2:4][mask[2:4]]
+    assert first.shape != second.shape or not torch.allclose(first, second)
+
+
+@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_a_run_goes_on_to_the_same_bits(kind, config, tmp_path):
+    options = {"num_iterations": 2, "beta": 0.1, "steps_per_generation": 1}
+    trainer, resumed = (make(tmp_path, kind=kind, config=config, **options) for _ in range(2))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
+    assert any("visual" in name for name in moved)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))  # in the middle of a rollout
+    expected = trainer.model.state_dict()
+    assert [k for k, value in resumed.model.state_dict().items() if not torch.equal(value, expected[k])] == []
+    assert "eval_reward" in trainer.evaluate()
+
+
+def test_engines_without_images_are_refused(tmp_path):
+    with pytest.raises((ConfigError, ValueError), match="use_vllm=True is not supported for prompts with images"):
+        make(tmp_path, use_vllm=True)
+    with pytest.raises((ConfigError, ValueError), match="bad_images='drop' is not supported online"):
+        make(tmp_path, bad_images="drop")
