@@ -329,10 +329,10 @@ def test_reward_functions_that_posttrain_has_are_taken_from_it():
     ("head", "trainer", "part"),
     [
         ("from transformers import AutoModelForImageTextToText", "SFTTrainer", "takes one dataset of rows with images"),
-        ("from transformers import Qwen2VLForConditionalGeneration", "GRPOTrainer", "keep the trainer of trl"),
-        ("import transformers; transformers.AutoModelForVision2Seq", "DPOTrainer", "keep the trainer of trl"),
-        ("f = lambda row: row['images'][0]", "GRPOTrainer", "keep the trainer of trl"),
-        ("from PIL import Image", "KTOTrainer", "keep the trainer of trl"),
+        ("from transformers import Qwen2VLForConditionalGeneration", "GRPOTrainer", "takes prompts with images"),
+        ("import transformers; transformers.AutoModelForVision2Seq", "DPOTrainer", "takes prompts with images"),
+        ("f = lambda row: row['images'][0]", "GRPOTrainer", "takes prompts with images"),
+        ("from PIL import Image", "KTOTrainer", "takes prompts with images"),
     ],
 )
 def test_scripts_about_images_are_told_what_is_not_covered(head, trainer, part):

@@ -31,9 +31,10 @@ UNKNOWN = object()
 SEES = re.compile(r"ImageTextToText|Vision2Seq|VL\w*ForConditionalGeneration|Llava|Idefics|PaliGemma|^PIL$")
 WITH_IMAGES = {
     "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; "
-    "packing, padding_free, assistant_only_loss and predict_with_generate are refused there, and a collator of "
+    "packing, padding_free and predict_with_generate are refused there, and a collator of "
     "the script's own needs remove_unused_columns=False and skip_prepare_dataset",
-    "rl": "reads text alone and refuses rows with images: for this script, keep the trainer of trl",
+    "rl": "takes prompts with images and the processor as processing_class; vLLM and precomputed log-probabilities of "
+    "the reference are refused there, and reward models and distillation read texts alone",
 }
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 
