@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--bound", type=int, default=2, help="max_staleness")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--patience", type=float, default=300.0, help="vllm_server_timeout")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for the server")
     parser.add_argument("--vllm", action="store_true", help="vLLM itself, on the CPU")
     parser.add_argument("--process", choices=VICTIMS, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
