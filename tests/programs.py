@@ -48,6 +48,7 @@ def _starter(seed: int) -> socket.socket:
     with theirs:
         command = [sys.executable, "-m", "tests.starter", str(theirs.fileno())]
         own = environment(PYTHONHASHSEED=str(seed))
+        del own["PYTHONWARNINGS"]  # as each program has it
         own["PYTHONPATH"] = os.pathsep.join(filter(None, [own["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
         _starters.append(
             subprocess.Popen(command, cwd=ROOT, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -165,7 +166,12 @@ def run(
 
 
 def together(
-    processes: int, words: list[str], timeout: float = 300, nodes: int = 1, **changes: str
+    processes: int,
+    words: list[str],
+    timeout: float = 300,
+    nodes: int = 1,
+    cwd: str | os.PathLike = ROOT,
+    **changes: str,
 ) -> subprocess.CompletedProcess[str]:
     """So many processes of one program, as torchrun sets them up on so many machines; where one fails, all are killed.
 
@@ -181,7 +187,7 @@ def together(
     for rank in range(processes):
         own: dict[str, Any] = common | {"RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each} | changes
         env = environment(**{name: str(value) for name, value in own.items()})
-        started.append(Program(words, env, seed=rank % 2))
+        started.append(Program(words, env, cwd, seed=rank % 2))
     return _finish(started, words, timeout)
 
 

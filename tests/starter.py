@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import types
+import warnings
 from typing import Any
 
 #: What takes long to import, and what the first trainer of a process imports as it is made.
@@ -74,6 +75,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     for name in os.environ.keys() - asked["environment"].keys():
         del os.environ[name]
     os.environ.update(asked["environment"])
+    warnings._processoptions(filter(None, asked["environment"].get("PYTHONWARNINGS", "").split(",")))
     sys.modules["numpy"].random.seed(None)  # each interpreter begins with another
     first, *rest = asked["words"]
     if first == "-m":

@@ -22,6 +22,7 @@ from posttrain.core.cli import parse, registry
 from posttrain.core.config import check, field_types, opt
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.arguments import ModelConfig
+from tests import programs
 
 # Defaults that differ from transformers' on purpose, each with its reason.
 MEANT = {
@@ -611,8 +612,7 @@ def test_the_main_process_goes_first_and_releases_the_others_even_after_an_error
         "except AssertionError:\n"
         "    pathlib.Path('raised').touch()\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]
-    subprocess.run(launch, cwd=tmp_path, capture_output=True, check=True, timeout=120)
+    programs.together(2, ["script.py"], timeout=120, cwd=tmp_path).check_returncode()
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["rows", "rows"]
     assert (tmp_path / "raised").exists()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
 from posttrain.core.cli import main
-from tests import tiny
+from posttrain.core.tools import verify_resume
+from tests import programs, tiny
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,9 @@ def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys)
     assert "--bench_steps few must be a number" in capsys.readouterr().err
 
 
-def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd):
+def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd, monkeypatch):
+    start = SimpleNamespace(run=lambda command, **_: programs.run(command[1:], cwd=Path.cwd()))
+    monkeypatch.setattr(verify_resume, "subprocess", start)
     assert main(["verify-resume", "sft", "run.yaml", "--steps", "2", "--save_steps", "1"]) == 0
     out = capfd.readouterr().out
     for part in ("weights", "optimizer", "scheduler", "random numbers", "data, metrics, own state", "log"):

@@ -8,15 +8,13 @@ import logging
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import time
 
 import pytest
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.logging.trackers import _TrackerArguments, apart, tracker_callbacks
-from tests import tiny
+from tests import programs, tiny
 from tests.contract.trainers import arguments, pad
 
 
@@ -283,10 +281,7 @@ first, again = stop_and_go(Path({str(tmp_path / "out")!r}), "trackio", project="
 again.train(resume_from_checkpoint=True)
 assert first.state.tracker_runs == again.state.tracker_runs and first.state.tracker_runs["trackio"]
 """
-    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
-    )
+    done = programs.run(["-c", code], env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")})
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "trackio").glob("my-project*.db")
     with sqlite3.connect(file) as database:
@@ -339,10 +334,7 @@ from tests.core.logging.test_trackers import make
 trainer = make({str(tmp_path / "out")!r}, "trackio", run_name="my-run", project="my-project")
 trainer.train()
 """
-    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
-    )
+    done = programs.run(["-c", code], env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "failed in" not in done.stderr
     (file,) = (tmp_path / "trackio").glob("my-project*.db")

@@ -14,6 +14,7 @@ import pytest
 from posttrain.core.cli import main
 from posttrain.core.tools import absent_names, migration
 from posttrain.core.tools.migration import migrate
+from tests import programs
 from tests.test_docs import DOCUMENTS, blocks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -562,11 +563,7 @@ def test_a_migrated_script_trains(script, said, tmp_path):
     text = dedent(script).replace("train_dataset=rows", "train_dataset=datasets.Dataset.from_list(rows)")
     file.write_text(datasets + text)
     assert main(["migrate", str(file), "--write"]) == 0
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(file)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
+    done = programs.run([str(file)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert " is now " not in done.stderr, "an old name was left"
     assert f"trained {said}\n" in done.stdout

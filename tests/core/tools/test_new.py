@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from posttrain.core.cli import main, parse, registry
 from posttrain.core.tools import new
-from tests import tiny
+from tests import programs, tiny
 
 RECIPES = {recipe.name: recipe for recipe in new.recipes()}
 #: Their loss needs nothing but a small model, and they take the longest among those that are alike.
@@ -70,7 +68,7 @@ def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
     command = RECIPES[name].command.split()
     if command[0] == "python":
         assert tmp_path / "run" / "train.py" in written
-        done = subprocess.run([sys.executable, "train.py", *words.split()], capture_output=True, text=True, timeout=300)
+        done = programs.run(["train.py", *words.split()], cwd=Path.cwd())
         assert done.returncode == 0, done.stderr[-2000:]
     else:
         assert registry.method(command[1]) and main([command[1], *words.split()]) == 0
