@@ -124,8 +124,9 @@ def _part(part: Any) -> Any:
 
 def _parts(message: Any) -> list[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
-    whole = isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
-    return content if whole else []
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) and "type" in part for part in content):
+        return []
+    return content
 
 
 def _show_first(talks: Mapping[str, list[Any]], number: int) -> None:
