@@ -37,6 +37,7 @@ OURS = {"overwrite_output_dir", "on_nonfinite", "max_nonfinite_steps"}
 OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step", "ema_use"}
 OURS |= {"logging_dir", "report"}
 OURS |= {"save_async", "save_top_k", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
+OURS |= {"max_duration", "max_shard_size", "check_saved_model", "on_loss_spike", "loss_spike_threshold"}
 
 
 def problems_of(**kwargs) -> list[str]:
