@@ -95,7 +95,8 @@ def test_without_it_running_out_of_memory_says_what_to_set(tmp_path):
     trainer = causal_lm(Small)(tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train()
-    [note] = caught.value.__notes__
+    note, held = caught.value.__notes__
+    assert held.startswith("What held memory: weights ")
     assert (
         "per_device_train_batch_size=4 with gradient_accumulation_steps=2" in note
         and "auto_find_batch_size=True" in note
