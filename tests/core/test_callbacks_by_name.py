@@ -15,6 +15,7 @@ from posttrain.core import (
     TrainerCallback,
     TrainingArguments,
     WeaveCallback,
+    WinRateCallback,
 )
 from posttrain.core.errors import DataError
 from tests import tiny
@@ -111,6 +112,55 @@ def test_answers_to_prompts_are_shown_as_a_table(tmp_path, monkeypatch):
     assert data[-1][1:] == ["the cat", tiny.tokenizer().decode(written[0, ids.shape[1] :], skip_special_tokens=True)]
     with pytest.raises(DataError, match="no column 'prompt'"):
         LogCompletionsCallback(trainer(tmp_path, [], rows_of(2))).answer()
+
+
+class Later:
+    """A judge that prefers what comes later in the alphabet."""
+
+    def judge(self, prompts, completions, return_scores=False):
+        assert len(prompts) == len(completions)
+        if return_scores:
+            return [0.5 if a == b else 0.75 if a > b else 0.25 for a, b in completions]
+        return [-1 if a == b else int(b > a) for a, b in completions]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_judge_compares_answers_with_those_before_training(soft, tmp_path):
+    from transformers import GenerationConfig
+
+    prompts = ["the cat", "a dog", "2 + 3", "wallet"]
+    rows = [{"prompt": prompt, **row} for prompt, row in zip(prompts, rows_of(4), strict=True)]
+    greedy = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+    def begin(steps):
+        run = trainer(
+            tmp_path,
+            [],
+            rows,
+            eval_strategy="steps",
+            eval_steps=3,
+            save_strategy="steps",
+            save_steps=3,
+            max_steps=steps,
+        )
+        callback = WinRateCallback(Later(), run, greedy, use_soft_judge=soft)
+        run.add_callback(callback)
+        return run, callback
+
+    run, callback = begin(6)
+    before = [text for _, text in callback.answer()]
+    run.train()
+    after = [text for _, text in callback.answer()]
+    assert callback.reference == before != after
+    wins = [0.5 if a == b else float(b > a) for a, b in zip(before, after, strict=True)]
+    logged = [record for record in run.state.log_history if "eval_win_rate" in record]
+    assert [record["step"] for record in logged] == [0, 3, 6]
+    assert logged[0]["eval_win_rate"] == 0.5 and logged[2]["eval_win_rate"] == sum(wins) / 4
+    if soft:
+        assert logged[2]["eval_avg_win_prob"] == sum({0: 0.25, 0.5: 0.5, 1: 0.75}[win] for win in wins) / 4
+    again, callback = begin(9)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert callback.reference == before  # and not the answers of the model that is resumed from
 
 
 # finding_E

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
+    from posttrain.core.evaluation.win_rate import WinRateCallback
     from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
@@ -78,6 +79,7 @@ _HOMES = {
         "default_data_collator",
     ),
     "evaluation.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
+    "evaluation.win_rate": ("WinRateCallback",),
     "data.pipeline": ("enable_full_determinism", "set_seed"),
     "evaluation.eval_loop": ("StreamingMetric",),
     "config": ("opt",),

@@ -66,7 +66,7 @@ for _names, _why in {
     "AdaptiveKLController FixedKLController LengthSampler": _PPO,
     "DefaultDDPOStableDiffusionPipeline DDPOPipelineOutput DDPOSchedulerOutput DDPOStableDiffusionPipeline": _PIXELS,
     "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge "
-    "PairRMJudge RandomPairwiseJudge RandomRankJudge WinRateCallback": _JUDGE,
+    "PairRMJudge RandomPairwiseJudge RandomRankJudge": _JUDGE,
     "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
