@@ -42,7 +42,7 @@ LAYERS = {
         models.clone_template models.document_kernels models.image_features models.padding_masks logging.profiling
     """.split(),
     2: """
-        cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate
+        cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate evaluation.win_rate
         training.hf_compat training.hyperparameter_search
     """.split(),
     3: ["tools"],
