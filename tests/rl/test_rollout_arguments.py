@@ -372,3 +372,11 @@ def test_every_argument_of_a_vllm_server_reaches_its_client(caplog):
     assert len(given) == 1 and all(name in given[0] for name in OF_THE_SERVER)
     named = GRPOConfig(**usual, vllm_server_base_url="https://there:1/, http://here:2", vllm_server_host="10.0.0.7")
     assert [server.url for server in make_generator(None, named).servers] == ["https://there:1", "http://here:2"]
+
+
+def test_the_local_engine_writes_as_many_completions_at_once_as_is_set():
+    args = GRPOConfig(output_dir="out", generation_max_rows=3, use_cpu=True)
+    assert make_generator(None, args).max_rows == 3
+    assert make_generator(None, GRPOConfig(output_dir="out", use_cpu=True)).max_rows == 256
+    with pytest.raises(ValueError, match="generation_max_rows"):
+        GRPOConfig(output_dir="out", generation_max_rows=0, use_cpu=True)

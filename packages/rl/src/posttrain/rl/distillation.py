@@ -304,7 +304,7 @@ class DistillationTrainer(RolloutTrainer):
         return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
 
     def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
-        engine = LocalGenerator(self.processing_class)
+        engine = LocalGenerator(self.processing_class, self.args.generation_max_rows)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
         engine.sync_weights(self.teacher_model)
         student, self.generator = self.generator, engine

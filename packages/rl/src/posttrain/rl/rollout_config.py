@@ -13,6 +13,7 @@ from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.rl.generation.continuous import sampling_problem
+from posttrain.rl.generation.protocol import MAX_ROWS
 from posttrain.rl.rewards import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -52,6 +53,9 @@ class GenerationArguments:
         None, 'Further settings: "stop" strings, and fields of GenerationConfig for generation by transformers.'
     )
     chat_template_kwargs: JSONObject = opt(None, "Variables given to the chat template.")
+    generation_max_rows: int = opt(
+        MAX_ROWS, "Completions that the local engine writes at once: memory grows with them, and the rest wait.", min=1
+    )
     cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
     use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
     transformers_continuous_batching_config: JSONObject = opt(None, "Settings of transformers' continuous batching.")

@@ -75,7 +75,6 @@ class DecoderStep:
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
         self.turns: list[torch.Tensor] | None = None
-        self.longest = 0
         self.sign = torch.ones(self.size, device=self.norm.device)
         self.sign[: self.size // 2] = -1  # a half turn of (a, b) is (-b, a)
 
@@ -120,14 +119,20 @@ class DecoderStep:
         weight = weight if norm is None else weight * norm
         return _Projection(weight.t(), None if biases[0] is None else torch.cat([b.to(self.dtype) for b in biases]))
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int, attend: Attend) -> torch.Tensor:
-        """(R, V) logits behind the (R,) `tokens` at `positions`.
+    def prepare(self, longest: int) -> None:
+        """Be ready for positions up to `longest`. Outside of the step, whose graph must not depend on it."""
+        if getattr(self.rotary, "rope_type", None) not in FIXED_ROPE:
+            return
+        while self.turns is None or longest >= len(self.turns[0]):
+            size = 1024 if self.turns is None else 2 * len(self.turns[0])
+            self.turns = self._of_rotary(self.embed.weight, torch.arange(size, device=self.norm.device))
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """(R, V) logits behind the (R,) `tokens` at `positions`, for which it was prepared.
 
         Args:
-            longest: no position is larger.
             attend: ``(layer, queries (R, H, D), keys (R, G, D), values (R, G, D), scale, window) -> (R, H * D)``.
         """
-        self.longest = longest
         x = self.embed(tokens)
         cosine, sine = self._turns(x, positions)
         turned = self.heads + self.groups
@@ -145,11 +150,8 @@ class DecoderStep:
 
     def _turns(self, x: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """(R, 1, D) what a head is multiplied by, and what its halves are when they have changed places."""
-        if getattr(self.rotary, "rope_type", None) not in FIXED_ROPE:
+        if self.turns is None:
             return self._of_rotary(x, positions)
-        while self.turns is None or self.longest >= len(self.turns[0]):
-            size = 1024 if self.turns is None else 2 * len(self.turns[0])
-            self.turns = self._of_rotary(x, torch.arange(size, device=x.device))
         return [table[positions] for table in self.turns]
 
     def _of_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:

@@ -38,7 +38,9 @@ def make_generator(tokenizer: Any, args: Any, sees: bool = False) -> Generator:
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
     if args.cache_implementation:
         settings["cache_implementation"] = args.cache_implementation
-    local = TransformersGenerator(tokenizer, settings) if settings or sees else LocalGenerator(tokenizer)
+    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows)
+    if settings or sees:
+        local = TransformersGenerator(tokenizer, settings)
     return CopiedGenerator(local) if args.max_staleness else local
 
 

@@ -11,6 +11,10 @@ A model reads a `Decoding` as a keyword of its forward, which transformers hands
 
 Rows that were admitted together are a `Block` and advance in lockstep, so only the padding of shorter prompts is
 masked. In a block the queries of all rows of a prompt meet its keys in one matrix product.
+
+On a GPU the number of operations decides, and not the number of additions in them. There the cache of a block has a
+fixed size until it is full, tokens that are not yet written are masked, and which one is written is a tensor: so the
+shapes of all tokens are equal, and `torch.compile` takes one step as one graph.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +59,15 @@ def _register() -> None:
     AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
+class _Fixed(NamedTuple):
+    """The cache of a layer as products read it: views of `Block.prompts` and `Block.own`."""
+
+    keys: torch.Tensor  # (P * G, D, width)
+    values: torch.Tensor  # (P * G, width, E)
+    own_keys: torch.Tensor  # (R * G, D, slots)
+    own_values: torch.Tensor  # (R * G, slots, E)
+
+
 class Block:
     """Prompts of similar length, `copies` rows of each, and the tokens of these rows so far.
 
@@ -62,10 +75,11 @@ class Block:
         lengths: (P,) tokens of each prompt.
         owners: (R,) the prompt of each row.
         width: tokens of the longest prompt. step: generated tokens of each row that are in the cache.
+        is_fixed: the shapes of a step do not depend on how many tokens are written.
     """
 
-    def __init__(self, lengths: Sequence[int], copies: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, lengths: Sequence[int], copies: int, device: torch.device, is_fixed: bool = False) -> None:
+        self.device, self.is_fixed = device, is_fixed
         self._lengths = torch.tensor(lengths)  # on the CPU, where rows are placed; the device has its own
         self._owners = torch.arange(len(lengths)).repeat_interleave(copies)
         self.width, self.step, self.is_ragged = max(lengths), 0, min(lengths) < max(lengths)
@@ -74,7 +88,10 @@ class Block:
         ] = {}  # of each layer, keys and values: (P, G, width, D)
         self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (R, G, at least step, D)
         self._slots: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}  # of each step, (R, G, D) of these
+        self._fixed: dict[int, _Fixed] = {}
         self._padding: torch.Tensor | None = None
+        self._written = torch.zeros(1, dtype=torch.long, device=device)  # `step`, for a graph that must not change
+        self._unwritten = torch.zeros(1, 1, 1, device=device)  # (1, 1, slots) -inf where nothing is written yet
         self._place_rows()
 
     @property
@@ -114,6 +131,7 @@ class Block:
             self._set_own(layer, keys[: len(order)], values[: len(order)])
         self._drop_prompts()
         self._place_rows()
+        self._fix()
         return order
 
     def _drop_prompts(self) -> None:
@@ -151,6 +169,30 @@ class Block:
             for tensor in (keys, values)
         )
         self.prompts[layer] = stored_keys, stored_values
+        if self.is_fixed:
+            like_keys, like_values = (tensor.new_empty(self.num_rows, *tensor.shape[1::2]) for tensor in (keys, values))
+            self._set_own(layer, self._grown(None, like_keys), self._grown(None, like_values))
+            self._fix(layer)
+
+    def _fix(self, *layers: int) -> None:
+        """Look up again what a step of fixed shapes reads."""
+        if not self.is_fixed or not self.own:
+            return
+        for layer in layers or self.own:
+            keys, values = self.prompts[layer]
+            own_keys, own_values = self.own[layer]
+            self._fixed[layer] = _Fixed(
+                keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1),
+                own_keys.flatten(0, 1).transpose(1, 2), own_values.flatten(0, 1),
+            )  # fmt: skip
+        slots, dtype = own_keys.shape[2], own_keys.dtype
+        if self._unwritten.shape[2] != slots:
+            unwritten = torch.arange(slots, device=self.device) > self._written
+            self._unwritten = torch.zeros(slots, device=self.device, dtype=dtype).masked_fill_(unwritten, -torch.inf)
+            self._unwritten = self._unwritten[None, None]
+        bias = self._prompt_bias(dtype)
+        none = torch.zeros(1, 1, 1, device=self.device, dtype=dtype)
+        self._hidden = none if bias is None else bias.expand(-1, keys.shape[1], -1, -1).flatten(0, 1)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put (R, G, D) of a token behind what the rows have generated; all of it: (R, G, step + 1, D)."""
@@ -166,7 +208,7 @@ class Block:
 
     def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         rows, heads, size = like.shape
-        new = like.new_empty(rows, heads, max(64, 2 * self.step), size)
+        new = like.new_zeros(rows, heads, max(64, 2 * self.step), size)  # zeros: what is masked must be finite
         if old is not None:
             new[:, :, : self.step] = old[:, :, : self.step]
         return new
@@ -188,10 +230,16 @@ class Block:
         """Attention of each row's new token to its prompt and to what it has generated: (R, H, D) -> (R, H * E)."""
         rows, heads, size = query.shape
         groups = key.shape[1]
+        query = query.reshape(rows, groups, heads // groups, size)
+        ruled = softcap or sinks is not None or (window is not None and self.width + self.step >= window)
+        if self.is_fixed and not ruled:
+            own_keys, own_values = self.own[layer]
+            own_keys.index_copy_(2, self._written, key.unsqueeze(2))
+            own_values.index_copy_(2, self._written, value.unsqueeze(2))
+            return self._attend_fixed(query, self._fixed[layer], scale)
         own_keys, own_values = self.append(layer, key, value)
         keys, values = self.prompts[layer]
-        query = query.reshape(rows, groups, heads // groups, size)
-        if softcap or sinks is not None or (window is not None and self.width + self.step >= window):
+        if ruled:
             pair = own_keys, own_values
             return self._under_a_rule(query, keys, values, *pair, scale, window, softcap, sinks).reshape(rows, -1)
         out, sums = _attention(self._by_prompt(query), keys, values, self._prompt_bias(query.dtype), scale)
@@ -207,6 +255,29 @@ class Block:
             share = (sums - own_sums.unsqueeze(-1)).sigmoid_()
         share = share if share.dtype == own.dtype else share.to(own.dtype)
         return own.lerp_(out, share).reshape(rows, -1)
+
+    def _attend_fixed(self, query: torch.Tensor, cache: _Fixed, scale: float) -> torch.Tensor:
+        """The same in shapes that do not depend on `step`: one softmax over the prompt and all slots."""
+        rows, groups, heads, _ = query.shape
+        width, slots = cache.values.shape[1], cache.own_values.shape[1]
+        grid = self._by_prompt(query).flatten(0, 1)
+        read = torch.baddbmm(self._hidden, grid, cache.keys, beta=int(self.is_ragged), alpha=scale)
+        own = torch.baddbmm(self._unwritten, query.flatten(0, 1), cache.own_keys, alpha=scale)
+        shape = (len(cache.values) // groups, groups, self._most, heads)
+        if self._is_sorted:  # rows stay split by prompt, (P, most, G, H / G, X), which copies nothing
+            read, own = read.view(*shape, width).transpose(1, 2), own.view(-1, self._most, groups, heads, slots)
+        else:
+            read, own = self._by_row(read.unflatten(0, (-1, groups)), heads), own.view(rows, groups, heads, slots)
+        shares = torch.cat([read, own], -1).softmax(-1, dtype=torch.float32).to(cache.values.dtype)
+        read, own = shares.split((width, slots), -1)
+        own = torch.bmm(own.reshape(rows * groups, heads, slots), cache.own_values)
+        if self._is_sorted:
+            grid = read.transpose(1, 2).reshape(len(cache.values), self._most * heads, width)
+            out = torch.bmm(grid, cache.values).view(*shape, -1).transpose(1, 2)
+        else:
+            out = torch.bmm(self._by_prompt(read).flatten(0, 1), cache.values)
+            out = self._by_row(out.unflatten(0, (-1, groups)), heads)
+        return (own.view(out.shape) + out).reshape(rows, -1)  # in the order of the first, so that it is no copy
 
     def _under_a_rule(self, query, keys, values, own_keys, own_values, scale, window, softcap, sinks) -> torch.Tensor:
         """The same under a sliding window, bounded scores or sinks: with the scores at hand, in float32."""
@@ -273,6 +344,15 @@ class Block:
         """The model has read one more token of each row."""
         self.step += 1
         self._biases.clear()
+        if not self.is_fixed or not self.own:
+            return
+        self._written += 1
+        self._unwritten.index_fill_(2, self._written, 0) if self.step < self._unwritten.shape[2] else self._grow()
+
+    def _grow(self) -> None:
+        for layer, (keys, values) in self.own.items():
+            self._set_own(layer, self._grown(keys, keys[:, :, 0]), self._grown(values, values[:, :, 0]))
+        self._fix()
 
 
 def _attention(
@@ -294,10 +374,12 @@ class Decoding:
     Attributes:
         blocks: the active ones, in the order of the rows.
         reading: the block in prefill; None in decoding.
+        is_fixed: the shapes of a step do not depend on how many tokens are written; by default on a device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_fixed: bool | None = None) -> None:
         self.device = device
+        self.is_fixed = device.type != "cpu" if is_fixed is None else is_fixed
         self.blocks: list[Block] = []
         self.reading: Block | None = None
         self._segments: Segments | None = None
@@ -305,7 +387,8 @@ class Decoding:
     @contextlib.contextmanager
     def read(self, lengths: Sequence[int], copies: int) -> Iterator[Block]:
         """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens."""
-        self.reading, self._segments = Block(lengths, copies, self.device), Segments.documents(lengths)
+        self.reading = Block(lengths, copies, self.device, self.is_fixed)
+        self._segments = Segments.documents(lengths)
         try:
             yield self.reading
             self.blocks.append(self.reading)

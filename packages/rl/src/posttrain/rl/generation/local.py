@@ -22,14 +22,12 @@ from posttrain.core.models.varlen_attention import LAYER_TYPES
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
-from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.transformers import TransformersGenerator, ends_with_stop, evaluating, is_float32
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 256
-"""Completions in a batch, unless one prompt needs more."""
 MAX_TOKENS_READ = 16_384
 """Tokens of prompts that are read in one forward, unless one prompt is longer."""
 PADDING = 4.0
@@ -45,7 +43,7 @@ class LocalGenerator:
 
     Args:
         tokenizer: decodes what is searched for stop strings.
-        max_rows: completions in a batch; more need more memory.
+        max_rows: completions that are written at once: the memory of the cache grows with them. The rest wait.
     """
 
     shares_weights = True
@@ -198,8 +196,9 @@ def _logits(
 ) -> torch.Tensor:
     """(R, V) logits behind one more token of each row."""
     if step is not None:
+        step.prepare(max(block.longest for block in decoding.blocks))
         with torch.autocast(tokens.device.type, enabled=False):
-            return step(tokens, positions, max(block.longest for block in decoding.blocks), decoding.attend_rows)
+            return step(tokens, positions, decoding.attend_rows)
     ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
     return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
 

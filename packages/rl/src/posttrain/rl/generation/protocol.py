@@ -9,6 +9,9 @@ from typing import Protocol
 
 from torch import nn
 
+MAX_ROWS = 256
+"""Completions that a local engine writes at once, unless one prompt needs more."""
+
 
 @dataclass(frozen=True)
 class Sampling:
