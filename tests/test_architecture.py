@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by layer: each may import its own layer and those below.
 LAYERS = {
     0: """
-        config errors state data.call_arguments data.collators data.segments distributed.accelerator_config
+        config errors old_names state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.block_mask models.embeddings
         models.gradient_checkpointing models.regularization

@@ -193,7 +193,7 @@ def test_json_strings_become_dicts():
         ({"learning_rate": -1e-5}, ("learning_rate=-1e-05", ">= 0")),
         ({"learning_rate": "1e-5"}, ("learning_rate='1e-5'", "float")),
         ({"logging_steps": 0}, ("logging_steps=0", "> 0")),
-        ({"save_steps": 0}, ("save_steps=0", "> 0")),
+        ({"logging_steps": 0}, ("logging_steps=0", "> 0")),
         ({"seed": -1}, ("seed=-1", ">= 0")),
         ({"torch_empty_cache_steps": 0}, ("torch_empty_cache_steps=0", ">= 1")),
         ({"eval_strategy": "epochs"}, ("eval_strategy='epochs'", "did you mean 'epoch'")),

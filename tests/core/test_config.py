@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import Choice, ConfigMeta, Removed, Renamed, aliases, element_type, opt, validate
+from posttrain.core.config import Choice, ConfigMeta, element_type, opt, validate
 from posttrain.core.errors import ConfigError
+from posttrain.core.old_names import Removed, Renamed, aliases
 
 
 class Colour(enum.StrEnum):

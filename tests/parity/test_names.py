@@ -14,7 +14,7 @@ import pytest
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
 
-from posttrain.core.config import old_names  # noqa: E402
+from posttrain.core.old_names import old_names  # noqa: E402
 from posttrain.core.tools import absent_names  # noqa: E402
 
 FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
@@ -57,7 +57,6 @@ METHODS = {
     "get_batch_logps": "override score",
     "get_batch_loss_metrics": "override compute_loss",
     "generate_from_model": "num_eval_samples writes answers of policy and reference",
-    "store_metrics": "log_metric",
 }
 FIELDS = {"ORPO": {"padding_value": "padding is masked, and its value has no effect"}}
 

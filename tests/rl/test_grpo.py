@@ -670,7 +670,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"), ({"top_p": 2.0}, "top_p"), ({"temperature": 0.0}, "temperature"),
     ({"sync_ref_model": True}, "set beta above 0"), ({"scale_rewards": "grop"}, "did you mean 'group'"),
     ({"importance_sampling_level": "tokens"}, "did you mean 'token'"), ({"reward_timeout": 0.0}, "reward_timeout"),
-    ({"max_prompt_length": 5}, "prompts are never cut"),
+    ({"vllm_device": "cuda:1"}, "vllm_device='cuda:1' has no effect: set vllm_mode"),
     ({"use_vllm": True, "use_transformers_continuous_batching": True}, "two engines"),
     ({"use_transformers_continuous_batching": True, "repetition_penalty": 1.2}, "=1.2 is not supported"),
     ({"vllm_structured_outputs_regex": "a+"}, "set use_vllm=True"), ({"label_smoothing_factor": 0.1}, "have no labels"),

@@ -80,9 +80,22 @@ def test_what_cannot_work_is_refused(tmp_path):
         RewardConfig("out", center_rewards_coefficient=-0.1)
 
 
-@pytest.mark.parametrize("names", [("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("chosen_ids", "rejected_ids"),
+        ("chosen_input_ids", "rejected_input_ids"),
+        ("input_ids_chosen", "input_ids_rejected"),
+        ("input_ids_chosen", "input_ids_rejected", "attention_mask_chosen", "attention_mask_rejected"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_whole_texts_may_be_tokens_already(names, tmp_path):
-    rows = [dict(zip(names, ([5, 6, 7 + i], [5, 8]), strict=True)) for i in range(3)]
+    rejected = [5, 8, 0, 0] if len(names) > 2 else [5, 8]
+    rows = [
+        dict(zip(names, ([5, 6, 7 + i], rejected, [1, 1, 1], [1, 1, 0, 0])[: len(names)], strict=True))
+        for i in range(3)
+    ]
     dataset = datasets.Dataset.from_list(rows)
     trainer = RewardTrainer(
         tiny.reward_model(), arguments(RewardConfig, tmp_path), train_dataset=dataset, processing_class=tiny.tokenizer()

@@ -123,8 +123,8 @@ def test_what_cannot_work_is_refused():
         CPOConfig("out", loss_type="hinge", label_smoothing=0.1)
     with pytest.raises(ConfigError, match="beta"):
         ORPOConfig("out", beta=-1)
-    with pytest.raises(ConfigError, match="max_prompt_length"):
-        ORPOConfig("out", max_prompt_length=5)
+    with pytest.raises(ConfigError, match="generate_during_eval"):
+        ORPOConfig("out", generate_during_eval=True)
 
 
 def test_a_loss_that_compares_with_a_reference_needs_the_arguments_of_one(tmp_path):

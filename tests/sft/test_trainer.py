@@ -588,3 +588,13 @@ def test_the_model_and_its_card_say_how_it_was_trained(tmp_path):
     card = (tmp_path / "README.md").read_text()
     tags = yaml.safe_load(card.split("---")[1])["tags"]
     assert {"posttrain", "sft", "mine"} <= set(tags)
+
+
+def test_arguments_of_the_first_versions_are_taken_with_a_word(tmp_path):
+    rows = [{"text": "Betty is saving money."}] * 4
+    with pytest.warns(FutureWarning, match="num_of_sequences has no effect: packing"):
+        trainer = SFTTrainer(
+            tiny.causal_lm(), args=config(tmp_path), train_dataset=rows, tokenizer=tiny.tokenizer(),
+            neftune_noise_alpha=5, num_of_sequences=1024, chars_per_token=3.6, infinite=True, dataset_batch_size=1000,
+        )  # fmt: skip
+    assert trainer.args.neftune_noise_alpha == 5

@@ -24,6 +24,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.hub.uploads import _reason
 from posttrain.core.logging import run_record
 from posttrain.core.logging.redaction import is_secret, masked, masked_words, redact
+from posttrain.core.old_names import old_names
 from tests import tiny
 from tests.contract.trainers import pad
 
@@ -77,7 +78,7 @@ def texts_of(config, **values):
 @pytest.mark.parametrize("config", config_classes(), ids=lambda config: config.__name__)
 def test_no_config_writes_a_secret(config):
     names = [f.name for f in dataclasses.fields(config) if f.init]
-    secret = [name for name in (*names, *fields.old_names(config)) if is_secret(name)]
+    secret = [name for name in (*names, *old_names(config)) if is_secret(name)]
     assert "hub_token" in secret and "push_to_hub_token" in secret
     cases = [{name: TOKEN} for name in secret] + [{name: [PASSWORD]} for name in secret]
     cases += [{"hub_token": PASSWORD, "push_to_hub_token": TOKEN}]

@@ -30,9 +30,18 @@ def test_an_adapter_trains_alone():
 def test_a_second_adapter_is_refused_and_so_is_what_is_none():
     model = adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(**LORA))
     with pytest.raises(ValueError, match="merge_and_unload"):
-        adapters.add_adapter(model, peft.LoraConfig(**LORA))
+        adapters.add_adapter(model, peft.LoraConfig(**LORA | {"r": 3}))
     with pytest.raises(TypeError, match="must be a peft.PeftConfig"):
         adapters.add_adapter(tiny.causal_lm(), {"r": 8})
+
+
+@pytest.mark.parametrize("config", [peft.LoraConfig(**LORA), None], ids=["equal", "the same"])
+def test_the_adapter_that_a_script_has_put_on_itself_is_trained(config):
+    given = peft.LoraConfig(**LORA)
+    model = peft.get_peft_model(tiny.causal_lm(), given)
+    with pytest.warns(UserWarning, match="already has the adapter"):
+        assert adapters.add_adapter(model, config or given) is model
+    assert list(model.peft_config) == ["default"]
 
 
 def test_a_quantized_base_needs_an_adapter_which_is_bfloat16():

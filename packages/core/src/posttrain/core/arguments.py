@@ -13,26 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from posttrain.core import distributed
 from posttrain.core.checkpoint import CheckpointArguments, disk
 from posttrain.core.cli import registry
-from posttrain.core.config import (
-    Choice,
-    ConfigMeta,
-    Removed,
-    Renamed,
-    Resolved,
-    check_field,
-    opt,
-    read_old_name,
-    tidy,
-    translate_old_names,
-    validate,
-)
+from posttrain.core.config import Choice, ConfigMeta, Resolved, check_field, opt, tidy, validate
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import DistributedArguments
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
@@ -43,6 +31,7 @@ from posttrain.core.logging.redaction import masked, shown
 from posttrain.core.logging.trackers import LoggingArguments
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.models.ema import EMAArguments
+from posttrain.core.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
@@ -53,12 +42,30 @@ from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
+#: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
+NEVER = 2**31
+
 OLD_NAMES: dict[str, Renamed | Removed] = {
     # Numbers below 1 are shares of all optimizer steps, so 100% is the largest such number.
-    "warmup_ratio": Renamed("warmup_steps", lambda share: math.nextafter(1.0, 0) if share == 1 else share, (None, 0)),
-    "group_by_length": Renamed("train_sampling_strategy", lambda on: "group_by_length", (None, False)),
-    "include_inputs_for_metrics": Renamed("include_for_metrics", lambda on: ["inputs"], (None, False)),
-    "adafactor": Renamed("optim", lambda on: "adafactor", (None, False)),
+    "warmup_ratio": Renamed(
+        "warmup_steps",
+        lambda share: math.nextafter(1.0, 0) if share == 1 else share,
+        (None, 0),
+        lambda steps: steps if steps < 1 else 0.0,
+    ),
+    "group_by_length": Renamed(
+        "train_sampling_strategy",
+        lambda on: "group_by_length",
+        (None, False),
+        lambda strategy: strategy == "group_by_length",
+    ),
+    "include_inputs_for_metrics": Renamed(
+        "include_for_metrics", lambda on: ["inputs"], (None, False), lambda names: "inputs" in (names or [])
+    ),
+    "adafactor": Renamed("optim", lambda on: "adafactor", (None, False), lambda name: name == "adafactor"),
+    "evaluate_during_training": Renamed(
+        "eval_strategy", lambda on: "steps", (None, False), lambda strategy: strategy != "no"
+    ),
     "torchdynamo": Renamed("torch_compile_backend"),
     "xpu_backend": Renamed("ddp_backend"),
     "push_to_hub_token": Renamed("hub_token"),
@@ -81,6 +88,8 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "ray_scope": Removed("the trials of hyperparameter_search are compared by their last evaluation", (None, "last")),
     "sharded_ddp": Removed("fairscale is retired; FSDP took its place", (None, False, "", [])),
     "mp_parameters": Removed("SageMaker's model parallel library is not supported; launch with torchrun", (None, "")),
+    "fsdp_transformer_layer_cls_to_wrap": Removed("set fsdp_config={'transformer_layer_cls_to_wrap': ...}"),
+    "fsdp_min_num_params": Removed("set fsdp_config={'min_num_params': ...}", (None, 0)),
     "tpu_num_cores": Removed("TPUs are not supported; run on GPUs or the CPU"),
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
     # `on_nonfinite` handles a non-finite loss; the log shows its value.
@@ -183,6 +192,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OptimizerArguments,
     ScheduleArguments,
     RunArguments,
+    AnswersToOldNames,
     metaclass=ConfigMeta,
 ):
     """All arguments of a run, under flat names.
@@ -204,11 +214,6 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         """Check every argument again, after some were assigned; raises `ConfigError` with all problems."""
         validate(self)
 
-    if not TYPE_CHECKING:  # to whom any name would be an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            return read_old_name(self, name)  # scripts read what they have set
-
     @classmethod
     def unknown_argument_hint(cls, name: str) -> str:
         owners = [owner for owner in registry.configs_with(name) if owner != cls.__name__]
@@ -222,8 +227,16 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         self.do_eval = self.do_eval or self.eval_strategy != "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
-        for name in ("logging_steps", "eval_steps", "save_steps"):
+        if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
+            self.save_steps = NEVER
+        for name, strategy, unused in (
+            ("logging_steps", self.logging_strategy, 500),
+            ("eval_steps", self.eval_strategy, None),
+            ("save_steps", self.save_strategy, 500),
+        ):
             value = getattr(self, name)
+            if strategy != "steps" and value == 0:  # scripts write it for a strategy that counts no steps
+                setattr(self, name, unused)
             if isinstance(value, float) and value.is_integer():
                 setattr(self, name, int(value))
         if self.metric_for_best_model is None and (

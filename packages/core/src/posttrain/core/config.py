@@ -14,13 +14,20 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.logging.redaction import shown
+from posttrain.core.old_names import (
+    Removed,
+    Renamed,
+    follow_old_fields,
+    old_names,
+    translate_old_names,
+    without_aliases,
+)
 
 
 class Help(str):
@@ -104,18 +111,6 @@ def opt(
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def aliases(config_class: type) -> dict[str, str]:
-    """``{old name: field name}`` of every alias declared on the fields of `config_class`."""
-    found = {
-        alias.lstrip("-").replace("-", "_"): field.name
-        for field in dataclasses.fields(config_class)
-        for alias in field.metadata.get("aliases", ())
-    }
-    return {
-        alias: name for alias, name in found.items() if alias.removeprefix("no_") == alias or alias[3:] not in found
-    }
 
 
 class OldFlags(argparse.Action):
@@ -319,7 +314,7 @@ def validate(config: Any) -> None:
     Raises:
         ConfigError: listing every problem.
     """
-    problems = list(tidy(config))
+    problems = [*follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]
     failures: list[Exception] = []
     for owner in owners:
@@ -341,91 +336,6 @@ def validate(config: Any) -> None:
         raise failures[0]
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """An old name that was replaced by another one.
-
-    Args:
-        new: the field's name today.
-        convert: from the old value to the new one.
-        ignore: values of the old name without a meaning; the new name then keeps its value.
-    """
-
-    new: str
-    convert: Callable[[Any], Any] = lambda value: value
-    ignore: tuple[Any, ...] = (None,)
-
-
-@dataclass(frozen=True)
-class Removed:
-    """An old name without a replacement.
-
-    Args:
-        why: why it is gone and what to do instead; a clause that follows "has no effect: ".
-        harmless: values that match the behaviour; None: every value.
-        quiet: accept those values without a warning, for a name that is planned rather than removed.
-        says_nothing: values that are accepted without a warning.
-    """
-
-    why: str
-    harmless: tuple[Any, ...] | None = (None,)
-    quiet: bool = False
-    says_nothing: tuple[Any, ...] = ()
-
-
-def old_names(config_class: type) -> dict[str, Renamed | Removed]:
-    """Old names that `config_class` answers to: the aliases of its fields and each base's ``OLD_NAMES``."""
-    table: dict[str, Renamed | Removed] = {old: Renamed(new) for old, new in aliases(config_class).items()}
-    for owner in reversed(config_class.__mro__):
-        table |= vars(owner).get("OLD_NAMES", {})
-    return table
-
-
-def read_old_name(config: Any, name: str) -> Any:
-    """The value of the field that `name` is an old name of; an `AttributeError` if it is none."""
-    old = None if name.startswith("_") else old_names(type(config)).get(name)
-    if not isinstance(old, Renamed) or old.convert is not Renamed.convert:
-        raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}", name=name, obj=config)
-    return getattr(config, old.new)
-
-
-def translate_old_names(config_class: type, kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replace old names among `kwargs` by today's, with a `FutureWarning` each.
-
-    Returns:
-        the arguments under today's names, and sentences on those that cannot be translated.
-    """
-    known, table = {field.name for field in dataclasses.fields(config_class)}, old_names(config_class)
-    today = {name: value for name, value in kwargs.items() if name in known or name not in table}
-    problems: list[str] = []
-    for name, value in kwargs.items():
-        if name in today:
-            continue
-        old = table[name]
-        if isinstance(old, Removed):
-            if old.harmless is not None and value not in old.harmless:
-                problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
-            elif not old.quiet and value not in old.says_nothing:
-                warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
-        elif value in old.ignore:
-            warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
-        else:
-            new_value = old.convert(value)
-            if old.new in today and today[old.new] != new_value:
-                problems.append(
-                    f"{name}={shown(name, value)} and {old.new}={shown(old.new, today[old.new])} are both given, and "
-                    f"{name} is the old name of {old.new}; keep {old.new}"
-                )
-            elif old.new not in known:
-                problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
-            else:
-                now = f"{old.new}={shown(old.new, new_value)}"
-                warning = f"{config_class.__name__}: {name}={shown(name, value)} is now {now}"
-                warnings.warn(warning, FutureWarning, stacklevel=3)
-                today[old.new] = new_value
-    return today, problems
-
-
 class ConfigMeta(type):
     """Makes calling a config class accept old names, and report an unknown one together with every bad value.
 
@@ -438,12 +348,22 @@ class ConfigMeta(type):
         super().__init__(name, bases, namespace, **options)
         _old_flags.update(namespace.get("OLD_NAMES", {}))
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__dataclass_fields__":  # a dataclass of a script may have a field of a name that is an alias here
+            for field in list(value.values()):
+                own = {f"--{other}" for other in value if other != field.name}
+                if field.metadata.get("aliases"):
+                    value[field.name] = without_aliases(field, own)
+        super().__setattr__(name, value)
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not the one that `dataclass` gives to each subclass, which would show secrets.
         written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
         own = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
         cls.__repr__ = own  # type: ignore[method-assign]  # mypy takes no assignment to a method, even on purpose
-        kwargs, problems = translate_old_names(cls, cls.accept_old_names(kwargs))
+        given = cls.accept_old_names(kwargs)
+        removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
+        kwargs, problems = translate_old_names(cls, given)
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         problems += [
             f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"
@@ -458,6 +378,8 @@ class ConfigMeta(type):
             problems += error.problems
         if problems:
             raise ConfigError(cls.__name__, problems)
+        if removed:
+            vars(config)["_removed"] = removed
         return config
 
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:

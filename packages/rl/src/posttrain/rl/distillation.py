@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import JSONObject, Removed, opt
+from posttrain.core.config import JSONObject, opt
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.losses import normalization
 from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head, loading, wrapping
+from posttrain.core.old_names import Removed
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.distillation_data import has_completions, prompt_and_completion, with_prompts
 from posttrain.rl.generation import Sampling

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core import opt
-from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.losses import normalization
+from posttrain.core.old_names import Removed
 from posttrain.rl.preference import Completions, PreferenceTrainer
-from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
 from posttrain.rl.shared_prefix import CompletionScores
 
@@ -275,14 +275,11 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     use_weighting: bool = opt(False, "Weigh each pair by how probable the policy finds its completions (WPO).")
     discopop_tau: float = opt(0.05, "Width of the change from one loss to the other in discopop.", above=0)
 
-    OLD_NAMES = {
-        "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
-        "max_completion_length": Removed("a row is cut as a whole, by max_length."),
+    OLD_NAMES = WITH_REFERENCE | {
         "reference_free": Removed("losses without a reference are those of CPOTrainer.", harmless=(None, False)),
-        "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
-        "force_use_ref_model": Removed("a ref_model that is passed is used, with adapters too.", harmless=None),
         "use_logits_to_keep": Removed("only completion tokens reach the head, always.", harmless=None),
-        "use_liger_loss": Removed("logits are never held whole, without Liger too.", harmless=None),
+        "use_num_logits_to_keep": Removed("only completion tokens reach the head, always.", harmless=None),
+        "tools": Removed("give rows a column tools."),
     }
 
     @classmethod

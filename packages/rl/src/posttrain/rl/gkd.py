@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import Removed, opt
+from posttrain.core.config import opt
 from posttrain.core.losses.distillation import divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
+from posttrain.core.old_names import Removed
 from posttrain.rl.distillation import DistillationConfig, DistillationTrainer
 
 

@@ -23,13 +23,12 @@ import torch
 from torch import nn
 
 from posttrain.core import opt
-from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.rl.preference import Completions, PreferenceTrainer
-from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
 from posttrain.rl.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
 
@@ -80,12 +79,7 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
     desirable_weight: float = opt(1.0, "Weight of good completions; raise it where there are fewer of them.", above=0)
     undesirable_weight: float = opt(1.0, "Weight of bad completions; raise it where there are fewer of them.", above=0)
 
-    OLD_NAMES = {
-        "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
-        "max_completion_length": Removed("a row is cut as a whole, by max_length."),
-        "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
-        "use_liger_loss": Removed("logits are never held whole, without Liger too.", harmless=None),
-    }
+    OLD_NAMES = WITH_REFERENCE
 
 
 @dataclass

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.config import Removed, Renamed, opt
+from posttrain.core.config import opt
+from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.advantages import total_rewards
 from posttrain.rl.judges import JudgeReward, PairwiseJudge
 from posttrain.rl.logprobs import CompletionLogps, completion_logps

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,33 @@ from typing import Any
 import torch
 
 from posttrain.core import Trainer, TrainingArguments, opt
-from posttrain.core.config import JSONObject, Removed, Renamed, Resolved
+from posttrain.core.config import JSONObject, Resolved
 from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
+from posttrain.core.old_names import Removed, Renamed, moved_arguments
 from posttrain.rl.preference_rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)
 
 #: Names that the configs of trainers without a reference had in earlier versions of the field.
 WITHOUT_REFERENCE: dict[str, Renamed | Removed] = {
-    "max_prompt_length": Removed("a row is cut as a whole, by max_length."),
-    "max_completion_length": Removed("a row is cut as a whole, by max_length."),
+    # Limits under which most rows stay; what is cut is counted in the report of the data.
+    "max_prompt_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
+    "max_completion_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
+    "max_target_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
     "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
-    "is_encoder_decoder": Removed("the model says so itself.", harmless=(None, False)),
+    "is_encoder_decoder": Removed("the model says so itself.", harmless=None),
+    "label_pad_token_id": Removed("labels are made in the trainer.", harmless=None),
+    "padding_value": Removed("padding is never read; pad_token names another token for it.", harmless=None),
+}
+#: Those of trainers with one.
+WITH_REFERENCE: dict[str, Renamed | Removed] = WITHOUT_REFERENCE | {
+    "force_use_ref_model": Removed("a ref_model that is passed is used, with adapters too.", harmless=None),
+    "model_adapter_name": Removed("the active adapter is trained; call model.set_adapter.", (None, "default")),
+    "ref_adapter_name": Removed("the reference is the adapter as it is passed; for another, pass ref_model."),
+    "ref_model_init_kwargs": Removed("a reference given by name is loaded with model_init_kwargs.", harmless=None),
+    "base_model_attribute_name": Removed("the head is found by itself.", harmless=None),
+    "use_liger_loss": Removed("logits are never held whole, without Liger too.", harmless=None),
 }
 
 
@@ -103,16 +116,13 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> P
     if args is not None and not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
-    moved = {name: old_names.pop(name) for name in list(old_names) if name in fields}
+    moved = moved_arguments(trainer.__name__, config_class, old_names)
     known = [*inspect.signature(trainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
             raise TypeError(
                 f"{trainer.__name__} got an unknown argument {name!r}{did_you_mean(name, [*known, *fields])}"
             )
-    for name in moved:
-        message = f"{trainer.__name__}: {name}= is now {config_class.__name__}({name}=...); both work."
-        warnings.warn(message, FutureWarning, stacklevel=3)
     if args is None:
         return config_class(**moved)
     if not isinstance(args, config_class):

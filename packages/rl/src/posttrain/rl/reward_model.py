@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core import opt
-from posttrain.core.config import Removed
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import DataError
 from posttrain.core.models import adapters, wrapping
 from posttrain.core.models.loading import load_causal_lm, load_tokenizer
+from posttrain.core.old_names import Removed
 from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.preference_rows import PAIR
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
 
 TASK = "AutoModelForSequenceClassification"
@@ -56,7 +57,7 @@ class RewardConfig(PreferenceConfig):
     )
     eos_token: str | None = opt(None, "Token that ends a row, instead of the tokenizer's own.")
 
-    OLD_NAMES = {"max_prompt_length": Removed("a row is cut as a whole, by max_length.")}
+    OLD_NAMES = {"max_prompt_length": Removed("a row is cut as a whole, by max_length.", harmless=None)}
 
     def _problems(self):
         for name in ("shared_prefix", "padding_free"):
@@ -231,14 +232,25 @@ def _check_margins(dataset: Any, name: str) -> None:
 def _with_prompt_ids(dataset: Any) -> Any:
     """Rows of tokens that hold each text whole, as `chosen_ids` and `rejected_ids`, with a prompt of no tokens."""
     columns = getattr(dataset, "column_names", None) or ()
-    earlier = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
-    if set(earlier) <= set(columns):
-        warnings.warn(
-            "The columns chosen_input_ids and rejected_input_ids are called chosen_ids and rejected_ids now; the "
-            "earlier names will not be supported in v1.", FutureWarning, stacklevel=2,
-        )  # fmt: skip
-        dataset = dataset.rename_columns(earlier)
-        columns = dataset.column_names
-    if "prompt_ids" in columns or not set(earlier.values()) <= set(columns):
+    for name in ("{}_input_ids", "input_ids_{}"):
+        earlier = {name.format(side): f"{side}_ids" for side in PAIR}
+        if set(earlier) <= set(columns):
+            warnings.warn(
+                f"The columns {' and '.join(earlier)} are called {' and '.join(earlier.values())} now; the earlier "
+                "names will not be supported in v1.", FutureWarning, stacklevel=2,
+            )  # fmt: skip
+            masks = [column for column in columns if column.startswith("attention_mask_")]
+            dataset = dataset.map(_tokens_of, remove_columns=[*earlier, *masks], fn_kwargs={"columns": earlier})
+            columns = dataset.column_names
+    if "prompt_ids" in columns or not {f"{side}_ids" for side in PAIR} <= set(columns):
         return dataset
     return dataset.map(lambda row: {"prompt_ids": []})
+
+
+def _tokens_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, list[int]]:
+    """The tokens in `columns`, without the padding that an ``attention_mask_chosen`` marks."""
+    found = {}
+    for column, name in columns.items():
+        mask = row.get(f"attention_mask_{name.removesuffix('_ids')}") or [1] * len(row[column])
+        found[name] = [token for token, real in zip(row[column], mask, strict=True) if real]
+    return found

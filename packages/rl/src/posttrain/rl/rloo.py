@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import Resolved, opt
+from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.policy_losses import clipped
@@ -26,6 +27,28 @@ class RLOOConfig(RolloutConfig):
     beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
     normalize_advantages: bool = opt(False, "Normalize the advantages of a rollout to mean 0 and standard deviation 1.")
     reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")
+
+    #: Of trl's trainer of this name before 0.23, and its version 0.22.
+    OLD_NAMES = {
+        "rloo_k": Renamed("num_generations"),
+        "num_ppo_epochs": Renamed("num_iterations"),
+        "response_length": Renamed("max_completion_length"),
+        "kl_coef": Renamed("beta"),
+        "cliprange": Renamed("epsilon"),
+        "normalize_advantage": Renamed("normalize_advantages"),
+        "reward_model_path": Renamed("reward_funcs", lambda path: [path]),
+        "token_level_kl": Removed("the divergence is that of whole completions.", harmless=(None, False)),
+        "normalize_reward": Removed("set normalize_advantages=True.", harmless=(None, False)),
+        "missing_eos_penalty": Removed("write a reward function that looks at the end of a completion."),
+        "total_episodes": Removed("set max_steps; an optimizer step has per_device_train_batch_size x accumulation."),
+        "num_mini_batches": Removed("set steps_per_generation.", harmless=(None, 1)),
+        "local_rollout_forward_batch_size": Removed("completions are scored in micro-batches.", harmless=None),
+        "num_sample_generations": Removed("set log_completions=True.", harmless=(None, 0, 10)),
+        "stop_token": Removed("a completion ends at the model's end tokens.", harmless=(None, "eos")),
+        "stop_token_id": Removed("a completion ends at the model's end tokens."),
+        "exp_name": Removed("set run_name.", harmless=None),
+        "dataset_num_proc": Removed("prompts are read when they are sampled from.", harmless=None),
+    }
 
     def _problems(self) -> Iterator[str]:
         bounds = self.reward_clip_range

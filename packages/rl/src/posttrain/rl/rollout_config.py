@@ -8,18 +8,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import JSONObject, Removed, Renamed, Resolved, opt
+from posttrain.core.config import JSONObject, Resolved, opt
 from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
+from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.protocol import MAX_ROWS
 from posttrain.rl.rewards import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
     "max_prompt_length": Removed(
-        "prompts are never cut, since a question without its end has another answer; filter the dataset by length"
+        "prompts are never cut, since a question without its end has another answer; filter the dataset by length",
+        harmless=None,
     ),
+    "use_liger_loss": Removed("logits are never held whole, without Liger too", harmless=None),
+    "vllm_device": Removed(
+        "set vllm_mode='colocate', or vllm_server_base_url for one on other devices", (None, "auto")
+    ),
+    "vllm_dtype": Removed("vLLM takes the type of the weights", (None, "auto")),
+    "vllm_max_model_len": Renamed("vllm_max_model_length"),
+    "vllm_enable_prefix_caching": Removed("vLLM decides by itself", harmless=None),
+    "wandb_log_unique_prompts": Renamed("log_unique_prompts"),
     "use_transformers_paged": Renamed("use_transformers_continuous_batching"),
     "vllm_guided_decoding_regex": Renamed("vllm_structured_outputs_regex"),
 }

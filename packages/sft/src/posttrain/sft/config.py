@@ -14,6 +14,7 @@ from posttrain.core.config import JSONObject, Resolved, opt
 from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.evaluation.generate import GenerationArguments
+from posttrain.core.old_names import Removed, Renamed
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ NO_EFFECT = {
     "add_special_tokens": "rows get the special tokens of their chat template, or of the tokenizer, once",
     "append_concat_token": "each row ends in its own eos token",
 }
+
+#: What earlier versions of trl asked about packing, which their trainer took too.
+FORMERLY_OF_PACKING = ("infinite", "num_of_sequences", "chars_per_token", "dataset_batch_size")
 
 
 #: Arguments that the trainer itself took in earlier versions, and the fields of `SFTConfig` that they are now.
@@ -34,6 +38,7 @@ MOVED_TO_CONFIG = {
     "dataset_num_proc": "dataset_num_proc",
     "dataset_kwargs": "dataset_kwargs",
     "model_init_kwargs": "model_init_kwargs",
+    "neftune_noise_alpha": "neftune_noise_alpha",
 }
 
 
@@ -120,6 +125,10 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
             "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
             choices=("nll", "chunked_nll", "dft"),
     )  # fmt: skip
+
+    OLD_NAMES = {"use_liger": Renamed("use_liger_kernel", ignore=(None, False))} | dict.fromkeys(
+        FORMERLY_OF_PACKING, Removed("packing joins whole rows, and training reads as many as it needs.", harmless=None)
+    )
 
     def _normalize(self) -> None:
         import torch

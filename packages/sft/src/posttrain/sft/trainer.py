@@ -29,11 +29,12 @@ from posttrain.core.models.activation_offloading import offloading, with_offload
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.wrapping import base_model
+from posttrain.core.old_names import moved_arguments
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.sft.collators import SFTCollator
-from posttrain.sft.config import MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
+from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
@@ -114,6 +115,7 @@ class SFTTrainer(GeneratesText, Trainer):
         formatting_func: Callable[[dict[str, Any]], str | list[str]] | None = None,
         **old_names: Any,
     ) -> None:
+        moved_arguments("SFTTrainer", SFTConfig, {n: old_names.pop(n) for n in FORMERLY_OF_PACKING if n in old_names})
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
         self._sees = data_collator is None and (has_images(train_dataset) or has_images(eval_dataset))

@@ -24,7 +24,11 @@ class CheckpointArguments:
         "improved.",
         choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: float = opt(500, "Optimizer steps between checkpoints; below 1, a share of all steps.", above=0)
+    save_steps: float = opt(
+        500,
+        "Optimizer steps between checkpoints; below 1, a share of all steps. 0: only the last step is saved.",
+        above=0,
+    )
     save_total_limit: int | None = opt(
         None,
         "How many checkpoints to keep. The oldest go first, never the newest or the best. 0 keeps all, and so does "

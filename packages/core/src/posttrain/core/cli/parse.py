@@ -20,6 +20,7 @@ from posttrain.core import config
 from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.logging.redaction import shown
+from posttrain.core.old_names import Renamed, old_names
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -280,17 +281,15 @@ def _located(problem: str, settings: dict[str, Setting]) -> str:
 
 
 def _names(config_class: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config_class) if field.init} | set(
-        config.old_names(config_class)
-    )
+    return {field.name for field in dataclasses.fields(config_class) if field.init} | set(old_names(config_class))
 
 
 def _types(config_class: type, name: str) -> tuple[tuple[type, ...], type]:
     """The types of the field that `name`, perhaps an old name, stands for, and that of its elements if it is a list."""
     types = field_types(config_class)
     if name not in types:
-        old = config.old_names(config_class)[name]
-        if not isinstance(old, config.Renamed) or old != config.Renamed(old.new):
+        old = old_names(config_class)[name]
+        if not isinstance(old, Renamed) or old != Renamed(old.new):
             return (bool, int, float, str), str  # the old name's own type is unknown
         name = old.new
     return types.get(name, ()), config.element_type(config_class, name)

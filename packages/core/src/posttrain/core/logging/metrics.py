@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -335,3 +335,31 @@ def is_timing(name: str) -> bool:
     """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
     endings = ("_runtime", "_per_second", "_seconds", "_mib")
     return is_performance(name) or "_mem_" in name or name.endswith(endings)
+
+
+class Appended:
+    """What trl's trainers call ``_metrics``: ``_metrics["train"]["kl"].append(value)`` logs the mean of such values.
+
+    Args:
+        log_metric: of the trainer. It knows whether an evaluation is under way, so that "train" and "eval" are one.
+    """
+
+    def __init__(self, log_metric: Callable[[str, Any], None], name: str | None = None) -> None:
+        self._log, self._name = log_metric, name
+
+    def __getitem__(self, name: str) -> Appended:
+        """Of a mode, of which a name is asked next; or of a name."""
+        return Appended(self._log, name)
+
+    def __setitem__(self, name: str, values: Iterable[Any]) -> None:
+        self[name].extend(values)
+
+    def __contains__(self, name: str) -> bool:
+        return True  # a list to append to need not be made first
+
+    def append(self, value: Any) -> None:
+        self._log(str(self._name), value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.append(value)

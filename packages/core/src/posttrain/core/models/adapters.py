@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -34,10 +35,13 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     """
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
-        raise ValueError(
-            "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
-            "peft_config), or pass model.merge_and_unload() to build on it."
-        )
+        if not _describes_adapter_of(model, peft_config):
+            raise ValueError(
+                "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
+                "peft_config), or pass model.merge_and_unload() to build on it."
+            )
+        warnings.warn("The model already has the adapter that peft_config describes: it is trained.", stacklevel=3)
+        return model
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     adapted = peft.get_peft_model(model, peft_config)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
@@ -47,6 +51,20 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return adapted
+
+
+def _describes_adapter_of(model: Any, peft_config: Any) -> bool:
+    """Whether `peft_config` is that of the adapter of `model`, as in scripts that call ``get_peft_model`` first."""
+
+    def described(config: Any) -> dict[str, Any]:
+        # Loading fills in the rest: the base's name, its revision, and whether the adapter is trained.
+        filled_in = ["base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"]
+        filled_in += ["target_modules"] if getattr(peft_config, "target_modules", None) is None else []
+        fields = {name: value for name, value in config.to_dict().items() if name not in filled_in}
+        return {name: sorted(v, key=repr) if isinstance(v, (set, list)) else v for name, v in fields.items()}
+
+    mine = model.peft_config[model.active_adapter]
+    return type(mine) is type(peft_config) and (mine is peft_config or described(mine) == described(peft_config))
 
 
 def check_trainable(model: nn.Module) -> None:

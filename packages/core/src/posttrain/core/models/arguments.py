@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from posttrain.core.errors import did_you_mean, missing, require
 from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
 from posttrain.core.models.loading import DTYPES, loading_problems
 from posttrain.core.models.quantization import BITS
+from posttrain.core.old_names import AnswersToOldNames
 
 #: What torch.compile takes as `mode`.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -115,7 +116,7 @@ class ModelSideArguments:
 
 
 @dataclass
-class ModelConfig(metaclass=ConfigMeta):
+class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     """Which model a command line trains, how it is loaded, and its adapter."""
 
     model_name_or_path: str | None = opt(None, "Model to train: a folder, or a name on the Hugging Face Hub.")
@@ -163,6 +164,18 @@ class ModelConfig(metaclass=ConfigMeta):
             yield from loading_problems(self.model_name_or_path, self.model_init_kwargs() | quantized)
         if self.use_peft and (error := missing("peft", "posttrain-core[peft]", "use_peft=True")):
             yield error
+
+    #: Scripts read it here; it is an argument of the trainers' configs, which load the model.
+    trust_remote_code: ClassVar[bool] = False
+
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``trust_remote_code=False``, which earlier versions took here."""
+        return {name: value for name, value in kwargs.items() if (name, value) != ("trust_remote_code", False)}
+
+    @classmethod
+    def unknown_argument_hint(cls, name: str) -> str:
+        return ": set it in the trainer's config, such as SFTConfig" if name == "trust_remote_code" else ""
 
     @property
     def torch_dtype(self) -> str | None:

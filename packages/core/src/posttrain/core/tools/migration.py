@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from posttrain.core import config as fields
 from posttrain.core.errors import did_you_mean
+from posttrain.core.old_names import Removed, Renamed, old_names
 from posttrain.core.tools import absent_names
 from posttrain.core.training import override_checks
 
@@ -330,7 +330,7 @@ class _Script:
             self.classes.pop(node.name, None)
             return
         theirs: Any = base.load()
-        table = fields.old_names(theirs) if hasattr(theirs, "__dataclass_fields__") else {}
+        table = old_names(theirs) if hasattr(theirs, "__dataclass_fields__") else {}
         instead = override_checks.INSTEAD | getattr(theirs, "INSTEAD", {}) if hasattr(theirs, "config_class") else {}
         own, methods = set(), set()
         for part in node.body:
@@ -338,7 +338,7 @@ class _Script:
                 own.add(part.target.id)
                 if part.target.id in table:
                     old = table[part.target.id]
-                    text = f"is now {old.new}" if isinstance(old, fields.Renamed) else f"has no effect: {old.why}"
+                    text = f"is now {old.new}" if isinstance(old, Renamed) else f"has no effect: {old.why}"
                     self.note(part, f"{node.name}: {part.target.id} {text}")
             elif isinstance(part, ast.FunctionDef):
                 methods.add(part.name)
@@ -379,16 +379,16 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
     same.
     """
     known = {field.name for field in dataclasses.fields(config_class)}
-    old, value = fields.old_names(config_class).get(name), given[name]
+    old, value = old_names(config_class).get(name), given[name]
     if name in known:
         return None
-    if isinstance(old, fields.Removed):
+    if isinstance(old, Removed):
         harmless = value is not UNKNOWN and (old.harmless is None or value in old.harmless)
         says_nothing = old.quiet and harmless or (value is not UNKNOWN and value in old.says_nothing)
         return None if says_nothing else f"{name} has no effect: {old.why}"
-    if isinstance(old, fields.Renamed):
+    if isinstance(old, Renamed):
         if value is UNKNOWN:
-            plain = old == fields.Renamed(old.new)
+            plain = old == Renamed(old.new)
             return (
                 (old.new, UNKNOWN)
                 if plain
@@ -417,8 +417,8 @@ def _of_trainer(trainer_class: Any, name: str, given: dict[str, Any]) -> tuple[s
     if name in trainer_class.OLD_ARGUMENTS:
         return trainer_class.OLD_ARGUMENTS[name], given[name]
     config = trainer_class.config_class
-    old = fields.old_names(config).get(name)
-    new = old.new if isinstance(old, fields.Renamed) else name
+    old = old_names(config).get(name)
+    new = old.new if isinstance(old, Renamed) else name
     if new in {field.name for field in dataclasses.fields(config)}:
         return f"{name} is an argument of its config; pass args={config.__name__}({new}=...)"
     return f"unknown argument {name!r}{did_you_mean(name, known)}"

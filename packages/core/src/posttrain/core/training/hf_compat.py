@@ -15,15 +15,17 @@ from posttrain.core import hub
 from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.logging import terminal
-from posttrain.core.logging.metrics import FLOPS, Metrics, formatted, save_metrics, table
+from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
 from posttrain.core.models import wrapping
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.distributed import Distributed
-    from posttrain.core.state import TrainerState
+    from posttrain.core.state import EvalLoopOutput, TrainerState
+    from posttrain.core.training.memory import MemoryTracker
     from posttrain.core.training.plan import Plan
+    from posttrain.core.training.run import RunState
 
 
 class HFCompat:
@@ -43,13 +45,20 @@ class HFCompat:
     uploader: hub.Uploader
     state: TrainerState
     callback_handler: CallbackHandler
+    evaluation_loop: Callable[..., EvalLoopOutput]
+    log_metric: Callable[..., None]
+    run: RunState
+    _memory: MemoryTracker
     save_model: Callable[..., None]
     is_in_train: bool
     _train_batch_size: int
     OLD_ARGUMENTS: ClassVar[dict[str, str]]
     #: Scripts read these; a hyperparameter search sets the first two.
     hp_name, hp_search_backend = None, None
-    is_fsdp_xla_enabled = False
+    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    #: Copies of old `training_step` and `prediction_step` ask these before they scale or gather anything.
+    scaler = sharded_ddp = fsdp = None
+    do_grad_scaling = use_apex = use_amp = use_cuda_amp = use_cpu_amp = False
 
     @property
     def train_batch_size(self) -> int:
@@ -101,6 +110,43 @@ class HFCompat:
     def hub_model_id(self) -> str | None:
         """The repository on the Hub that the run is pushed to; None where it is not pushed."""
         return self.uploader.repo_id if self.args.push_to_hub else None
+
+    @property
+    def prediction_loop(self) -> Callable[..., Any]:
+        """Earlier name of `evaluation_loop`."""
+        return self.evaluation_loop
+
+    @property
+    def _metrics(self) -> Appended:
+        """Where subclasses of trl's trainers append values to log."""
+        return Appended(self.log_metric)
+
+    def store_metrics(self, metrics: dict[str, Any], train_eval: str = "train") -> None:
+        """trl's name of `log_metric`, for several values."""
+        for name, value in metrics.items():
+            self.log_metric(name, value)
+
+    @property
+    def _memory_tracker(self) -> MemoryTracker:
+        return self._memory
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        return self.run.progress.last_logged
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """`tensors`, in any nesting, of all processes, padded to one width."""
+        if tensors is None:
+            return None
+        return self.accelerator.gather(self.accelerator.pad_across_processes(tensors, dim=1, pad_index=-100))
+
+    def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
+        return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
+
+    @property
+    def gather_function(self) -> Callable[[Any], Any]:
+        """Gathers an evaluation batch of all processes."""
+        return self.accelerator.gather_for_metrics
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` on the device; earlier name of what `prepare_inputs` does to each part of a batch."""

@@ -148,6 +148,8 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
             f"model is of type {type(model).__name__}; {name} takes a loaded one, for instance from "
             "AutoModelForCausalLM.from_pretrained(...)."
         )
+    if isinstance(model_init, nn.Module):
+        raise TypeError("model_init is a model; pass the function that makes it, without calling it.")
     if args is not None and not isinstance(args, TrainingArguments):
         raise TypeError(f"args is of type {type(args).__name__}; pass {config_class.__name__}(output_dir=...).")
 
