@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ class _Output:
     """What a program has written, read as it is written."""
 
     def __init__(self, program: Program, descriptor: int):
-        self.program, self.descriptor, self.position, self.rest = program, descriptor, 0, b""
+        # A weak one: the files of a program are closed when nobody has it any more, not when garbage is collected.
+        self.program = weakref.proxy(program)
+        self.descriptor, self.position, self.rest = descriptor, 0, b""
 
     def _more(self) -> bool:
         found = os.pread(self.descriptor, 2**20, self.position)
