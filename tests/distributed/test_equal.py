@@ -11,6 +11,13 @@ from tests.contract.trainers import EXACT, causal_lm
 from tests.distributed import jobs
 
 MODES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
+SPLIT = {"parallelism_config": {"tp_size": 2}}
+#: Trainers that are always trained with split matrices too; the others in a slow test.
+SPLIT_ALWAYS = ["causal-lm", "sft-packed", "sft-lora", "dpo", "reward", "grpo"]
+#: Architectures of which transformers has no plan for splitting matrices, and DoRA, which looks at whole ones.
+NOT_SPLIT = {"classifier", "seq2seq", "sft-dora-head"}
+#: Its quantile of entropies falls on tokens of equal entropy, between which rounding chooses.
+NOT_SPLIT |= {"grpo-adaptive"}
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.
 OPTIONS = {
     "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
@@ -26,7 +33,7 @@ OPTIONS = {
 ALONE = {"adamw": {"optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "learning_rate": 1e-3}}
 
 #: Functions of `worker`.
-KINDS = "tied given_optimizer low_precision best_of_all on_meta generation overflow order".split()
+KINDS = "tied given_optimizer low_precision best_of_all on_meta generation overflow order loaded_in_parts".split()
 
 
 def job(shared, name, work_in):
@@ -89,6 +96,46 @@ def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
     found = jobs.result(runs, name)
     assert found["is_fsdp"] == (mode == "fsdp") and found["class"].startswith("FSDP") == (mode == "fsdp")
     assert_equal_runs(found, jobs.result(alone, name))
+
+
+def split_job(shared, label, names):
+    def work(folder):
+        return [[name, "train", {"name": name, "out": str(folder / name), **SPLIT}] for name in names]
+
+    return job(shared, label, work)
+
+
+@pytest.mark.parametrize("name", SPLIT_ALWAYS)
+def test_two_processes_that_split_matrices_do_what_one_does(name, shared, alone):
+    runs = split_job(shared, "tp", SPLIT_ALWAYS)
+    assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*EXACT} - {*SPLIT_ALWAYS} - NOT_SPLIT))
+def test_every_trainer_splits_matrices(name, shared, alone):
+    runs = split_job(shared, "tp-all", sorted({*EXACT} - {*SPLIT_ALWAYS} - NOT_SPLIT))
+    assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name))
+
+
+def test_what_is_split_says_what_cannot_be(shared):
+    def work(folder):
+        names = ["classifier", "sft-dora-head"]
+        return [[name, "refused", {"name": name, "out": str(folder / name), **SPLIT}] for name in names]
+
+    runs = job(shared, "tp-refused", work)
+    assert "has no plan for splitting its matrices" in jobs.result(runs, "classifier")
+    assert "looks at the whole matrix" in jobs.result(runs, "sft-dora-head")
+
+
+def test_matrices_that_transformers_split_while_loading_are_trained_and_saved_whole(pair, alone):
+    from transformers import AutoModelForCausalLM
+
+    found, expected = jobs.result(pair, "loaded_in_parts"), jobs.result(alone, "causal-lm")
+    assert found["size"] == 2 and found["halves"] == (32, 32)
+    model = AutoModelForCausalLM.from_pretrained(pair / "loaded_in_parts" / "final")
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("label", OPTIONS)

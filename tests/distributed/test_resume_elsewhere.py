@@ -13,6 +13,8 @@ from tests.distributed import jobs
 USUAL = {"name": "causal-lm", "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2, "logging_steps": 3}
 FULL = {"fsdp": "full_shard"}
 PARTS = FULL | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+SPLIT = {"parallelism_config": {"tp_size": 2}}
+BOTH = PARTS | {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}
 HYBRID = {"fsdp_config": PARTS["fsdp_config"], "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}
 
 
@@ -39,10 +41,13 @@ def runs(shared):
             ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS), ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS),
             ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
+            ("1-2t", "1", {"cut": 4} | SPLIT), ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL),
         )  # fmt: skip
-        go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}))
+        go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}),
+           ("1-2t-1", "1-2t", {}))  # fmt: skip
         go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}))
-        go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID))
+        go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID),
+           ("1-2t-4tp", "1-2t", BOTH))  # fmt: skip
 
     return jobs.once(shared, "elsewhere", make)
 
@@ -58,6 +63,10 @@ PATHS = [
     "1-2-4",
     "1-2p-4p",
     "1-2p-4h",
+    "1-2t-1",
+    "1-2p-2t",
+    "1-2t-2f",
+    "1-2t-4tp",
     "lora-2p-1",
 ]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from posttrain.core import TrainerCallback, TrainingArguments
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.logging.metrics import is_timing
 from tests.contract.trainers import TRAINERS, arguments, causal_lm
 
-#: As one process does it with 8 x 1: for 2 processes, and for 4.
-SPLITS = {1: (8, 1), 2: (2, 2), 4: (1, 2)}
+#: As one process does it with 8 x 1: for 2 processes, and for 4; and for 2 that read the same rows.
+SPLITS = {1: (8, 1), 2: (2, 2), 4: (1, 2), "tp": (4, 2)}
 
 
 class PowerCut(Exception):
@@ -65,8 +65,13 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         resume: the output directory of the run to go on from.
     """
     resume = resume and get_last_checkpoint(resume)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    changes = split(processes) | {"per_device_eval_batch_size": 2, "ddp_timeout": 60} | changes
+    sizes = changes.get("parallelism_config") or {}
+    processes = int(os.environ.get("WORLD_SIZE", 1)) // sizes.get("tp_size", 1)
+    changes = (
+        split("tp" if sizes.get("tp_size", 1) > processes else processes)
+        | {"per_device_eval_batch_size": 2, "ddp_timeout": 60}
+        | changes
+    )
     trainer = TRAINERS[name](out, callbacks=[CutAfter(cut)] if cut else None, **changes)
     with contextlib.suppress(PowerCut):
         trainer.train(resume_from_checkpoint=resume)
@@ -78,6 +83,29 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         found |= {"predictions": output.predictions, "label_ids": output.label_ids, "test": output.metrics}
     trainer.save_model(str(Path(out) / "final"))
     return found
+
+
+def refused(name, out, **changes):
+    """The message with which a training is refused, on every process."""
+    try:
+        TRAINERS[name](out, **split(1), **changes).train()
+    except ValueError as error:
+        return str(error)
+
+
+def loaded_in_parts(out):
+    """A model that ``from_pretrained`` split while it was loaded, without a word in the arguments."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    trainer = TRAINERS["causal-lm"](out, **split("tp"))
+    trainer.dist.on_main(lambda: trainer.model.save_pretrained(f"{out}/base"))
+    model = AutoModelForCausalLM.from_pretrained(f"{out}/base", distributed_config=DistributedConfig(tp_size=2))
+    trainer = Trainer(model, trainer.args, data_collator=trainer.data_collator, train_dataset=trainer.train_dataset)
+    trainer.train()
+    trainer.save_model(f"{out}/final")
+    local = model.model.layers[0].mlp.gate_proj.weight.to_local()
+    return {"size": trainer.dist.tp_size, "halves": tuple(local.shape)}
 
 
 def tied(out):
@@ -266,8 +294,13 @@ def reference(name, out, **changes):
     """Train against a reference that is a copy of the policy; how each process holds it."""
     from posttrain.core.distributed import is_in_pieces
 
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    changes = split(processes) | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2} | changes
+    sizes = changes.get("parallelism_config") or {}
+    processes = int(os.environ.get("WORLD_SIZE", 1)) // sizes.get("tp_size", 1)
+    changes = (
+        split("tp" if sizes.get("tp_size", 1) > processes else processes)
+        | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        | changes
+    )
     trainer = TRAINERS[name](out, **changes)
     trainer.train()
     own = [p.to_local() if is_in_pieces(p) else p for p in trainer.reference.model.parameters()]

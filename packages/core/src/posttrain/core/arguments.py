@@ -319,7 +319,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def per_process(self, size: int) -> int:
         """Rows of one process for a batch size argument `size`."""
-        return size // self.world_size if self.accelerator_config["split_batches"] else size
+        return size // self.data_parallel_size if self.accelerator_config["split_batches"] else size
 
     @property
     def non_blocking(self) -> bool:

@@ -152,7 +152,7 @@ class Trainer(HFCompat):
         )  # fmt: skip
         self.run_preflight(args, parts)
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
-        self.dist = Distributed(args)
+        self.dist = Distributed(args, model)
         self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
         setup = contextlib.ExitStack()
         setup.enter_context(self._memory.stage("init"))
@@ -867,8 +867,8 @@ class Trainer(HFCompat):
             self.train_batch_size, plan.accumulation, self.dist.world_size, f", from step {first}" if first else "",
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
-        if self.dist.world_size > 1:
-            self.run.callbacks_may_differ = any(self.dist.gather_object(handler.may_differ))
+        if self.dist.num_processes > 1:
+            self.run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ))
         try:
             self.run.watch.begin()
             debug = nonfinite.watched(self.model) if args.debug else contextlib.nullcontext()
@@ -878,7 +878,7 @@ class Trainer(HFCompat):
             with kept, noise, debug, self._compiled(), memory as self.run.memory:
                 yield self.model_wrapped
             self._settle_save()
-            reason = self.run.watch.settle(self.dist.gather_object)
+            reason = self.run.watch.settle(self.dist.gather_patiently)
             if reason > preemption.TIME_IS_UP:  # a signal during the last step; a time limit has no meaning any more
                 self._interrupt(self.model_wrapped, trial, reason)
         except preemption.Left as left:
@@ -969,7 +969,7 @@ class Trainer(HFCompat):
             parameters=list(self.model_wrapped.parameters()),
             guard=self._new_guard(),
             splitter=BatchSplitter(args.auto_find_batch_size, self.train_batch_size, args.gradient_accumulation_steps),
-            watch=preemption.Watch(on_signals, limit, self.dist.world_size, self.dist.device),
+            watch=preemption.Watch(on_signals, limit, self.dist.num_processes, self.dist.device),
             ema=ema.make(self.model, args, self.optimizer),
         )
 
@@ -1098,7 +1098,7 @@ class Trainer(HFCompat):
         """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over
         nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it."""
         known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
-        if known and not items and self.dist.world_size == 1 and self.dist.engine is None:
+        if known and not items and self.dist.num_processes == 1 and self.dist.engine is None:
             return False
         if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
             return True
@@ -1253,7 +1253,7 @@ class Trainer(HFCompat):
             self._interrupt(model, trial, reason)
         if preemption.unanswered(self.control):
             self.run.guard.settle()
-        if self.checkpoints.pending is not None and (self.dist.world_size == 1 or self.control.should_log):
+        if self.checkpoints.pending is not None and (self.dist.num_processes == 1 or self.control.should_log):
             self._settle_save(wait=False)
         if self.control.should_log and self.state.global_step > self.run.progress.last_logged:
             self._log_training()
@@ -1455,7 +1455,7 @@ class Trainer(HFCompat):
         # Not once a set of several is evaluated and logged. Our own loaders have as many batches on every process, so
         # that all ask equally often.
         may_stop = len(self.state.log_history) == self.run.records_before_evaluation
-        if may_stop and (self.dist.world_size == 1 or isinstance(loader, pipeline.Loader)):
+        if may_stop and (self.dist.num_processes == 1 or isinstance(loader, pipeline.Loader)):
             if reason := self.run.watch.due():
                 raise preemption.EvaluationLeft(reason)
 
@@ -1464,7 +1464,7 @@ class Trainer(HFCompat):
         checkpoints, why_not = self.checkpoints, None
         if self.run.is_stepping:
             why_not = "the weights were being updated"
-        elif self.dist.world_size > 1:
+        elif self.dist.num_processes > 1:
             why_not = "the other processes may be elsewhere"
         elif checkpoints.saved_step == self.state.global_step and checkpoints.boundary is not None:
             return  # it is there

@@ -138,7 +138,7 @@ class RolloutTrainer(Trainer):
             auto_class="AutoProcessor" if any(map(has_images, (train_dataset, eval_dataset))) else "AutoTokenizer",
             others={
                 "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
-                "environment_factory": environment_factory,
+                "environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func,
             },
         )  # fmt: skip
         self.run_preflight(args, parts)
@@ -216,6 +216,13 @@ class RolloutTrainer(Trainer):
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
         yield from image_problems(args, parts, cls.reads_images)
+        if args.data_parallel_size < args.world_size:
+            for name in ("rollout_func", "tools", "environment_factory"):
+                if parts.others.get(name):
+                    yield (
+                        f"{name} may answer the processes that split matrices (tp_size) differently, and they must "
+                        "sample alike. Set tp_size=1, or shard the model by fsdp"
+                    )
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
@@ -556,7 +563,7 @@ class RolloutTrainer(Trainer):
         advantages = self.compute_advantages(
             everyone.rewards, self.num_generations, None if everyone.kl is None else everyone.kl[0]
         )
-        if self.dist.is_main:  # the same on every process
+        if self.dist.rank == 0:  # the same on every process
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
                 self.log_metric(name, value)
@@ -718,7 +725,7 @@ class RolloutTrainer(Trainer):
         """The ledger of a run that begins, if one is wanted."""
         wanted = self.args.max_staleness > 0 if self.args.sample_ledger is None else self.args.sample_ledger
         engine = getattr(self.generator, "name", type(self.generator).__name__)
-        return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted else None
+        return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted and not self.dist.tp_rank else None
 
     def _sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         samples = self._begin(rows, number)
@@ -760,7 +767,7 @@ class RolloutTrainer(Trainer):
 
     def _timed_score(self, samples: list[Sample]) -> Scores:
         with self._scoring, self.clock("score"):
-            scores = self.score(samples)
+            scores = self.dist.on_first(lambda: self.score(samples))
         self.environments.give_back(samples)
         for name, seconds in zip(self.reward_func_names, scores.seconds, strict=True):
             self.clock.add(f"reward_{name}", seconds)
@@ -796,6 +803,7 @@ class RolloutTrainer(Trainer):
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
         local = entropies[mask.bool()].float()
         everyone = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0, pad_index=-1))
+        everyone = everyone.view(self.dist.num_processes, -1)[:: self.dist.tp_size]  # of equal ones, one
         least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
         return (entropies >= least) & mask.bool()
 

@@ -272,7 +272,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
 
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        rows = self.micro_batch_completions * self.world_size
+        rows = self.micro_batch_completions * self.data_parallel_size
         if self.steps_per_generation is None:
             whole = self.generation_batch_size is None or self.generation_batch_size % rows
             self.steps_per_generation = (
@@ -292,7 +292,13 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
                     f"{name}={value!r} has no effect: evaluations sample and score completions, and no compute_metrics "
                     "is called; leave it out"
                 )
-        b, s, world = self.micro_batch_completions, self.steps_per_generation, self.world_size
+        b, s, world = self.micro_batch_completions, self.steps_per_generation, self.data_parallel_size
+        for name in ("use_vllm", "use_transformers_continuous_batching", "max_staleness"):
+            if getattr(self, name) and world < self.world_size:
+                yield (
+                    f"{name}={getattr(self, name)!r} samples apart from the model, and the processes that split its "
+                    "matrices (tp_size) must sample alike; leave it out, or set tp_size=1 and shard the model by fsdp"
+                )
         if self.generation_batch_size != b * s * world:
             yield (
                 f"generation_batch_size={self.generation_batch_size} must be per_device_train_batch_size * processes "

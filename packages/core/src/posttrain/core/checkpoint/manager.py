@@ -79,8 +79,8 @@ class CheckpointManager:
 
     def __init__(self, args: Any, dist: Any, store: Store) -> None:
         self.args, self.dist, self.store = args, dist, store
-        place = {"rank": dist.rank, "world_size": dist.world_size, "gather": dist.gather_patiently}
-        place["leader"] = dist.rank - dist.local_rank if args.save_on_each_node else 0
+        place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
+        place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
         self.saved_step: int | None = None
         self.boundary: dict[str, Any] | None = None
@@ -242,7 +242,7 @@ class CheckpointManager:
         """The weights: as ``from_pretrained`` reads them, or of each process its part."""
         is_peft = wrapping.is_peft_model(model)
         if self.dist.saves_in_parts and not is_peft:
-            stem = sharded.stem(weights.PARTS, self.dist.rank, self.dist.world_size)
+            stem = sharded.stem(weights.PARTS, self.dist.process_index, self.dist.num_processes)
             codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
             if self.dist.is_main:
                 weights.save_description(model, directory)
@@ -264,7 +264,7 @@ class CheckpointManager:
         self._adapters_checked = True
 
     def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
-        rank, world_size = self.dist.rank, self.dist.world_size
+        rank, world_size = self.dist.process_index, self.dist.num_processes
         if self.dist.engine is not None:
             codec.save_tree(self.dist.engine.state_dict(), directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
@@ -275,18 +275,19 @@ class CheckpointManager:
 
     def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         if self.dist.engine is not None:
-            state = sharded.own(checkpoint, "engine", self.dist.rank, self.dist.world_size)
+            state = sharded.own(checkpoint, "engine", self.dist.process_index, self.dist.num_processes)
             return self.dist.engine.load_state_dict(state)
         # Whole tensors of which this process needs a part are mapped rather than read.
         saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
         optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))
 
     def _of_processes(self, contents: Contents) -> dict[int, dict[str, Any]]:
-        """The positions that this process writes, by rank: its own. Where each machine saves for itself, its main
-        process writes those of all: each disk then holds what any number of processes needs."""
+        """The positions that this process writes, by rank: its own, or none where another one has the same. Where each
+        machine saves for itself, its main process writes those of all: each disk then holds what any number of
+        processes needs."""
         mine = self.boundary or contents.position()
         if not self.args.save_on_each_node:
-            return {self.dist.rank: mine}
+            return {} if self.dist.tp_rank else {self.dist.rank: mine}
         positions = dict(enumerate(self.dist.gather_object(mine)))
         return positions if self.args.should_save else {}
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, sharding
-from posttrain.core.distributed.environment import accelerator_present
+from posttrain.core.distributed import deepspeed, sharding, tensor_parallel
+from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
 
 
@@ -66,8 +66,13 @@ class DistributedArguments:
     parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
         "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, "
-        "dp_shard_size.",
+        "dp_shard_size, tp_size (tensor parallelism).",
     )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Parts into which rows are dealt: the processes, but those that split matrices (tp_size) share theirs."""
+        return world_size() // sharding.sizes_of(self.parallelism_config).get("tp_size", 1)
 
     def _normalize(self) -> None:
         if isinstance(self.fsdp, bool):
@@ -90,6 +95,8 @@ class DistributedArguments:
             yield f"parallelism_config={sizes!r} is no dict, nor a ParallelismConfig of accelerate"
         settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         yield from problems
+        if (size := sharding.sizes_of(sizes).get("tp_size", 1)) > 1:
+            yield from tensor_parallel.problems(size, self)
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from posttrain.core.distributed import deepspeed, sharding
+from posttrain.core.distributed import deepspeed, sharding, tensor_parallel
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
@@ -90,9 +91,16 @@ class Distributed:
 
     Args:
         args: the `DistributedArguments` of the run.
+        model: the one to train, if it is there already: it may have been loaded in parts.
+
+    Attributes:
+        process_index, num_processes: of this process, among all.
+        rank, world_size: of its rows, among as many parts. Processes that split a matrix (tensor parallelism) read the
+            same rows and have the same rank: a run of two such processes has a world size of 1.
+        tp_rank, tp_size: of its part of each matrix.
     """
 
-    def __init__(self, args: DistributedArguments) -> None:
+    def __init__(self, args: DistributedArguments, model: nn.Module | None = None) -> None:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -111,23 +119,31 @@ class Distributed:
         with without_plugins():
             self.accelerator = Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
         self.device: torch.device = self.accelerator.device
-        self.rank: int = self.accelerator.process_index
-        self.world_size: int = self.accelerator.num_processes
+        self.process_index: int = self.accelerator.process_index
+        self.num_processes: int = self.accelerator.num_processes
+        self.tp_size = self._read_tp_size(model)
+        self.rank, self.tp_rank = divmod(self.process_index, self.tp_size)
+        self.world_size = self.num_processes // self.tp_size
         self.local_rank: int = self.accelerator.local_process_index
         self._is_slow_in_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
         self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
         self._waits: Waits | None = None
-        if self.world_size > 1:
-            self._waiting, self._waits = _watch(args, self.rank, self.world_size), _waits
+        if self.num_processes > 1:
+            self._waiting, self._waits = _watch(args, self.process_index, self.num_processes), _waits
             report_failures()
             atexit.unregister(_leave_group)
             if self.device.type == "cpu":
                 atexit.register(_leave_group)
-        elif self.sharding is not None:
+        if self.world_size == 1 and self.sharding is not None:
             logger.warning("fsdp is ignored: the world size is 1.")
             self.sharding = None
+        if self.world_size > 1 and self.tp_size > 1 and self.sharding is None:
+            replicas = sharding.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
+            self.sharding = sharding.Sharding(replicas=replicas)  # DDP does not know split matrices
         self._mesh: Any = None
+        self._rows_group = self._data_parallel().get_group() if self.tp_size > 1 else None
         self._gathered: set[int] = set()
+        self._split: WeakSet[nn.Module] = WeakSet()
         self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" and not self.engine else None
         # A training_step of a script calls `accelerator.backward`.
@@ -150,6 +166,16 @@ class Distributed:
             logger.info("fsdp_config: %s", note)
         return settings
 
+    def _read_tp_size(self, model: nn.Module | None) -> int:
+        size = sharding.sizes_of(self.args.parallelism_config).get("tp_size", 1)
+        size = tensor_parallel.loaded_size(model) if size == 1 else size
+        problems = list(tensor_parallel.problems(size, self.args)) if size > 1 else []
+        if self.num_processes % size:
+            problems.append(f"tp_size={size} does not divide the {self.num_processes} processes of this run")
+        if problems:
+            raise ConfigError("TrainingArguments", problems)
+        return size
+
     def _backend(self) -> str | None:
         """Weights that live in host memory are gathered there too, which nccl cannot do."""
         offloads = self.sharding is not None and self.sharding.cpu_offload
@@ -159,7 +185,7 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.process_index == 0
 
     @property
     def is_local_main(self) -> bool:
@@ -167,8 +193,8 @@ class Distributed:
 
     @property
     def shards(self) -> bool:
-        """Whether weights are sharded over the processes."""
-        return self.sharding is not None
+        """Whether each process holds its part of the weights alone, by FSDP or tensor parallelism."""
+        return self.sharding is not None or self.tp_size > 1
 
     # ---- model ----
 
@@ -220,25 +246,46 @@ class Distributed:
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Shard `model` in place, unless it is sharded already, or none is to be."""
         settings = self.sharding
-        if settings is None:
-            return model
-        if sharding.is_sharded(model):
+        if settings is not None and sharding.is_sharded(model):
             sharding.scatter(model, settings)  # after a forward without a backward
             return model
+        if not self.shards or model in self._split:
+            return model
         before = {id(parameter): name for name, parameter in model.named_parameters()}
-        # torch counts its own use of a deprecated call against us.
-        with self._waiting("sharding the model"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            sharding.shard(model, settings, self._processes(settings), self.device, self.precision)
+        self._cut(model)
         sharding.follow(optimizer, before, model)
         return model
 
-    def _processes(self, settings: sharding.Sharding) -> Any:
-        """The device mesh over which models are sharded."""
+    def _cut(self, model: nn.Module, frozen: bool = False) -> None:
+        """Split the matrices of `model` and shard it, as far as that is asked for."""
+        settings = self.sharding
+        # torch counts its own use of a deprecated call against us.
+        with self._waiting("sharding the model"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if self.tp_size > 1:
+                tensor_parallel.split(model, self._processes()["tp"], self.device)
+                self._split.add(model)
+            if settings is not None:
+                over = self._processes() if self.tp_size == 1 else self._processes()[self._data_dims()]
+                sharding.shard(model, settings, over, self.device, self.precision, frozen=frozen)
+
+    def _processes(self) -> Any:
+        """All processes, as a device mesh."""
         if self._mesh is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._mesh = sharding.make_mesh(settings, self.device.type, self.world_size, local)
+            local, sizes = (
+                int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes)),
+                (self.num_processes, self.tp_size),
+            )
+            self._mesh = sharding.make_mesh(self.sharding, self.device.type, sizes[0], local, sizes[1])
         return self._mesh
+
+    def _data_dims(self) -> tuple[str, ...]:
+        return tuple(name for name in self._processes().mesh_dim_names if name != "tp")
+
+    def _data_parallel(self) -> Any:
+        """Those of the processes that read other rows than this one, with itself: a device mesh of one dimension."""
+        dims = self._data_dims()
+        return self._processes()[dims]._flatten("rows") if len(dims) > 1 else self._processes()[dims[0]]
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
         """Place `model`, which is never trained, like the trained one: on this process's device, and sharded if that
@@ -253,13 +300,11 @@ class Distributed:
             dtype = settings.param_dtype or dtype
         if rounds and dtype is not None:
             _round(model, dtype, everything=self.shards)
-        if settings is None:
+        if not self.shards:
             self.place(model)
             return model
-        with self._waiting("sharding a frozen model"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            mesh = self._processes(settings)
-            return sharding.shard(model, settings, mesh, self.device, self.precision, frozen=True)
+        self._cut(model, frozen=True)
+        return model
 
     @property
     def saves_in_parts(self) -> bool:
@@ -313,7 +358,7 @@ class Distributed:
         with self._waiting("gathering the weights"):
             if self.engine is not None:
                 return self.engine.whole_state_dict(model, self.is_main, only)
-            if not sharding.is_sharded(model):
+            if not (sharding.is_sharded(model) or tensor_parallel.is_split(model)):
                 return None
             return sharding.whole_state_dict(model, self.is_main, only)
 
@@ -335,7 +380,7 @@ class Distributed:
         """Average gradients over the processes in this backward pass only if `when`."""
         if self.engine is not None:
             self.engine.at_boundary(when)
-        elif self.shards:
+        elif self.sharding is not None:
             sharded: Any = model
             sharded.set_requires_gradient_sync(when)
         elif (
@@ -368,7 +413,12 @@ class Distributed:
                 )
             self.scaler.unscale_(optimizer)
         with self._waiting("the norm of the gradients"):
-            if max_norm:
+            if self.tp_size > 1:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                norm = tensor_parallel.total_norm(gradients)
+                if max_norm:
+                    tensor_parallel.clip(gradients, norm, max_norm)
+            elif max_norm:
                 norm = nn.utils.clip_grad_norm_(parameters, max_norm)
             else:
                 norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -380,7 +430,7 @@ class Distributed:
             with self._waiting("the optimizer's step"):
                 return self.engine.step()
         if self.scaler is None:
-            optimizer.step()
+            tensor_parallel.step(optimizer) if self.tp_size > 1 else optimizer.step()
             return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
@@ -395,45 +445,64 @@ class Distributed:
     # ---- between processes ----
 
     def sum(self, value: Any) -> Any:
-        """The sum of a number or tensor over all processes; the value itself in a run of one."""
+        """The sum of a number or tensor over all parts of the rows; the value itself where there is one part."""
         if self.world_size == 1:
             return value
         total = scalar(value, self.device) if isinstance(value, (int, float)) else value.to(self.device)
         total = total.clone()
         with self._waiting("a sum"):
-            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(total, group=self._rows_group)
         return total
 
     def highest(self, numbers: list[int]) -> list[int]:
         """The largest of each of `numbers` over all processes. Waits for them, but not for a device that has a network
         on the host's side beside its own."""
-        if self.world_size == 1:
+        if self.num_processes == 1:
             return numbers
         with self._waiting("the largest of some numbers"):
             return Maximum(numbers, self.device).read()
 
     def gather_object(self, value: Any) -> list[Any]:
-        """What every process passed, in rank order, on every process."""
+        """What every process passed, in rank order, on every process; of those that read the same rows, one."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
         with self._waiting("a gathering of values"):
-            torch.distributed.all_gather_object(values, value)
+            torch.distributed.all_gather_object(values, value, group=self._rows_group)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """What rank 0 passed, on every process."""
-        if self.world_size == 1:
+        """What the main process passed, on every process."""
+        if self.num_processes == 1:
             return value
         values = [value]
         with self._waiting("what rank 0 says"):
             torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
 
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.
+        For what need not come out alike twice, such as a reward that a model gives."""
+        if self.tp_size == 1:
+            return work()
+        values: list[Any] = [None, None]
+        if self.tp_rank == 0:
+            try:
+                values[0] = work()
+            except Exception as error:
+                values[1] = portable(error)
+        with self._waiting("work of the first of the processes that read the same rows"):
+            group = self._processes().get_group("tp")
+            torch.distributed.broadcast_object_list(values, group=group, group_src=0)
+        if values[1] is not None:
+            raise values[1]
+        return values[0]
+
     # ---- waits without a limit: for work that only some do, as long as it takes ----
 
     def gather_patiently(self, value: Any, what: str = "that all come here") -> list[Any]:
-        """As `gather_object`, but the processes may come hours apart: `ddp_timeout` does not count here.
+        """What every process passed, in the order of `process_index`. They may come hours apart: `ddp_timeout` does not
+        count here.
 
         Args:
             value: small, because it goes through the store.
@@ -455,9 +524,9 @@ class Distributed:
         if self._waits is None:
             yield
             return
-        leader, waits, error = self.rank - self.local_rank if local else 0, self._waits, None
+        leader, waits, error = self.process_index - self.local_rank if local else 0, self._waits, None
         name = waits.next()
-        if self.rank != leader:
+        if self.process_index != leader:
             error = waits.hear(name, leader, what)
         if error is None:
             try:
@@ -466,7 +535,7 @@ class Distributed:
                 error = caught
                 raise
             finally:
-                if self.rank == leader:
+                if self.process_index == leader:
                     waits.tell(name, portable(error))
                 if error is None or isinstance(error, Exception):
                     errors = waits.gather(portable(error), what)

@@ -86,7 +86,7 @@ def read(
     """(settings of these arguments, or None without sharding; their problems)."""
     problems: list[str] = []
     options = [word for part in _listed(fsdp) for word in part.replace(",", " ").split()]
-    sizes = _parallel_sizes(parallelism, problems)
+    sizes = parallel_sizes(parallelism, problems)
     on = bool(options) or sizes.get("dp_shard_size", 1) > 1
     config = _config(fsdp_config, problems)
     if not on:
@@ -114,12 +114,22 @@ def read(
     return settings, problems
 
 
+def sizes_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The sizes of groups of processes that ``accelerate launch`` left in the environment (PARALLELISM_CONFIG_...)."""
+    if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
+        return None
+    before = "PARALLELISM_CONFIG_"
+    return {name.removeprefix(before).lower(): environ[name] for name in environ if name.startswith(before)}
+
+
+def sizes_of(parallelism: Any) -> dict[str, int]:
+    """The sizes of groups of processes by ``args.parallelism_config``, or by the launcher where that is None."""
+    return parallel_sizes(sizes_from_environment() if parallelism is None else parallelism, [])
+
+
 def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding | None, list[str]]:
     """The settings that ``accelerate launch`` left in the environment (FSDP_..., PARALLELISM_CONFIG_...), as `read`."""
-    sizes = None
-    if is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
-        before = "PARALLELISM_CONFIG_"
-        sizes = {name.removeprefix(before).lower(): environ[name] for name in environ if name.startswith(before)}
+    sizes = sizes_from_environment(environ)
     if not is_true(environ.get("ACCELERATE_USE_FSDP", "false")):
         return read(None, None, sizes)
     found = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
@@ -151,8 +161,8 @@ def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[st
     return plain
 
 
-def _parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
-    """``{"dp_replicate_size", "dp_shard_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
+def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
+    """``{"dp_replicate_size", "dp_shard_size", "tp_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
     if parallelism is None:
         return {}
     known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -163,7 +173,7 @@ def _parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
     else:
         plain = {name: getattr(parallelism, name, None) for name in known}
     sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
-    kinds = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+    kinds = {"cp_size": "context", "sp_size": "sequence"}
     for name, kind in kinds.items():
         if sizes.get(name, 1) > 1:
             problems.append(
@@ -236,15 +246,18 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
     return replace(settings, **types)
 
 
-def optimizer_problems(name: Any) -> Iterator[str]:
-    """Why the optimizer `name` cannot train sharded weights."""
+def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:
+    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`."""
     name = str(getattr(name, "value", name))
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway
     whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
     if whole or "8bit" in name or "4bit" in name or "fp8" in name:
         why = "uses whole matrices" if whole else "has custom kernels"
-        yield f"optim={name!r} {why}, and fsdp shards them; set optim=adamw_torch_fused, or fsdp=None"
+        yield (
+            f"optim={name!r} {why}, and with {setting} each process has a part of them; set optim=adamw_torch_fused, "
+            f"or leave {setting.partition('=')[0]} out"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- sharding a model
@@ -260,23 +273,28 @@ def plain_class(model: nn.Module) -> type[nn.Module]:
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
-def make_mesh(settings: Sharding, device_type: str, world_size: int, local_world_size: int) -> Any:
-    """The processes as torch's `DeviceMesh`: replicas x shards, or shards alone.
+def make_mesh(settings: Sharding | None, device_type: str, world_size: int, local_world_size: int, tp: int = 1) -> Any:
+    """The processes as torch's `DeviceMesh`, of the dimensions ``replicate``, ``shard`` and ``tp`` that there are.
+
+    Args:
+        settings: None: weights are not sharded, and rows are dealt along ``shard`` all the same.
 
     Raises:
-        ValueError: the processes do not divide into so many replicas.
+        ValueError: the processes do not divide into so many groups.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas = settings.replicas or max(world_size // local_world_size, 1)
-    if world_size % replicas or settings.shards not in (0, world_size // replicas):
+    settings, groups = settings or Sharding(), world_size // tp
+    replicas = settings.replicas or max(world_size // max(local_world_size, tp), 1)
+    if world_size % tp or groups % replicas or settings.shards not in (0, groups // replicas):
         raise ValueError(
             f"{world_size} processes are not dp_replicate_size={replicas} groups of "
-            f"dp_shard_size={settings.shards or 'any'}; change these sizes, or the number of processes."
+            f"dp_shard_size={settings.shards or 'any'}{f' of tp_size={tp}' if tp > 1 else ''}; change these sizes, or "
+            "the number of processes."
         )
-    if replicas == 1:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    sizes = {"replicate": replicas, "shard": groups // replicas, "tp": tp}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard(
@@ -420,13 +438,22 @@ def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
 def extent(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offset, shape) of this process's shard of a `DTensor`."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+    # FSDP cuts what tensor parallelism has cut before, though its dimension comes first in the mesh.
+    for dim, placement in sorted(enumerate(tensor.placements), key=lambda item: _is_strided(item[1])):
+        if _cuts(placement):
             axis, size, place = placement.dim, tensor.device_mesh.size(dim), tensor.device_mesh.get_local_rank(dim)
             chunk = -(-shape[axis] // size)  # as torch.chunk cuts: the last may be short or empty
             start = min(chunk * place, shape[axis])
             offset[axis], shape[axis] = offset[axis] + start, min(chunk, shape[axis] - start)
     return tuple(offset), tuple(shape)
+
+
+def _is_strided(placement: Any) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def _cuts(placement: Any) -> bool:
+    return placement.is_shard() or _is_strided(placement)
 
 
 def is_piece(value: Any) -> TypeGuard[Any]:
@@ -454,7 +481,7 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def is_first_copy(tensor: Any) -> bool:
     """Whether this process is the first of those that hold the same shard."""
     mesh = tensor.device_mesh
-    return all(p.is_shard() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
+    return all(_cuts(p) or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
 
 
 def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], like: Any) -> Any:

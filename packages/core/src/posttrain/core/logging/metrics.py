@@ -263,7 +263,7 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dist.precision)
     dtype = dtype or next((parameter.dtype for parameter in model.parameters()), torch.float32)
     peak = peak_flops(dist.device, dtype)
-    return Clock(dist.device, peak and peak * dist.world_size)
+    return Clock(dist.device, peak and peak * dist.num_processes)
 
 
 def peak_memory(device: torch.device | None = None) -> dict[str, float]:

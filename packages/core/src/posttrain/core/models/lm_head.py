@@ -47,11 +47,11 @@ class CausalHead:
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.linear.weight
+        return _whole(self.linear.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return self.linear.bias
+        return None if self.linear.bias is None else _whole(self.linear.bias)
 
 
 def causal_head(model: nn.Module) -> CausalHead | None:
@@ -61,7 +61,7 @@ def causal_head(model: nn.Module) -> CausalHead | None:
     softcap and a scale in its config. The result is cached while the head exists.
     """
     head, _ = _find_head(model)
-    return None if head is None or _is_sharded(model) or head.weight.device.type == "meta" else head
+    return None if head is None or _is_sharded(model) or head.linear.weight.device.type == "meta" else head
 
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
@@ -435,8 +435,14 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str 
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP or DeepSpeed shard the parameters of `model`, even if only between forwards."""
+    """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
+    parallelism."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
-        hasattr(p, "ds_id") for p in model.parameters()
+        hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in model.parameters()
     )
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """`tensor` whole, gathered where tensor parallelism has split it; its gradient is cut again."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -170,15 +170,19 @@ class HFCompat:
         return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
 
     def get_tp_size(self) -> int:
-        """Processes that share one layer (tensor parallelism): 1; so are those of sequence and context parallelism."""
+        """Processes that split the matrices of one layer (tensor parallelism)."""
+        return self.dist.tp_size
+
+    def get_sp_size(self) -> int:
+        """Processes that share one row, by sequence or context parallelism: 1."""
         return 1
 
-    get_sp_size = get_cp_size = get_tp_size
+    get_cp_size = get_sp_size
 
     @property
     def is_fsdp_enabled(self) -> bool:
         """Whether the weights are kept in pieces, by FSDP."""
-        return self.dist.shards
+        return self.dist.sharding is not None
 
     @property
     def deepspeed(self) -> Any:

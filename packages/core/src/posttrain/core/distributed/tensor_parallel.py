@@ -1,0 +1,236 @@
+"""Tensor parallelism: the matrices of each layer are split over processes that read the same rows.
+
+    Y = X [A1 A2] [B1; B2] = X A1 B1 + X A2 B2
+
+The first matrix of a pair is split by columns, the second by rows, so that a pair needs one sum over the processes in
+the forward pass and one in the backward pass: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, Sec.
+3. Which matrix is split how, and the sums, are those of transformers (the ``tp_plan`` of each architecture).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed.sharding import is_piece, optimizer_problems
+from posttrain.core.models.wrapping import base_model, is_peft_model
+
+#: The half of an adapter that is split, and how, by how the matrix beside it is split.
+ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
+#: The style of a weight that every process holds whole and applies to its own heads.
+PARTIAL = "replicated_with_grad_allreduce"
+NEEDS = "transformers 5.23"
+
+
+def loaded_size(model: nn.Module | None) -> int:
+    """Over how many processes ``from_pretrained(distributed_config=...)`` split `model`; 1: it is whole."""
+    return 1 if model is None else int(getattr(base_model(model), "_tp_size", None) or 1)
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether the matrices of `model` are split."""
+    return loaded_size(model) > 1
+
+
+def split(model: nn.Module, mesh: Any, device: torch.device) -> None:
+    """Split the matrices of `model` in place, by the plan of its architecture, and move it to `device`.
+
+    Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
+    are those of the main process.
+
+    Args:
+        mesh: the processes of one group, a `DeviceMesh` of one dimension.
+
+    Raises:
+        ValueError: the architecture has no plan, or its heads do not divide by the number of processes.
+    """
+    base, size = base_model(model), mesh.size()
+    _take_from_main(model, device)
+    if loaded_size(base) == size:
+        vars(base.config).pop("distributed_config", None)  # with it transformers saves from all processes together
+        _sum_partial_gradients(base, _plan(base, size), mesh)
+        return
+    if problem := problem_of(base, size):
+        raise ValueError(problem)
+    apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
+    modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
+    plan = _plan(base, size)
+    if is_peft_model(model):
+        plan = dict(_with_adapters(plan, modules))
+    first_name = {id(parameter): name for name, parameter in parameters.items()}
+    twins = [(name, first_name[id(p)]) for name, p in base.named_parameters(remove_duplicate=False)]
+    apply(base, mesh, {name: style for name, style in plan.items() if name in modules or name in parameters})
+    _sum_partial_gradients(base, plan, mesh)
+    now = dict(base.named_parameters())
+    for name, first in twins:
+        if name != first:  # a tied weight stays one
+            module, _, own = name.rpartition(".")
+            modules[module].register_parameter(own, now[first])
+    base._tp_size = size
+    model.to(device)
+
+
+def _take_from_main(model: nn.Module, device: torch.device) -> None:
+    """Give whole tensors the values that they have on the main process, one at a time."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_piece(tensor):
+            data = tensor.detach().to(device).contiguous()
+            torch.distributed.broadcast(data, src=0)
+            tensor.detach().copy_(data)
+
+
+def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> None:
+    """Sum the gradients of weights that every process holds whole and applies to its own heads.
+
+    transformers sums ``weight.grad`` after each backward pass, and with it what earlier micro-batches of the window
+    have left there: here the gradient of one pass is summed.
+    """
+    modules, group = dict(base.named_modules()), mesh.get_group()
+    for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
+        vars(modules[name]).pop("forward", None)
+        vars(modules[name])["forward"] = functools.partial(_with_summed_gradients, modules[name], group)
+
+
+def _with_summed_gradients(module: nn.Module, group: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of `module` with parameters whose gradients are summed over `group`."""
+    own, table = dict(module.named_parameters(recurse=False)), vars(module)
+    for name, parameter in own.items():
+        del module._parameters[name]
+        table[name] = _SumGradient.apply(parameter, group)
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        for name, parameter in own.items():
+            del table[name]
+            module._parameters[name] = parameter
+
+
+class _SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group of processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def problem_of(base: nn.Module, size: int) -> str | None:
+    """Why the matrices of `base` cannot be split over `size` processes, as a sentence; None if they can."""
+    name, config = type(base).__name__, getattr(base, "config", None)
+    if getattr(base, "is_quantized", False):
+        return f"tp_size={size}: {name} is quantized, and its matrices cannot be split here. Load it in bfloat16."
+    if config is None or not getattr(base, "tp_plan", None):
+        return f"tp_size={size}: {name} has no plan for splitting its matrices. Set tp_size=1, and shard it by fsdp."
+    text = config.get_text_config()
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, field, None)
+        if isinstance(heads, int) and heads % size:
+            return f"tp_size={size} does not divide the {heads} {field} of {name}. Set a size that does."
+    return None
+
+
+def problems(size: int, args: Any) -> Iterator[str]:
+    """Why `args` cannot train with `size` processes to a matrix."""
+    try:
+        importlib.import_module("transformers.distributed.tensor_parallel")
+    except ImportError:
+        yield f"tp_size={size} needs {NEEDS} or newer: pip install -U transformers"
+    if getattr(args, "deepspeed", None) is not None:
+        yield f"tp_size={size} and deepspeed cannot both split the model; set one of them to None"
+    for name in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):
+        if getattr(args, name, False):
+            yield f"{name}=True does not work on split matrices; set it to False, or tp_size=1"
+    yield from optimizer_problems(getattr(args, "optim", ""), f"tp_size={size}")
+
+
+def _plan(base: Any, size: int) -> dict[str, str]:
+    """``{module or parameter: style}`` of `base`."""
+    distributed = importlib.import_module("transformers.distributed")
+    return base._resolve_parallel_plans(distributed.DistributedConfig(tp_size=size))[0]
+
+
+def _with_adapters(plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it.
+
+    Raises:
+        ValueError: an adapter looks at whole matrices, or is of another kind.
+    """
+    for name, style in plan.items():
+        module: Any = modules.get(name)
+        if hasattr(module, "modules_to_save"):  # peft's trained copy next to the original
+            for copy in ("original_module", *(f"modules_to_save.{adapter}" for adapter in module.modules_to_save)):
+                yield from _with_parameters(f"{name}.{copy}", style)
+        elif hasattr(module, "base_layer"):
+            if style not in ADAPTERS or not hasattr(module, "lora_A") or any(module.use_dora.values()):
+                raise ValueError(
+                    f"tp_size splits {name} ({style}), and its adapter ({type(module).__name__}) looks at the whole "
+                    "matrix. Use LoRA of linear layers, without DoRA, or shard the model by fsdp."
+                )
+            half, how = ADAPTERS[style]
+            yield from _with_parameters(f"{name}.base_layer", style)
+            for adapter in getattr(module, half):
+                yield from _with_parameters(f"{name}.{half}.{adapter}", how)
+        elif not _is_adapted(modules.get(name.rpartition(".")[0])):
+            yield name, style
+
+
+def _is_adapted(module: nn.Module | None) -> bool:
+    return hasattr(module, "modules_to_save") or hasattr(module, "base_layer")
+
+
+def _with_parameters(name: str, style: str) -> Iterator[tuple[str, str]]:
+    """The entries of a linear layer."""
+    yield from ((f"{name}.weight", style), (f"{name}.bias", style), (name, style))
+
+
+# ------------------------------------------------------------------------------------------------ gradients and updates
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all `gradients`, whole and in pieces of several meshes, shape (). Every process must call it."""
+    norms = []
+    for group in by_mesh(gradients):
+        norm = nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if is_piece(norm) else norm)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale `gradients` in place so that their `norm` is at most `max_norm`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    own = [gradient.to_local() if is_piece(gradient) else gradient for gradient in gradients]
+    torch._foreach_mul_(own, factor)
+
+
+def by_mesh(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`tensors` in groups that one kernel takes: whole ones, and those in pieces of one mesh."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if is_piece(tensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, with each kernel given tensors of one mesh. The groups stay as they are."""
+    groups = optimizer.param_groups
+    split = [(group, some) for group in groups for some in by_mesh(group["params"])]
+    meshes = [some[0].device_mesh if is_piece(some[0]) else None for _, some in split]
+    parts = [{**group, "params": some, "mesh": mesh} for (group, some), mesh in zip(split, meshes, strict=True)]
+    optimizer.param_groups = parts
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+        for (group, _), part in zip(split, parts, strict=True):  # counts that some optimizers keep in their groups
+            group.update({name: value for name, value in part.items() if name not in ("params", "mesh")})
