@@ -92,8 +92,8 @@ def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> 
     """
     modules, group = dict(base.named_modules()), mesh.get_group()
     for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
-        vars(modules[name]).pop("forward", None)
-        vars(modules[name])["forward"] = functools.partial(_with_summed_gradients, modules[name], group)
+        module: Any = modules[name]
+        module.forward = functools.partial(_with_summed_gradients, module, group)
 
 
 def _with_summed_gradients(module: nn.Module, group: Any, *args: Any, **kwargs: Any) -> Any:
