@@ -8,14 +8,14 @@ from torch import nn
 
 from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec, elastic, sharded
-from posttrain.core.distributed import sharding
+from posttrain.core.distributed import shard_settings, sharding
 from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.training.plan import make_plan, resumed
 from tests import tiny
 
 
 def settings(fsdp="full_shard", config=None, parallelism=None):
-    found, problems = sharding.read(fsdp, config, parallelism)
+    found, problems = shard_settings.read(fsdp, config, parallelism)
     assert problems == []
     return found
 
@@ -26,11 +26,11 @@ def settings(fsdp="full_shard", config=None, parallelism=None):
 @pytest.mark.parametrize("nothing", [None, "", [], False])
 def test_nothing_is_sharded_unless_asked_for(nothing):
     args = TrainingArguments("out", fsdp=nothing, fsdp_config={"min_num_params": 0})
-    assert sharding.read(args.fsdp, args.fsdp_config)[0] is None
+    assert shard_settings.read(args.fsdp, args.fsdp_config)[0] is None
 
 
 def test_every_way_to_say_what_is_sharded():
-    assert settings() == settings(["full_shard"]) == settings("full_shard auto_wrap") == sharding.Sharding()
+    assert settings() == settings(["full_shard"]) == settings("full_shard auto_wrap") == shard_settings.Sharding()
     assert TrainingArguments("out", fsdp=True).fsdp == "full_shard"
     assert not settings("shard_grad_op").reshard_after_forward
     assert not settings(config={"reshard_after_forward": "false"}).reshard_after_forward
@@ -48,7 +48,7 @@ def test_accelerates_own_config_of_parallelism_is_read():
 
     found = settings(None, None, ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
     assert (found.replicas, found.shards) == (2, 2)
-    assert sharding.read(None, None, ParallelismConfig(dp_replicate_size=2)) == (None, [])
+    assert shard_settings.read(None, None, ParallelismConfig(dp_replicate_size=2)) == (None, [])
 
 
 def test_a_file_of_options_is_read(tmp_path):
@@ -56,7 +56,7 @@ def test_a_file_of_options_is_read(tmp_path):
     path.write_text(json.dumps({"cpu_offload": True, "version": 2}))
     assert settings(config=str(path)).cpu_offload
     path.write_text("{")
-    assert "not a JSON file" in sharding.read("full_shard", str(path))[1][0]
+    assert "not a JSON file" in shard_settings.read("full_shard", str(path))[1][0]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_a_file_of_options_is_read(tmp_path):
         ({"fsdp": True, "deepspeed": {}}, "both shard the model"),
         ({"fsdp": True, "optim": "adafactor"}, "uses whole matrices"),
         ({"fsdp": True, "bf16_full_eval": True}, "shards them"),
-        ({"parallelism_config": {"tp_size": 2}}, "tensor parallelism, which this version does not support"),
+        ({"parallelism_config": {"tp_size": 2}, "torch_compile": True}, "does not work on split matrices"),
+        ({"parallelism_config": {"tp_size": 2}, "deepspeed": {}}, "cannot both split the model"),
+        ({"parallelism_config": {"tp_size": 2}, "optim": "adafactor"}, "with tp_size=2 each process has a part"),
         ({"parallelism_config": {"cp_size": 2}}, "context parallelism"),
         ({"parallelism_config": {"dp_shards": 2}}, "'dp_shards', which is none of"),
     ],
@@ -91,7 +93,7 @@ def test_options_of_the_first_fsdp_are_accepted_with_a_note():
     found = settings(
         config={"version": 1, "use_orig_params": True, "sync_module_states": True, "backward_prefetch": "x"}
     )
-    assert len(found.notes) == 4 and found == sharding.Sharding()
+    assert len(found.notes) == 4 and found == shard_settings.Sharding()
 
 
 def test_what_accelerate_launch_leaves_in_the_environment():
@@ -107,14 +109,14 @@ def test_what_accelerate_launch_leaves_in_the_environment():
         "FSDP_MIN_NUM_PARAMS": "0",
         "FSDP_BACKWARD_PREFETCH": "None",
     }
-    found, problems = sharding.from_environment(one)
+    found, problems = shard_settings.from_environment(one)
     assert problems == [] and found.layer_classes == ("BertLayer",) and found.cpu_offload
     assert not found.reshard_after_forward  # strategy 2 is shard_grad_op
-    found, _ = sharding.from_environment(one | {"FSDP_VERSION": "2"})
+    found, _ = shard_settings.from_environment(one | {"FSDP_VERSION": "2"})
     assert found.reshard_after_forward
     sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    assert sharding.from_environment(sizes)[0].shards == 2
-    assert sharding.from_environment({"FSDP_VERSION": "2"}) == (None, [])
+    assert shard_settings.from_environment(sizes)[0].shards == 2
+    assert shard_settings.from_environment({"FSDP_VERSION": "2"}) == (None, [])
 
 
 def test_scripts_take_it_from_the_command_line():
@@ -125,7 +127,7 @@ def test_scripts_take_it_from_the_command_line():
 
     assert parse("--fsdp").fsdp == "full_shard" and parse().fsdp is None
     args = parse("--fsdp", "full_shard auto_wrap", "--fsdp_config", '{"cpu_offload": true}')
-    assert sharding.read(args.fsdp, args.fsdp_config)[0].cpu_offload
+    assert shard_settings.read(args.fsdp, args.fsdp_config)[0].cpu_offload
 
 
 # ---- units ----

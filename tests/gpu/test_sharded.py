@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posttrain.core.distributed import sharding
+from posttrain.core.distributed import shard_settings, sharding
 from tests import tiny
 
 
@@ -30,7 +30,10 @@ def test_a_sharded_model_takes_the_steps_of_a_whole_one(precision, tmp_path, dev
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        settings, where = sharding.Sharding(), torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        settings, where = (
+            shard_settings.Sharding(),
+            torch.device(device, 0) if device == "cuda" else torch.device("cpu"),
+        )
         mesh = sharding.make_mesh(settings, device, 1, 1)
         model = sharding.shard(tiny.causal_lm(tie_word_embeddings=True), settings, mesh, where, precision)
         assert sharding.is_sharded(model) and len(sharding.units_of(model)) == 3

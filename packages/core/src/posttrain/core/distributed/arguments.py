@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, sharding, tensor_parallel
+from posttrain.core.distributed import deepspeed, shard_settings, tensor_parallel
 from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
 
@@ -72,12 +72,12 @@ class DistributedArguments:
     @property
     def data_parallel_size(self) -> int:
         """Parts into which rows are dealt: the processes, but those that split matrices (tp_size) share theirs."""
-        return world_size() // sharding.sizes_of(self.parallelism_config).get("tp_size", 1)
+        return world_size() // shard_settings.sizes_of(self.parallelism_config).get("tp_size", 1)
 
     def _normalize(self) -> None:
         if isinstance(self.fsdp, bool):
             self.fsdp = "full_shard" if self.fsdp else None
-        settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
+        settings, problems = shard_settings.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         if settings is not None and not problems and settings.activation_checkpointing:
             vars(self).update(activation_checkpointing=True, gradient_checkpointing=True)
 
@@ -93,15 +93,15 @@ class DistributedArguments:
         sizes = self.parallelism_config
         if sizes is not None and not (isinstance(sizes, (dict, str)) or hasattr(sizes, "dp_shard_size")):
             yield f"parallelism_config={sizes!r} is no dict, nor a ParallelismConfig of accelerate"
-        settings, problems = sharding.read(self.fsdp, self.fsdp_config, self.parallelism_config)
+        settings, problems = shard_settings.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         yield from problems
-        if (size := sharding.sizes_of(sizes).get("tp_size", 1)) > 1:
+        if (size := shard_settings.sizes_of(sizes).get("tp_size", 1)) > 1:
             yield from tensor_parallel.problems(size, self)
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):
                     yield f"{name}=True casts whole weights, and fsdp shards them; set bf16=True instead"
-            yield from sharding.optimizer_problems(getattr(self, "optim", ""))
+            yield from shard_settings.optimizer_problems(getattr(self, "optim", ""))
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
         yield from deepspeed.problems(self.deepspeed)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from posttrain.core.distributed import deepspeed, sharding, tensor_parallel
+from posttrain.core.distributed import deepspeed, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
@@ -138,8 +138,8 @@ class Distributed:
             logger.warning("fsdp is ignored: the world size is 1.")
             self.sharding = None
         if self.world_size > 1 and self.tp_size > 1 and self.sharding is None:
-            replicas = sharding.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
-            self.sharding = sharding.Sharding(replicas=replicas)  # DDP does not know split matrices
+            replicas = shard_settings.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
+            self.sharding = shard_settings.Sharding(replicas=replicas)  # DDP does not know split matrices
         self._mesh: Any = None
         self._rows_group = self._data_parallel().get_group() if self.tp_size > 1 else None
         self._gathered: set[int] = set()
@@ -153,13 +153,13 @@ class Distributed:
         if args.tf32 is not None and torch.cuda.is_available():
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 
-    def _read_sharding(self) -> sharding.Sharding | None:
+    def _read_sharding(self) -> shard_settings.Sharding | None:
         args = self.args
-        settings, problems = sharding.read(args.fsdp, args.fsdp_config, args.parallelism_config)
+        settings, problems = shard_settings.read(args.fsdp, args.fsdp_config, args.parallelism_config)
         if settings is None and not problems:
-            settings, problems = sharding.from_environment()
+            settings, problems = shard_settings.from_environment()
             if settings is not None:
-                problems += sharding.optimizer_problems(getattr(args, "optim", ""))
+                problems += shard_settings.optimizer_problems(getattr(args, "optim", ""))
         if problems:
             raise ConfigError("TrainingArguments", problems)
         for note in settings.notes if settings is not None else ():
@@ -167,7 +167,7 @@ class Distributed:
         return settings
 
     def _read_tp_size(self, model: nn.Module | None) -> int:
-        size = sharding.sizes_of(self.args.parallelism_config).get("tp_size", 1)
+        size = shard_settings.sizes_of(self.args.parallelism_config).get("tp_size", 1)
         size = tensor_parallel.loaded_size(model) if size == 1 else size
         problems = list(tensor_parallel.problems(size, self.args)) if size > 1 else []
         if self.num_processes % size:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed.sharding import is_piece, optimizer_problems
+from posttrain.core.distributed.shard_settings import optimizer_problems
+from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.wrapping import base_model, is_peft_model
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.

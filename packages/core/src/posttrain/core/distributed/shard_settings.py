@@ -1,0 +1,246 @@
+"""How a model is divided over processes, by arguments or a launcher: sizes of groups, and the settings of FSDP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.distributed.environment import is_true
+from posttrain.core.errors import did_you_mean
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        reshard_after_forward: free a layer's weights after its forward; False is faster and needs more memory.
+        cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
+        wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
+        layer_classes: names of the classes that are layers; empty: those the model names itself.
+        state_dict_type: the main process writes "full" checkpoints, all processes write "sharded" ones.
+        replicas: groups of processes that each hold the whole model; 0: one for each machine.
+        shards: processes of such a group; 0: all.
+        param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
+    """
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    wrap: str = "transformer"
+    layer_classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    state_dict_type: str = "full"
+    replicas: int = 1
+    shards: int = 0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"reshard_after_forward": False},
+    "hybrid_shard": {"replicas": 0},
+    "hybrid_shard_zero2": {"replicas": 0, "reshard_after_forward": False},
+}
+_NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+POLICIES = {"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"}
+STATE_DICTS = {"full_state_dict": "full", "sharded_state_dict": "sharded"}
+# Options of FSDP 1 that FSDP2 does not need.
+WITHOUT_EFFECT = (
+    "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
+    "ignored_modules", "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
+)  # fmt: skip
+NAMES = (
+    "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params",
+    "activation_checkpointing", "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", "min_num_params",
+    "mixed_precision_policy", "xla",
+)  # fmt: skip
+
+
+def read(
+    fsdp: str | list[str] | None, fsdp_config: dict[str, Any] | str | None, parallelism: Any = None
+) -> tuple[Sharding | None, list[str]]:
+    """(settings of these arguments, or None without sharding; their problems)."""
+    problems: list[str] = []
+    options = [word for part in _listed(fsdp) for word in part.replace(",", " ").split()]
+    sizes = parallel_sizes(parallelism, problems)
+    on = bool(options) or sizes.get("dp_shard_size", 1) > 1
+    config = _config(fsdp_config, problems)
+    if not on:
+        return None, problems
+    settings = Sharding(replicas=sizes.get("dp_replicate_size", 1), shards=sizes.get("dp_shard_size", 0))
+    for option in map(str.lower, options):
+        if option in STRATEGIES:
+            settings = replace(settings, **STRATEGIES[option])
+        elif option == "offload":
+            settings = replace(settings, cpu_offload=True)
+        elif option == "no_shard":
+            problems.append("fsdp='no_shard' shards nothing; leave fsdp out to use DDP")
+        elif option not in ("auto_wrap", "true"):
+            hint = did_you_mean(option, [*STRATEGIES, "offload", "auto_wrap"])
+            problems.append(
+                f"fsdp holds {option!r}, which is none of {', '.join(STRATEGIES)}, offload, auto_wrap{hint}"
+            )
+    for name, value in config.items():
+        try:
+            settings = _with(settings, name, value)
+        except (ValueError, TypeError) as error:
+            problems.append(f"fsdp_config[{name!r}]={value!r}: {error}")
+    if settings.wrap == "size" and not settings.min_num_params:
+        problems.append("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params, the size of a unit")
+    return settings, problems
+
+
+def sizes_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The sizes of groups of processes that ``accelerate launch`` left in the environment (PARALLELISM_CONFIG_...)."""
+    if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
+        return None
+    before = "PARALLELISM_CONFIG_"
+    return {name.removeprefix(before).lower(): environ[name] for name in environ if name.startswith(before)}
+
+
+def sizes_of(parallelism: Any) -> dict[str, int]:
+    """The sizes of groups of processes by ``args.parallelism_config``, or by the launcher where that is None."""
+    return parallel_sizes(sizes_from_environment() if parallelism is None else parallelism, [])
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding | None, list[str]]:
+    """The settings that ``accelerate launch`` left in the environment (FSDP_..., PARALLELISM_CONFIG_...), as `read`."""
+    sizes = sizes_from_environment(environ)
+    if not is_true(environ.get("ACCELERATE_USE_FSDP", "false")):
+        return read(None, None, sizes)
+    found = {name[5:].lower(): value for name, value in environ.items() if name.startswith("FSDP_")}
+    found = {name: value for name, value in found.items() if value.lower() not in ("", "none")}
+    # FSDP 1 has strategies, FSDP2 a switch; accelerate writes both.
+    found.pop("sharding_strategy" if found.get("version") == "2" else "reshard_after_forward", None)
+    options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
+    return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if not value else [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[str, Any]:
+    """The options by their plain names."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            problems.append(f"fsdp_config={config!r} is not a JSON file that can be read ({error})")
+            return {}
+    if not isinstance(config, dict):
+        return {}
+    plain = {name.removeprefix("fsdp_"): value for name, value in config.items() if value is not None}
+    for name in [name for name in plain if name not in (*NAMES, *WITHOUT_EFFECT)]:
+        del plain[name]
+        problems.append(f"fsdp_config holds {name!r}, which is no option of FSDP{did_you_mean(name, NAMES)}")
+    return plain
+
+
+def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
+    """``{"dp_replicate_size", "dp_shard_size", "tp_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
+    if parallelism is None:
+        return {}
+    known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    if isinstance(parallelism, dict):
+        plain = {name.removeprefix("parallelism_config_"): value for name, value in parallelism.items()}
+        for name in [name for name in plain if name not in known and not name.startswith(("cp_", "sp_", "tp_"))]:
+            problems.append(f"parallelism_config holds {name!r}, which is none of {', '.join(known)}")
+    else:
+        plain = {name: getattr(parallelism, name, None) for name in known}
+    sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
+    kinds = {"cp_size": "context", "sp_size": "sequence"}
+    for name, kind in kinds.items():
+        if sizes.get(name, 1) > 1:
+            problems.append(
+                f"parallelism_config: {name}={sizes[name]} is {kind} parallelism, which this version does not "
+                "support; set it to 1 and shard the model over the data parallel processes with dp_shard_size"
+            )
+    return sizes
+
+
+def _with(settings: Sharding, name: str, value: Any) -> Sharding:
+    """`settings` with one option of ``fsdp_config``."""
+    if name in WITHOUT_EFFECT:
+        return replace(settings, notes=(*settings.notes, f"{name} has no effect: FSDP2 needs no such option."))
+    if name == "version":
+        if int(value) not in (1, 2):
+            raise ValueError("there are versions 1 and 2")
+        note = "FSDP 2 is used in place of version 1: the same numbers and checkpoints, without its flat parameters."
+        return settings if int(value) == 2 else replace(settings, notes=(*settings.notes, note))
+    if name in ("reshard_after_forward", "sharding_strategy"):
+        strategy = _NUMBERED.get(str(value), str(value).lower())
+        if strategy in STRATEGIES:
+            return replace(settings, **STRATEGIES[strategy])
+        if name == "sharding_strategy":
+            raise ValueError(f"it is none of {', '.join(STRATEGIES)}")
+        return replace(settings, reshard_after_forward=is_true(value))
+    if name in ("cpu_offload", "offload_params"):
+        return replace(settings, cpu_offload=is_true(value))
+    if name == "activation_checkpointing":
+        return replace(settings, activation_checkpointing=is_true(value))
+    if name == "cpu_ram_efficient_loading":
+        # from_pretrained reads the launcher's variable before a trainer exists, so this has no effect here.
+        is_true(value)
+        return settings
+    if name == "state_dict_type":
+        return replace(settings, state_dict_type=_chosen(value, STATE_DICTS))
+    if name == "auto_wrap_policy":
+        return replace(settings, wrap=_chosen(value, POLICIES))
+    if name.startswith("transformer_"):
+        words = tuple(word.strip() for part in _listed(value) for word in part.split(","))
+        return replace(settings, layer_classes=words)
+    if name == "min_num_params":
+        return replace(settings, min_num_params=int(value))
+    if name == "mixed_precision_policy":
+        return _with_types(settings, value)
+    if is_true(value):  # xla
+        raise ValueError("TPUs are not supported")
+    return settings
+
+
+def _chosen(value: Any, choices: dict[str, str]) -> str:
+    text = str(value).rpartition(".")[2].lower()
+    if text not in choices:
+        raise ValueError(f"it is none of {', '.join(choices).upper()}{did_you_mean(text, choices)}")
+    return choices[text]
+
+
+def _with_types(settings: Sharding, policy: Any) -> Sharding:
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    if isinstance(policy, str):
+        policy = {"param_dtype": policy, "reduce_dtype": policy}
+    types: dict[str, Any] = {}
+    for name, dtype in dict(policy).items():
+        if name not in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs"):
+            raise ValueError(f"{name!r} is neither param_dtype nor reduce_dtype")
+        if name in ("param_dtype", "reduce_dtype"):
+            text = str(dtype).removeprefix("torch.")
+            types[name] = getattr(torch, names.get(text, text), None)
+            if not isinstance(types[name], torch.dtype):
+                raise ValueError(f"{dtype!r} is no type of torch")
+    return replace(settings, **types)
+
+
+def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:
+    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`."""
+    name = str(getattr(name, "value", name))
+    if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
+        return  # rejected for several processes anyway
+    whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
+    if whole or "8bit" in name or "4bit" in name or "fp8" in name:
+        why = "uses whole matrices" if whole else "has custom kernels"
+        yield (
+            f"optim={name!r} {why}, and with {setting} each process has a part of them; set optim=adamw_torch_fused, "
+            f"or leave {setting.partition('=')[0]} out"
+        )
