@@ -4,6 +4,7 @@ import torch
 import transformers
 
 from posttrain.core.data.collators import (
+    DataCollatorForCompletionOnlyLM,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
@@ -255,3 +256,38 @@ def test_all_tokens_of_a_word_are_predicted_or_none(told_by):
 def test_whole_words_need_masked_modeling(tok):
     with pytest.raises(ValueError, match="mlm=False masks nothing"):
         DataCollatorForLanguageModeling(tok, mlm=False, whole_word_mask=True)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "trained"),
+    [(None, [(10, 13)]), ([2], [(2, 4), (10, 13)])],
+)
+def test_what_follows_the_response_template_alone_is_trained_on(tok, instruction, trained, caplog):
+    rows = [{"input_ids": [2, 3, 40, 41, 2, 50, 51, 52, 53, 3, 60, 61, 1]}, {"input_ids": [7, 8, 9]}]
+    batch = DataCollatorForCompletionOnlyLM([3], instruction, tokenizer=tok)(rows)
+    expected = torch.full((2, 13), -100)
+    for start, end in trained:
+        expected[0, start:end] = batch["input_ids"][0, start:end]
+    assert torch.equal(batch["labels"], expected)
+    assert "response template [3] is not in a row" in caplog.text and tok.decode([7, 8, 9]) in caplog.text
+
+
+def test_a_response_template_may_be_text_and_trains_an_sft_trainer(tok, tmp_path):
+    from posttrain.sft import SFTConfig, SFTTrainer
+    from tests import tiny
+
+    text = "the model was trained"
+    collator = DataCollatorForCompletionOnlyLM(" was", tokenizer=tok)
+    args = SFTConfig(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, dataset_text_field="text")
+    trainer = SFTTrainer(tiny.causal_lm(), args, train_dataset=[{"text": text}] * 4, processing_class=tok,
+                         data_collator=collator)  # fmt: skip
+    (labels, *_) = next(iter(trainer.get_train_dataloader()))["labels"].tolist()
+    end = [] if tok.eos_token_id not in labels else [tok.eos_token_id]
+    assert [token for token in labels if token != -100] == tok.encode(" trained", add_special_tokens=False) + end
+    assert trainer.train().global_step == 1
+
+
+def test_the_response_template_masks_padded_rows_of_prompts(tok):
+    for wrong in ({"mlm": True}, {"padding_free": True}):
+        with pytest.raises(ValueError, match="leave mlm=False"):
+            DataCollatorForCompletionOnlyLM([3], tokenizer=tok, **wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.core import clone_chat_template
+from posttrain.core import clone_chat_template, setup_chat_format
 from tests import tiny
 
 
@@ -31,3 +31,16 @@ def test_a_source_without_a_template_is_refused(tmp_path):
     tiny.tokenizer(chat_template=None).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template to clone"):
         clone_chat_template(tiny.causal_lm(), tiny.tokenizer(), tmp_path)
+
+
+def test_a_base_model_is_given_chatml():
+    model, tokenizer = setup_chat_format(tiny.causal_lm(), tiny.tokenizer(chat_template=None))
+    messages = [{"role": "user", "content": "a b"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 1 and tokenizer.eos_token == "<|im_end|>" == tokenizer.pad_token
+    assert len(tokenizer) == model.config.vocab_size == model(torch.tensor([ids])).logits.shape[-1]
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    with pytest.raises(ValueError, match="has a chat template already"):
+        setup_chat_format(model, tokenizer)

@@ -292,19 +292,18 @@ def test_a_place_inside_an_f_string_is_met_or_left():
 def test_names_that_posttrain_lacks_stay_and_are_named():
     script = """
         import trl
-        from trl import PPOTrainer, SFTTrainer, DataCollatorForCompletionOnlyLM
+        from trl import PPOTrainer, SFTTrainer, DataCollatorForChatML
         from transformers import TFTrainer, AutoModel
         from trl import *
         trl.experimental.ppo.PPOConfig.from_dict({})
         trl.__version__
     """
     assert rewritten(script) == dedent(script).replace(
-        "from trl import PPOTrainer, SFTTrainer, DataCollatorForCompletionOnlyLM",
-        "from posttrain.sft import SFTTrainer\nfrom trl import PPOTrainer, DataCollatorForCompletionOnlyLM",
+        "from trl import PPOTrainer, SFTTrainer, DataCollatorForChatML",
+        "from posttrain.sft import SFTTrainer\nfrom trl import PPOTrainer, DataCollatorForChatML",
     )
     assert notes(script) == [
-        (2, "posttrain has no DataCollatorForCompletionOnlyLM: give rows of prompt and completion, or set "
-            "SFTConfig(assistant_only_loss=True) or train_on"),
+        (2, "posttrain has no DataCollatorForChatML: give rows of messages to posttrain.sft.SFTTrainer"),
         (2, "posttrain has no PPOTrainer: " + absent_names.INSTEAD["PPOTrainer"]),
         (3, "posttrain has no TFTrainer; it stays with transformers"),
         (4, "what `from trl import *` brings is not seen; import names one by one"),

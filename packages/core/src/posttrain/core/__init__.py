@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from posttrain.core.config import opt
     from posttrain.core.data.collators import (
+        DataCollatorForCompletionOnlyLM,
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
         DataCollatorForTokenClassification,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
     from posttrain.core.models.bema import BEMACallback
-    from posttrain.core.models.clone_template import clone_chat_template
+    from posttrain.core.models.clone_template import clone_chat_template, setup_chat_format
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -71,6 +72,7 @@ _HOMES = {
     ),
     "checkpoint": ("get_last_checkpoint",),
     "data.collators": (
+        "DataCollatorForCompletionOnlyLM",
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
         "DataCollatorForTokenClassification",
@@ -84,7 +86,7 @@ _HOMES = {
     "evaluation.eval_loop": ("StreamingMetric",),
     "config": ("opt",),
     "models.arguments": ("ModelConfig",),
-    "models.clone_template": ("clone_chat_template",),
+    "models.clone_template": ("clone_chat_template", "setup_chat_format"),
     "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback"),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.scripts": (

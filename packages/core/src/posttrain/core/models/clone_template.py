@@ -49,3 +49,47 @@ def clone_chat_template(
         word, number = f"<extra_id_{number}>", number + 1
         words += [word] * tokenizer.add_tokens([word])
     return model, tokenizer, tokenizer.convert_tokens_to_ids(words)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def setup_chat_format(
+    model: PretrainedModel, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
+) -> tuple[PretrainedModel, Any]:
+    """Let a base model and its tokenizer, which has no chat template, write chats as ChatML. As early versions of trl
+    had it; `clone_chat_template` takes over the template of another tokenizer.
+
+    The tokens ``<|im_start|>`` and ``<|im_end|>`` become begin and end of a text, the latter also its padding. The rows
+    of new tokens are to be trained.
+
+    Args:
+        format: ``"chatml"``, the only one.
+
+    Returns:
+        (model, tokenizer), changed in place.
+
+    Raises:
+        ValueError: the tokenizer has a chat template, or another format is asked for.
+    """
+    if tokenizer.chat_template is not None:
+        raise ValueError(
+            "The tokenizer has a chat template already. Leave setup_chat_format out to use it, or set "
+            "tokenizer.chat_template = None first to replace it."
+        )
+    if format != "chatml":
+        raise ValueError(f"format={format!r} is not 'chatml'; use posttrain.core.clone_chat_template for another one.")
+    start, end = "<|im_start|>", "<|im_end|>"
+    tokenizer.add_special_tokens(
+        {"bos_token": start, "eos_token": end, "pad_token": end, "additional_special_tokens": [start, end]}
+    )
+    tokenizer.chat_template = CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer

@@ -80,12 +80,9 @@ for _names, _why in {
     "dataset_weights; on the command line set dataset_mixture",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
-    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or set "
-    "SFTConfig(assistant_only_loss=True) or train_on",
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
     "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
-    "setup_chat_format": "call posttrain.core.clone_chat_template, or set SFTConfig(chat_template_path=...)",
     "apply_chat_template maybe_apply_chat_template get_training_chat_template add_response_schema "
     "supports_tool_calling prepare_multimodal_messages chat_template_utils": _TEMPLATE,
     "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect messages and "
