@@ -4,7 +4,6 @@ import torch
 import transformers
 
 from posttrain.core.data.collators import (
-    DataCollatorForCompletionOnlyLM,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
@@ -13,6 +12,7 @@ from posttrain.core.data.collators import (
     default_data_collator,
     pad_rows,
 )
+from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
 from tests.tiny import seq2seq_lm, tokenizer
 
 ROWS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from posttrain.core.config import opt
     from posttrain.core.data.collators import (
-        DataCollatorForCompletionOnlyLM,
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
         DataCollatorForTokenClassification,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
@@ -71,8 +71,8 @@ _HOMES = {
         "TrainerCallback",
     ),
     "checkpoint": ("get_last_checkpoint",),
+    "data.completion_only": ("DataCollatorForCompletionOnlyLM",),
     "data.collators": (
-        "DataCollatorForCompletionOnlyLM",
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
         "DataCollatorForTokenClassification",
