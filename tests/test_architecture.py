@@ -26,7 +26,8 @@ LAYERS = {
         evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.block_mask models.embeddings
         models.gradient_checkpointing models.regularization
-        models.special_tokens models.wrapping optim.lr_scheduler training.allocator training.memory training.nonfinite
+        data.completion_only models.special_tokens models.wrapping
+        optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan training.durations training.loss_spikes data.host_copies
     """.split(),
     1: """

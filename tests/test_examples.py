@@ -31,7 +31,7 @@ def load(name: str):
 @pytest.fixture
 def model_folder(tmp_path) -> str:
     folder = str(tmp_path / "model")
-    tiny.causal_lm(vocab_size=384).save_pretrained(folder)
+    tiny.causal_lm(vocab_size=384, max_position_embeddings=2048).save_pretrained(folder)
     tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS).save_pretrained(folder)
     return folder
 

@@ -619,6 +619,24 @@ def test_the_main_process_goes_first_and_releases_the_others_even_after_an_error
     assert (tmp_path / "raised").exists()
 
 
+def test_passive_means_the_level_of_the_program_and_not_that_of_an_earlier_trainer():
+    from posttrain.core.logging import trackers
+
+    log = logging.getLogger("posttrain")
+    before = log.level
+    try:
+        log.setLevel(logging.NOTSET)
+        trackers.set_verbosity(logging.DEBUG)
+        assert TrainingArguments().get_process_log_level() == logging.INFO
+        log.setLevel(logging.WARNING)
+        trackers.set_verbosity(logging.ERROR)
+        trackers.set_verbosity(logging.DEBUG)
+        assert TrainingArguments().get_process_log_level() == logging.WARNING
+    finally:
+        trackers.set_verbosity(logging.NOTSET)
+        log.setLevel(before)
+
+
 def test_replicas_log_less(monkeypatch):
     args = TrainingArguments(log_level="error", log_level_replica="debug")
     assert args.get_process_log_level() == logging.ERROR

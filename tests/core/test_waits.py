@@ -23,7 +23,7 @@ def team(path, *members, seconds=1.0):
     def run(rank, member):
         store = FileStore(str(path), len(members))
         beat(store, rank, 1)
-        dist = SimpleNamespace(rank=rank, local_rank=rank, is_main=rank == 0)
+        dist = SimpleNamespace(rank=rank, process_index=rank, local_rank=rank, is_main=rank == 0)
         dist._waits = Waits(store, rank, len(members), seconds)
         for name in ("main_first", "on_main", "gather_patiently", "meet"):
             setattr(dist, name, getattr(processes.Distributed, name).__get__(dist))

@@ -130,11 +130,16 @@ def test_a_stream_of_prompts_is_trained_on(tmp_path):
 
 @pytest.mark.parametrize(("rows", "says"), [
     ([{"question": "a"}] * 2, "no column 'prompt'.*question"), (ROWS[:1], "has 1 prompts and one rollout needs 2"),
-    ([], "no rows"), ([{"prompt": "a", "image": 1}] * 4, "images"),
+    ([], "no rows"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_trained_on_are_refused_at_once(tmp_path, rows, says):
     with pytest.raises(DataError, match=f"(?s){says}"):
         trainer(tmp_path, rows=rows, gradient_accumulation_steps=2)
+
+
+def test_images_need_a_processor(tmp_path):
+    with pytest.raises(TypeError, match="The rows have images, which a .* cannot read. Pass the model's processor"):
+        trainer(tmp_path, rows=[{"prompt": "a", "image": 1}] * 4, gradient_accumulation_steps=2)
 
 
 def test_an_empty_prompt_is_named(tmp_path):

@@ -28,13 +28,12 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
+with allocator.freed_memory_kept(False):
+    off = faults()
 before = faults(), resident()
 with allocator.freed_memory_kept(), allocator.freed_memory_kept():
     kept = faults()
-after = resident(), faults()
-with allocator.freed_memory_kept(False):
-    off = faults()
-print(before[0], kept, after[1], off, after[0] - before[1])
+print(before[0], kept, off, resident() - before[1])
 """
 
 
@@ -47,8 +46,9 @@ def faults(**environment):
 # finding_D7
 @glibc
 def test_memory_is_kept_within_the_context_and_given_back_after():
-    (before, kept, after, off, more), said = faults()
-    assert before > 100_000 and kept < before / 4 and after > 100_000 and off > 100_000
+    (before, kept, off, more), said = faults()
+    # Faults after the context say nothing: glibc may use holes of the heap, though their pages were given back.
+    assert before > 100_000 and kept < before / 4 and off > 100_000
     assert more < 64 * 2**20  # of the 128 MiB and more that were kept
     assert said.count("DEBUG:posttrain.core.training.allocator:Freed memory is kept") == 1
 

@@ -28,7 +28,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.hub import HubArguments
 from posttrain.core.logging.redaction import masked, shown
-from posttrain.core.logging.trackers import LoggingArguments
+from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.models.ema import EMAArguments
 from posttrain.core.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
@@ -393,7 +393,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         """
         name = self.log_level if self.should_log else self.log_level_replica
         if name == "passive":
-            return logging.getLogger("posttrain").level or logging.INFO
+            return level_of_program() or logging.INFO
         return logging.DEBUG if name == "detail" else logging.getLevelNamesMapping()[name.upper()]
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

@@ -92,9 +92,20 @@ class LoggingArguments:
                     yield error
 
 
+_levels: tuple[int, int] = (logging.NOTSET, logging.NOTSET)  # that a trainer has set, and that of the program before
+
+
+def level_of_program() -> int:
+    """The level that the program itself has set for messages of posttrain; 0: none."""
+    level = logging.getLogger("posttrain").level
+    return _levels[1] if level == _levels[0] else level
+
+
 def set_verbosity(level: int) -> None:
     """Let messages of posttrain from `level` on be seen: on the program's own handlers, or on stderr if it has none."""
+    global _levels
     log = logging.getLogger("posttrain")
+    _levels = (level, level_of_program())
     log.setLevel(level)
     if not log.hasHandlers():
         handler = terminal.Handler()

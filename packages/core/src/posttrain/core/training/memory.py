@@ -125,7 +125,11 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
             if tensor.device.type != device.type or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if (key := storage.data_ptr()) in seen or not key:
+            try:
+                key = storage.data_ptr()
+            except RuntimeError:  # of a tensor without memory, such as those that a compiler traces with
+                continue
+            if key in seen or not key:
                 continue
             seen.add(key)
             owners[owner] += storage.nbytes()
