@@ -42,7 +42,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
                 "DataCollatorForCompletionOnlyLM masks prompts of padded rows: leave mlm=False, and set "
                 "SFTConfig(padding_free=True) with rows of prompt and completion instead of padding_free here."
             )
-        super().__init__(*args, mlm=False, **kwargs)
+        super().__init__(*args, **kwargs | {"mlm": False})
         self.response_template, self.instruction_template = response_template, instruction_template
         self.ignore_index = ignore_index
         self._response, self._instruction = self._ids(response_template), self._ids(instruction_template)
