@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import sys
@@ -32,3 +33,14 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def log_level_of_the_test():
+    """A trainer sets the level of posttrain's messages: that of one test is not that of the next."""
+    log, trackers = logging.getLogger("posttrain"), sys.modules.get("posttrain.core.logging.trackers")
+    level, levels = log.level, getattr(trackers, "_levels", None)
+    yield
+    log.setLevel(level)
+    if levels is not None:
+        trackers._levels = levels
