@@ -15,6 +15,7 @@ A YAML block whose first line is a comment with a file name (``# run.yaml``) bec
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import sys
@@ -111,6 +112,7 @@ def test_code_written_for_another_trainer_runs(page, local_models, tmp_path, mon
     import torch
 
     monkeypatch.chdir(tmp_path)
+    logging.getLogger("posttrain").setLevel(logging.NOTSET)  # as a program finds it
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     # Stands in for the package of that name, which downloads its metrics.
     accuracy = SimpleNamespace(compute=lambda predictions, references: {"accuracy": (predictions == references).mean()})

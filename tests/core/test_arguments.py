@@ -623,18 +623,13 @@ def test_passive_means_the_level_of_the_program_and_not_that_of_an_earlier_train
     from posttrain.core.logging import trackers
 
     log = logging.getLogger("posttrain")
-    before = log.level
-    try:
-        log.setLevel(logging.NOTSET)
-        trackers.set_verbosity(logging.DEBUG)
-        assert TrainingArguments().get_process_log_level() == logging.INFO
-        log.setLevel(logging.WARNING)
-        trackers.set_verbosity(logging.ERROR)
-        trackers.set_verbosity(logging.DEBUG)
-        assert TrainingArguments().get_process_log_level() == logging.WARNING
-    finally:
-        trackers.set_verbosity(logging.NOTSET)
-        log.setLevel(before)
+    log.setLevel(logging.NOTSET)
+    trackers.set_verbosity(logging.DEBUG)
+    assert TrainingArguments().get_process_log_level() == logging.INFO
+    log.setLevel(logging.WARNING)
+    trackers.set_verbosity(logging.ERROR)
+    trackers.set_verbosity(logging.DEBUG)
+    assert TrainingArguments().get_process_log_level() == logging.WARNING
 
 
 def test_replicas_log_less(monkeypatch):

@@ -98,7 +98,7 @@ _levels: tuple[int, int] = (logging.NOTSET, logging.NOTSET)  # that a trainer ha
 def level_of_program() -> int:
     """The level that the program itself has set for messages of posttrain; 0: none."""
     level = logging.getLogger("posttrain").level
-    return _levels[1] if level == _levels[0] else level
+    return _levels[1] if level and level == _levels[0] else level
 
 
 def set_verbosity(level: int) -> None:
