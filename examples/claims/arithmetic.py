@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM
 
 EPOCHS = 30.0
 MARKS = 8
+LONGEST = 16  # tokens of an answer
 FOLDER = Path("out/claims")
+#: How GRPO goes on from there, in all claims.
+POLICY = {
+    "num_generations": 8, "max_completion_length": LONGEST, "warmup_steps": 5, "gradient_checkpointing": False,
+    "lr_scheduler_type": "constant_with_warmup", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from datasets import Dataset
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
 
-LONGEST, DIGITS = 16, 2
+DIGITS = 2
 #: loss_type, scale_rewards
 ARMS = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
 SETTINGS = {"updates": 40, "batch": 256, "learning_rate": 3e-4, "problems": 400}
@@ -45,7 +45,7 @@ def look(model: Any, tokenizer: Any, rows: Dataset) -> tuple[float, float, float
 
 
 def drawn(model: Any, tokenizer: Any, rows: Dataset) -> list[str]:
-    return calculator.answer(model, tokenizer, rows, do_sample=True, top_k=0, max_new_tokens=LONGEST)
+    return calculator.answer(model, tokenizer, rows, do_sample=True, top_k=0, max_new_tokens=arithmetic.LONGEST)
 
 
 def measure(
@@ -65,9 +65,7 @@ def measure(
     with tempfile.TemporaryDirectory() as out:
         args = GRPOConfig(
             out, loss_type=loss_type, scale_rewards=scale, max_steps=updates, per_device_train_batch_size=batch,
-            num_generations=8, max_completion_length=LONGEST, learning_rate=learning_rate, warmup_steps=5, seed=seed,
-            gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
-            lr_scheduler_type="constant_with_warmup",
+            learning_rate=learning_rate, seed=seed, **arithmetic.POLICY,
         )  # fmt: skip
         trainer = GRPOTrainer(copy.deepcopy(known), right, args, new, processing_class=tokenizer)
         trainer.train()

@@ -19,7 +19,7 @@ from typing import Any
 import arithmetic
 import arms
 import torch
-from length_bias import LONGEST, look, right
+from length_bias import look, right
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.local import LocalGenerator
@@ -70,11 +70,9 @@ def measure(
     before = look(known, tokenizer, held_out)[0]
     with tempfile.TemporaryDirectory() as out:
         args = GRPOConfig(
-            out, max_steps=updates, per_device_train_batch_size=batch, num_generations=8, learning_rate=learning_rate,
-            max_completion_length=LONGEST, lr_scheduler_type="constant_with_warmup", warmup_steps=5, seed=seed,
+            out, max_steps=updates, per_device_train_batch_size=batch, learning_rate=learning_rate, seed=seed,
             vllm_importance_sampling_correction=arm == "truncated", vllm_importance_sampling_mode="token_truncate",
-            vllm_importance_sampling_clip_max=2.0, gradient_checkpointing=False, save_strategy="no",
-            report_to="none", disable_tqdm=True,
+            vllm_importance_sampling_clip_max=2.0, **arithmetic.POLICY,
         )  # fmt: skip
         engine = None if arm == "exact" else RoundedGenerator(tokenizer, bits)
         trainer = GRPOTrainer(
