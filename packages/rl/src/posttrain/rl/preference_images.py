@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, NumberedRows, numbered, read_images
+from posttrain.core.data.images import ROW_NUMBER, ImageReader, NumberedRows, fault_of, numbered, read_images
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.vision import (
     CountedBatch,
@@ -112,9 +112,7 @@ class ImagePreparation(PreferencePreparation):
                 raise DataError("a completion shows an image; only prompts may")
             images = read_images(given, self.reader)
         except DataError as error:
-            if isinstance(error, ImageError) and not self.drops_bad_images:
-                raise DataError(f"Row {index}: {error}. Correct the row, or set bad_images=drop.") from error
-            return Tokens(index, fault=str(error))
+            return Tokens(index, fault=fault_of(error, index, self.drops_bad_images))
         draft = super()._read(row, index)
         try:
             return draft if draft.fault else self._show(draft, images)

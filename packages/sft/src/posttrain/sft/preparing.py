@@ -17,6 +17,7 @@ from posttrain.sft.dataset import prepare_dataset
 from posttrain.sft.mixture import Mixture, mix_datasets
 from posttrain.sft.packing import pack_dataset, pack_stream
 from posttrain.sft.report import DataReport
+from posttrain.sft.rows import preparation_options
 
 
 @dataclass
@@ -82,16 +83,8 @@ def prepare_rows(
         parts[str(part)], reports[label] = prepare_dataset(
             rows,
             tokenizer,
-            text_field=args.dataset_text_field,
-            max_length=max_length,
-            truncation=args.truncation_mode,
-            too_long=args.too_long,
-            completion_only_loss=args.completion_only_loss,
-            assistant_only_loss=args.assistant_only_loss,
-            train_on=args.train_on,
-            chat_template_kwargs=args.chat_template_kwargs,
+            **preparation_options(args) | {"max_length": max_length},
             formatting_func=formatting_func,
-            eos_token=args.eos_token,
             num_proc=args.dataset_num_proc,
             limits=limits,
             name=label,

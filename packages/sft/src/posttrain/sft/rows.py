@@ -46,6 +46,21 @@ class Draft:
     trained: int = 0
 
 
+def preparation_options(args: Any) -> dict[str, Any]:
+    """The arguments of `Preparation` that `args`, an `SFTConfig`, sets."""
+    return {
+        "text_field": args.dataset_text_field,
+        "max_length": args.max_length,
+        "truncation": args.truncation_mode,
+        "too_long": args.too_long,
+        "completion_only_loss": args.completion_only_loss,
+        "assistant_only_loss": args.assistant_only_loss,
+        "train_on": args.train_on,
+        "eos_token": args.eos_token,
+        "chat_template_kwargs": args.chat_template_kwargs,
+    }
+
+
 @dataclass
 class Preparation:
     """Turns raw rows into tokens and labels; the arguments are those of `prepare_dataset`."""

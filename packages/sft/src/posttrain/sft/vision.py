@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, round_up
-from posttrain.core.data.images import ROW_NUMBER, ImageError, ImageReader, read_images
+from posttrain.core.data.images import ROW_NUMBER, ImageReader, fault_of, read_images
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft.report import FACTS
-from posttrain.sft.rows import NO_TOKENS, Draft, Preparation
+from posttrain.sft.rows import NO_TOKENS, Draft, Preparation, preparation_options
 
 #: Columns of a row that the collator reads; `SFTTrainer` adds those of the datasets.
 COLUMNS = (
@@ -65,9 +65,7 @@ class VisionPreparation(Preparation):
             row, given = place_images(row, TALKS) if isinstance(row, Mapping) else (row, [])
             images = read_images(given, self.reader)
         except DataError as error:
-            if isinstance(error, ImageError) and not self.drops_bad_images:
-                raise DataError(f"Row {index}: {error}. Correct the row, or set bad_images=drop.") from error
-            return [Draft(index, fault=str(error))]
+            return [Draft(index, fault=fault_of(error, index, self.drops_bad_images))]
         return [self._show(draft, images) for draft in super()._read(row, index)]
 
     def _show(self, draft: Draft, images: Sequence[Any]) -> Draft:
@@ -156,16 +154,8 @@ def vision_collator(
         VisionProcessor(processor, model),
         ImageReader.of(args),
         args.bad_images == "drop",
-        text_field=args.dataset_text_field,
-        max_length=args.max_length,
-        truncation=args.truncation_mode,
-        too_long=args.too_long,
-        completion_only_loss=args.completion_only_loss,
-        assistant_only_loss=args.assistant_only_loss,
-        train_on=args.train_on,
+        **preparation_options(args),
         formatting_func=formatting_func,
-        eos_token=args.eos_token,
-        chat_template_kwargs=args.chat_template_kwargs,
     )
     return VisionCollator(prepare, pad_to_multiple_of)
 

@@ -313,3 +313,14 @@ def read_images(values: Iterable[Any], reader: ImageReader) -> list[Any]:
         except ImageError as error:
             raise ImageError(f"image {place + 1}: {error}") from error
     return images
+
+
+def fault_of(error: DataError, row: int, drops_bad_images: bool) -> str:
+    """Why the row of that number is dropped, going by the `error` that reading it raised.
+
+    Raises:
+        DataError: an image cannot be read, and such rows are not to be dropped.
+    """
+    if isinstance(error, ImageError) and not drops_bad_images:
+        raise DataError(f"Row {row}: {error}. Correct the row, or set bad_images=drop.") from error
+    return str(error)
