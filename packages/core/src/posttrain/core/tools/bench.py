@@ -52,9 +52,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         print(USAGE)
         return
     words, steps, warmup = _take_options(words)
-    if not words or words[0].startswith("-"):
-        raise ConfigError("posttrain bench", ["name the method first, as in posttrain bench sft run.yaml"])
-    method = registry.method(words[0])
+    method = registry.first_named(words, "bench")
     asked = read(method, words[1:])
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         asked.config = dataclasses.replace(asked.config, output_dir=folder, max_steps=warmup + steps, **CHANGES)

@@ -37,9 +37,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         print(USAGE)
         return
     words, memory, length = _take_options(words)
-    if not words or words[0].startswith("-"):
-        raise ConfigError("posttrain plan", ["name the method first, as in posttrain plan sft run.yaml"])
-    found = registry.method(words[0])
+    found = registry.first_named(words, "plan")
     workload_of = found.workload
     if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
