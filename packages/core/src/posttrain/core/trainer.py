@@ -362,7 +362,7 @@ class Trainer(HFCompat):
         window, losses = run.splitter.run(
             window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), self._undo_point
         )
-        losses = self._objective.divide(losses, run.parameters, num_items, self.dist.sum, self._why_no_counts())
+        losses = self._objective.divide(losses, run.parameters, num_items, self.dist.sum, self._why_no_counts)
         loss = sum(losses[1:], start=losses[0])
         grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
             run.parameters, self.args.max_grad_norm, self.optimizer

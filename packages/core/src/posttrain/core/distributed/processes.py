@@ -272,11 +272,8 @@ class Distributed:
     def _processes(self) -> Any:
         """All processes, as a device mesh."""
         if self._mesh is None:
-            local, sizes = (
-                int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes)),
-                (self.num_processes, self.tp_size),
-            )
-            self._mesh = sharding.make_mesh(self.sharding, self.device.type, sizes[0], local, sizes[1])
+            total, local = self.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
+            self._mesh = sharding.make_mesh(self.sharding, self.device.type, total, local, self.tp_size)
         return self._mesh
 
     def _data_dims(self) -> tuple[str, ...]:

@@ -201,7 +201,7 @@ def _with_parameters(name: str, style: str) -> Iterator[tuple[str, str]]:
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all `gradients`, whole and in pieces of several meshes, shape (). Every process must call it."""
     norms = []
-    for group in by_mesh(gradients):
+    for group in by_mesh(gradients).values():
         norm = nn.utils.get_total_norm(group)
         norms.append(norm.full_tensor() if is_piece(norm) else norm)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -214,24 +214,26 @@ def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> 
     torch._foreach_mul_(own, factor)
 
 
-def by_mesh(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """`tensors` in groups that one kernel takes: whole ones, and those in pieces of one mesh."""
+def by_mesh(tensors: list[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    """`tensors` in groups that one kernel takes, by the mesh over which they are in pieces; None: whole ones."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if is_piece(tensor) else None, []).append(tensor)
-    return list(groups.values())
+    return groups
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()``, with each kernel given tensors of one mesh. The groups stay as they are."""
     groups = optimizer.param_groups
-    split = [(group, some) for group in groups for some in by_mesh(group["params"])]
-    meshes = [some[0].device_mesh if is_piece(some[0]) else None for _, some in split]
-    parts = [{**group, "params": some, "mesh": mesh} for (group, some), mesh in zip(split, meshes, strict=True)]
-    optimizer.param_groups = parts
+    split = [
+        (group, {**group, "params": some, "mesh": mesh})
+        for group in groups
+        for mesh, some in by_mesh(group["params"]).items()
+    ]
+    optimizer.param_groups = [part for _, part in split]
     try:
         optimizer.step()
     finally:
         optimizer.param_groups = groups
-        for (group, _), part in zip(split, parts, strict=True):  # counts that some optimizers keep in their groups
+        for group, part in split:  # counts that some optimizers keep in their groups
             group.update({name: value for name, value in part.items() if name not in ("params", "mesh")})

@@ -109,18 +109,18 @@ class Objective:
         parameters: list[nn.Parameter],
         num_items: torch.Tensor | None,
         total: Callable[[torch.Tensor], torch.Tensor],
-        problem: str | None = None,
+        why_not: Callable[[], str | None] = lambda: None,
     ) -> list[torch.Tensor]:
         """The shares of a window's loss. Where the losses came as (sum, count), they and the gradients are divided by
         the sum of the counts instead of by `num_items`.
 
         Args:
             total: the sum of a tensor over all processes.
-            problem: why gradients cannot be divided here, as a sentence.
+            why_not: gives the reason why gradients cannot be divided here, as a sentence.
         """
         if self._counts is None or num_items is None:
             return losses
-        if problem is not None:
+        if (problem := why_not()) is not None:
             raise ValueError(f"compute_loss returned (sum, count), and {problem} Return sum / num_items_in_batch.")
         counts = total(self._counts)
         factor = torch.where(counts > 0, num_items / counts, 0.0)
