@@ -41,10 +41,10 @@ from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
 
-# Names that are only another spelling are aliases of their field, in its group.
 #: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
 NEVER = 2**31
 
+# Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
     # Numbers below 1 are shares of all optimizer steps, so 100% is the largest such number.
     "warmup_ratio": Renamed(

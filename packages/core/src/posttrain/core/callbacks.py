@@ -206,27 +206,27 @@ class CallbackHandler:
                     **kwargs,
                 )
             except Exception as error:
-                self._raised(callback, event, state, error)
-                if not getattr(callback, "may_fail", False):
+                if not self._goes_on(callback, event, state, error):
                     raise
                 continue
             if answer is not None:
                 control = _apply(answer, control, f"{type(callback).__name__}.{event}")
         return control
 
-    def _raised(self, callback: Any, event: str, state: TrainerState, error: Exception) -> None:
-        """Name the callback that raised: in a note of the error, or in a warning where it may fail."""
+    def _goes_on(self, callback: Any, event: str, state: TrainerState, error: Exception) -> bool:
+        """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
         name = type(callback).__name__
         if getattr(callback, "may_fail", False):
             logger.warning(
                 "The callback %s raised in %s at step %d: %s: %s. Training goes on, for its may_fail is set.",
                 name, event, state.global_step, type(error).__name__, error, exc_info=True,
             )  # fmt: skip
-            return
+            return True
         error.add_note(
             f"Raised by the callback {name} in {event}, at step {state.global_step}. To train on without what it does, "
             f"set {name}.may_fail = True. The callbacks, in order: {self.callback_list.replace(chr(10), ', ')}."
         )
+        return False
 
     # Each event as a method, for scripts that override `log` or write their own loop.
 

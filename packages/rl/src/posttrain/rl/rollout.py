@@ -129,13 +129,14 @@ class RolloutTrainer(Trainer):
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
+        sees = any(map(has_images, (train_dataset, eval_dataset)))
         parts = Parts.of(
             others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class,
             compute_metrics=others.get("compute_metrics"), callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"), quantization_config=quantization_config,
             peft_config=peft_config, ref_model=self.given_reference, datasets={},
-            auto_class="AutoProcessor" if any(map(has_images, (train_dataset, eval_dataset))) else "AutoTokenizer",
+            auto_class="AutoProcessor" if sees else "AutoTokenizer",
             others={
                 "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
                 "environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func,
@@ -160,9 +161,8 @@ class RolloutTrainer(Trainer):
             )
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
-        sees = any(map(has_images, (train_dataset, eval_dataset)))
-        loaded = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
-        model, tokenizer = loaded
+        given_tokenizer = parts.processing_class
+        model, tokenizer = load_policy(model, given_tokenizer, args, quantization_config, peft_config, sees)
         super().__init__(
             model=model,
             args=args,

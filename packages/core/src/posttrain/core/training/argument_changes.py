@@ -81,16 +81,14 @@ def of_groups(
     Args:
         fresh: `group_options` from before its state was loaded.
     """
-    now, before = (
-        [{**group, "learning_rate": group.get("initial_lr")} for group in groups]
-        for groups in (fresh, group_options(optimizer))
+    new, old = (
+        {**groups[0], "learning_rate": groups[0].get("initial_lr")} for groups in (fresh, group_options(optimizer))
     )
     names = {"learning_rate": ("learning_rate",)} | _OPTIONS
     changed = {
         name: (old[key], new[key])
         for name, keys in names.items()
         for key in keys
-        for old, new in list(zip(before, now, strict=True))[:1]
         if key in old and old[key] != new[key]
     }
     if changed:

@@ -138,7 +138,7 @@ class HFCompat:
         """`tensors`, in any nesting, of all processes, padded to one width."""
         if tensors is None:
             return None
-        return self.accelerator.gather(self.accelerator.pad_across_processes(tensors, dim=1, pad_index=-100))
+        return self.accelerator.gather(self._pad_across_processes(tensors))
 
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
         return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
