@@ -33,6 +33,7 @@ LAYERS = {
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
         data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
+        data.training_template
         evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
         logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core import get_training_chat_template
 from posttrain.core.data import chat_template
 from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
@@ -101,6 +102,26 @@ def test_no_turn_is_learned_without_its_calls(name):
             and "look_up" in text[slice(*spans[-1])]
             and "xylophone" in text[slice(*spans[-1])]
         )
+
+
+@pytest.mark.parametrize("name", sorted({path.stem.removesuffix("_training") for path in FOLDER.glob("*.jinja")}))
+def test_every_template_of_trl_can_be_marked(name):
+    plain = template(name)
+    made = get_training_chat_template(plain.tokenizer)
+    if made is None:
+        assert chat_template.GENERATION_TAG.search(plain.tokenizer.chat_template)
+        return
+    marked = chat_template.Template(plain.tokenizer, chat_template_kwargs={"chat_template": made})
+    parts = name in ("idefics3", "llava_next", "smolvlm")  # contents are lists of parts
+    turns = [m | {"content": [{"type": "text", "text": m["content"]}]} if parts else m for m in TURNS]
+    for messages in (turns, turns[:3]):
+        text, spans = marked.assistant_spans(messages)
+        before, found = plain.assistant_spans(messages)
+        said = [re.findall(r"[AQ] (?:one|two)", text[a:b]) for a, b in spans]
+        assert said == [["A one"], ["A two"]][: len(spans)] and len(spans) == len(found)
+        if text == before and "</think>" not in text:  # the trainer leaves an empty thought out
+            assert spans == found
+    assert marked.render(turns).startswith(marked.render(turns[:3]).removesuffix(plain.tokenizer.eos_token))
 
 
 def turns(text):

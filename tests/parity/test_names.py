@@ -30,7 +30,6 @@ ABSENT = {
     "DatasetMixtureConfig": "dataset_mixture of the command line, and dicts of datasets",
     "extract_prompt": "the trainers of preferences find the prompt themselves",
     "get_dataset": "the command line loads datasets; scripts call datasets",
-    "get_training_chat_template": "assistant turns are found under any template",
     "init_zero_verbose": "DeepSpeed's own logger",
     "is_conversational": "the trainers find messages themselves",
     "is_conversational_from_value": "the trainers read `from` and `value` themselves",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
+    from posttrain.core.data.training_template import get_training_chat_template
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
     from posttrain.core.evaluation.win_rate import WinRateCallback
@@ -80,6 +81,7 @@ _HOMES = {
         "DataCollatorWithPadding",
         "default_data_collator",
     ),
+    "data.training_template": ("get_training_chat_template",),
     "evaluation.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
     "evaluation.win_rate": ("WinRateCallback",),
     "data.pipeline": ("enable_full_determinism", "set_seed"),
