@@ -26,7 +26,7 @@ from posttrain.rl import (
 )
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
-from tests import tiny
+from tests import tiny, tiny_vision
 
 ROWS = 22  # 8 + 8 + 6: the last window of an epoch is short
 
@@ -260,6 +260,56 @@ def distilled(trainer_class: type[Trainer], **options: Any) -> Callable[..., Tra
     return make
 
 
+def image_rows(num_rows: int) -> list[dict[str, Any]]:
+    """Rows of every trainer, in turn with two images of two sizes, without any, and with one between texts."""
+    image = tiny_vision.image
+    between = [{"type": "text", "text": "look"}, {"type": "image"}, {"type": "text", "text": "now"}]
+    asked = [("Which one ?", [(16, 16), (24, 16)]), ("Is there any ?", []), (between, [(16, 24)])]
+    rows = []
+    for i, texts in enumerate(preference_rows(num_rows)):
+        question, sizes = asked[i % 3]
+        talk: dict[str, Any] = {"prompt": [{"role": "user", "content": question}]}
+        answers = ("completion", "chosen"), ("chosen", "chosen"), ("rejected", "rejected"), ("reference", "reference")
+        talk |= {name: [{"role": "assistant", "content": texts[other]}] for name, other in answers}
+        rows.append(talk | {"images": [image(5 * i + j, *size) for j, size in enumerate(sizes)]})
+    return rows
+
+
+def images(trainer_class: type[Trainer], columns: str, family: str = "qwen2_5_vl", **options: Any) -> Any:
+    """Any trainer that takes images, on rows with and without them; `columns` are those that it reads."""
+
+    def rows(number: int) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in ("images", *columns.split())} for row in image_rows(number)]
+
+    def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+        model, processor = tiny_vision.FAMILIES[family]()
+        samples = "num_generations" in options
+        rewards = {"reward_funcs": digit_sum_of_images} if samples else {}
+        usual = {"gradient_checkpointing": False, "learning_rate": 1e-2}
+        return trainer_class(
+            model=model,
+            args=arguments(trainer_class.config_class, output_dir, **(usual | options | changes)),
+            processing_class=processor,
+            train_dataset=rows(9 if samples else ROWS),
+            eval_dataset=rows(3 if samples else 7),
+            callbacks=callbacks,
+            **rewards,
+        )
+
+    return make
+
+
+def digit_sum_of_images(completion_ids: list[list[int]], images: list[Any], **columns: Any) -> list[float]:
+    """As `digit_sum`, of rows whose images are there."""
+    assert len(images) == len(completion_ids)
+    return digit_sum(completion_ids)
+
+
+#: Families of vision-language models whose processors need nothing but pillow.
+FAMILIES = [name for name in tiny_vision.FAMILIES if name not in ("pixtral", "mistral3")]
+PAIRS = "prompt chosen rejected"
+SAMPLES = {"num_generations": 2, "max_completion_length": 6, "generation_kwargs": {"stop": ["e", "a", "o"]}}
+
 TRAINERS: dict[str, Callable[..., Trainer]] = {
     "causal-lm": causal_lm(),
     "dropout": causal_lm(arch="gpt2", resid_pdrop=0.1, embd_pdrop=0.1),
@@ -297,6 +347,14 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "distillation-policy": distilled(DistillationTrainer, loss_type="policy_gradient", num_iterations=2),
     "gkd": distilled(GKDTrainer),
     "reinforce++": online(ReinforcePlusPlusTrainer, importance_sampling_level="sequence"),
+    "sft-images": images(SFTTrainer, "prompt completion"),
+    "dpo-images": images(DPOTrainer, PAIRS),
+    "kto-images": images(KTOTrainer, PAIRS),
+    "orpo-images": images(ORPOTrainer, PAIRS),
+    "cpo-images": images(CPOTrainer, PAIRS),
+    "tpo-images": images(TPOTrainer, f"{PAIRS} reference", beta=0.3),
+    "grpo-images": images(GRPOTrainer, "prompt", **SAMPLES),
+    "rloo-images": images(RLOOTrainer, "prompt", **SAMPLES),
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
 EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}

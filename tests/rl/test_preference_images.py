@@ -9,7 +9,7 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import features_once
 from posttrain.rl import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ORPOConfig, ORPOTrainer
 from posttrain.rl.preference_batches import PreferenceCollator
-from posttrain.rl.preference_images import image_collator
+from posttrain.rl.preference_images import OTHER_ROW, WithOthers, image_collator, rows_with_images
 from posttrain.rl.shared_prefix import score_completions
 from tests import tiny, tiny_vision
 
@@ -151,3 +151,26 @@ def test_what_cannot_be_done_with_images_says_so(tmp_path):
     args = DPOConfig("out", use_cpu=True, report_to="none", **tokens)
     with pytest.raises(DataError, match="max_length=12 would cut off tokens of its images"):
         image_collator(processor, model, args, "preference", PreferenceCollator(0), True)(pairs()[:1])
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 12])
+def test_every_row_lends_its_completion_once_and_to_another_prompt(number):
+    rows = [{"prompt": i} for i in range(number) for _ in range(2)]
+    taken = [row[OTHER_ROW]["prompt"] for row in map(WithOthers(rows, each=2).__getitem__, range(len(rows)))]
+    assert sorted(taken) == [row["prompt"] for row in rows]
+    assert all(row["prompt"] != other for row, other in zip(rows, taken, strict=True))
+    twice = [{"prompt": i % number} for i in range(2 * number)]
+    assert all(row["prompt"] != row[OTHER_ROW]["prompt"] for row in map(WithOthers(twice).__getitem__, range(number)))
+
+
+def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
+    model, processor = tiny_vision.qwen2_5_vl()
+    trainer = KTOTrainer(model, args=KTOConfig(**options(tmp_path)), train_dataset=pairs(), processing_class=processor)
+    rows, collate = rows_with_images(pairs(), "unpaired_preference", "train"), trainer.data_collator
+    alone = [collate([rows[i]])["kl"] for i in range(len(rows))]
+    together = collate([rows[i] for i in range(len(rows))])["kl"]
+    for place, one in enumerate(alone):
+        wanted = together["input_ids"][place][together["attention_mask"][place] == 1]
+        assert one["input_ids"][one["attention_mask"] == 1].tolist() == wanted.tolist()
+    answers = [processor.tokenizer.decode(one["input_ids"][one["completion_mask"] == 1]) for one in alone]
+    assert ["neither" in answer for answer in answers] == [False, True] * 3

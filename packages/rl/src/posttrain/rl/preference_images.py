@@ -30,8 +30,10 @@ from posttrain.core.models.wrapping import base_model
 from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
 from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
 
+#: The key under which `WithOthers` adds another row.
+OTHER_ROW = "other_row"
 #: Columns of rows with images, besides those of the dataset.
-COLUMNS = ("prompt", "completion", "label")
+COLUMNS = ("prompt", "completion", "label", OTHER_ROW)
 
 
 def check_images(args: Any, processor: Any, model: nn.Module) -> None:
@@ -65,26 +67,48 @@ class Unpaired(Dataset):
         return to_unpaired([self.pairs[index // 2]])[index % 2]
 
 
+class WithOthers(Dataset):
+    """Rows with the one whose completion serves for the KL of KTO, by numbers alone: nothing is read for the choice.
+
+    That row is about half of the dataset away, past rows of the same prompt that stand together, and past a copy of
+    the row in a dataset that was repeated. Each is taken once.
+
+    Args:
+        rows: the rows. each: how many of them, one after the other, have one prompt.
+    """
+
+    def __init__(self, rows: Any, each: int = 1) -> None:
+        self.rows, self.each = rows, each
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        groups = len(self.rows) // self.each
+        shift = groups // 2 + 1 if groups > 2 else 1
+        return self.rows[index] | {OTHER_ROW: self.rows[(index + shift * self.each) % len(self.rows)]}
+
+
 def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
-    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those.
+    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those, each with another.
 
     Raises:
         DataError: no rows, or unpaired rows where pairs are wanted.
     """
-    if isinstance(dataset, (Unpaired, NumberedRows)):
+    if isinstance(dataset, (WithOthers, NumberedRows)):
         return dataset  # they are prepared
     check_dataset(dataset, f"{name}_dataset")
     dataset = numbered(dataset)
     sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     columns = dataset[0] if sized else getattr(dataset, "column_names", None) or ()
     if kind == "unpaired_preference" and set(PAIR) <= set(columns):
-        return Unpaired(dataset)
+        return WithOthers(Unpaired(dataset), each=2)
     if kind != "unpaired_preference" and columns and not set(PAIR) <= set(columns):
         raise DataError(
             f"{name}: rows with images need the columns chosen and rejected; found {', '.join(columns)}. Unpaired "
             "rows with images are not paired; train on them with KTOTrainer."
         )
-    return dataset
+    return WithOthers(dataset) if sized and kind == "unpaired_preference" else dataset
 
 
 class ImagePreparation(PreferencePreparation):
@@ -110,16 +134,14 @@ class ImagePreparation(PreferencePreparation):
             row, more = place_images(row, self.names)
             if more:
                 raise DataError("a completion shows an image; only prompts may")
-            images = read_images(given, self.reader)
+            draft = super()._read(row, index)
+            return draft if draft.fault else self._show(draft, given)
         except DataError as error:
             return Tokens(index, fault=fault_of(error, index, self.drops_bad_images))
-        draft = super()._read(row, index)
-        try:
-            return draft if draft.fault else self._show(draft, images)
-        except DataError as error:
-            return Tokens(index, fault=str(error))
 
-    def _show(self, draft: Tokens, images: Sequence[Any]) -> Tokens:
+    def _show(self, draft: Tokens, given: Sequence[Any]) -> Tokens:
+        """The draft with the tokens of the images that the row has `given`, which are read here."""
+        images = read_images(given, self.reader)
         start = min(draft.starts)
         if any(text[:start] != draft.texts[0][:start] for text in draft.texts):
             raise DataError("the chat template renders the prompt differently before each completion")
@@ -137,6 +159,13 @@ class ImagePreparation(PreferencePreparation):
                 draft.fault = f"max_length={self.max_length} would cut off tokens of its images"
 
 
+class AnswerPreparation(ImagePreparation):
+    """Prepares rows for their completions alone: no image is read, and a placeholder stands for it."""
+
+    def _show(self, draft: Tokens, given: Sequence[Any]) -> Tokens:
+        return draft
+
+
 @dataclass
 class ImageCollator:
     """Rows -> a batch of `collate`, with the image tensors of each prompt once, and how rows show them.
@@ -146,11 +175,13 @@ class ImageCollator:
     Args:
         prepare: makes tokens. collate: lays out prepared rows, one for each completion. once: whether the tensors are
             those of the prompts, under ``image_copies``; else they are repeated for each row, as any model takes them.
+        answers: makes the completions of the rows under `OTHER_ROW`.
     """
 
     prepare: ImagePreparation
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     once: bool = True
+    answers: AnswerPreparation | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
@@ -160,6 +191,7 @@ class ImageCollator:
             faults = "; ".join(f"row {draft.index}: {draft.fault}" for draft in drafts)
             raise DataError(f"No row of a batch can be trained on ({faults}). Filter such rows, or use larger batches.")
         made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
+        self._add_others(made, [row for _, row in kept])
         batch = CountedBatch(self.collate(made))
         shown = [draft.shown or Shown("") for draft, _ in kept]
         self._add_images(batch, shown, made)
@@ -167,6 +199,16 @@ class ImageCollator:
             self._add_images(batch["kl"], shown, made)
         batch.row_facts = facts_of(drafts)
         return batch
+
+    def _add_others(self, made: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        """Under ``kl_ids`` the completion of the row under `OTHER_ROW`, whatever else is in the batch."""
+        if self.answers is None or not getattr(self.collate, "with_kl", False):
+            return
+        others = [row[OTHER_ROW] for row in rows if OTHER_ROW in row]
+        drafts = self.answers(others, [int(row[ROW_NUMBER]) for row in others])
+        for row, draft in zip(made, drafts, strict=False):  # of a stream there are none
+            if draft.completions:
+                row["kl_ids"] = draft.completions[0]
 
     def _columns(self, draft: Tokens) -> dict[str, Any]:
         ids = {f"{name}_ids": ids for name, ids in zip(self.prepare.names, draft.completions, strict=True)}
@@ -196,5 +238,8 @@ def image_collator(
     options = {"max_length": args.max_length, "truncation": args.truncation_mode}
     options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
     vision, reader = VisionProcessor(processor, base_model(model)), ImageReader.of(args)
-    prepare = ImagePreparation(vision, reader, args.bad_images == "drop", kind=kind, **options)
-    return ImageCollator(prepare, collate, once)
+    prepare, answers = (
+        of(vision, reader, args.bad_images == "drop", kind=kind, **options)
+        for of in (ImagePreparation, AnswerPreparation)
+    )
+    return ImageCollator(prepare, collate, once, answers)
