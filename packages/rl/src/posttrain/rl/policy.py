@@ -37,9 +37,7 @@ def load_policy(
         check_model(wrapping.base_model(model))
     if done := special_tokens.ensure_pad_token(tokenizer):
         logger.info(done)
-    if peft_config is not None:
-        model = adapters.add_adapter(model, peft_config)
-    adapters.check_trainable(model)
+    model = adapters.set_trained(model, peft_config, args.train_parts)
     if args.disable_dropout:
         regularization.disable_dropout(model)
     if args.cast_lm_head_to_fp32:

@@ -203,9 +203,7 @@ class PreferenceTrainer(Trainer):
         if self._sees:
             check_images(args, tokenizer, wrapping.base_model(model))
         tokenizer = self.set_tokens(tokenizer, args)
-        if peft_config is not None:
-            model = adapters.add_adapter(model, peft_config)
-        adapters.check_trainable(model)
+        model = adapters.set_trained(model, peft_config, args.train_parts)
         return model, tokenizer
 
     def set_tokens(self, tokenizer: Any, args: Any) -> Any:

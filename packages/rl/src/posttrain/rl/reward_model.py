@@ -193,9 +193,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         tokenizer = self.set_tokens(tokenizer, args)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id  # the reward is read off the last token before padding
-        if peft_config is not None:
-            model = adapters.add_adapter(model, peft_config)
-        adapters.check_trainable(model)
+        model = adapters.set_trained(model, peft_config, args.train_parts)
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:

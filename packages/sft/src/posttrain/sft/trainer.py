@@ -293,9 +293,7 @@ class SFTTrainer(GeneratesText, Trainer):
             check_config(args, tokenizer)
             check_model(base_model(model))
         chat_template.set_up_tokenizer(tokenizer, args)
-        if peft_config is not None:
-            model = adapters.add_adapter(model, peft_config)
-        adapters.check_trainable(model)
+        model = adapters.set_trained(model, peft_config, args.train_parts)
         if args.activation_checkpointing and (problem := checkpointing_problem(model)):
             raise ValueError(problem)
         self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)

@@ -35,7 +35,7 @@ REMOTE_BYTES, REMOTE_SECONDS = 64 * 2**20, 30
 
 @dataclass
 class ImageArguments:
-    """How images of rows are read. Rows without images do not need it."""
+    """How images of rows are read, and what of the model that sees them is trained. Text alone does not need it."""
 
     bad_images: str = opt(
         "error",
@@ -47,6 +47,13 @@ class ImageArguments:
     )
     fetch_remote_images: bool = opt(
         False, "Fetch images given as http(s) URLs, while batches are made. Off, such a URL is a bad image."
+    )
+    train_parts: str | None = opt(
+        None,
+        "What of a vision-language model is trained, or gets adapters: the decoder of text with its head, the vision "
+        "tower with its projector, or both. None: all weights, or the modules that peft_config names; where it names "
+        "none, the linear layers of the language part.",
+        choices=("language", "vision", "both"),
     )
 
 

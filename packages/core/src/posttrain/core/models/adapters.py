@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import require
+from posttrain.core.models import parts
 from posttrain.core.models.quantization import is_quantized
 from posttrain.core.models.wrapping import base_model, is_peft_model
 
@@ -25,8 +26,11 @@ def check_peft_config(peft_config: Any) -> Any:
     return peft
 
 
-def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = None) -> nn.Module:
     """Freeze `model` and put the adapter that `peft_config` describes on it.
+
+    Args:
+        train_parts: of a vision-language model, the parts that get adapters; see `parts.adapter_config`.
 
     On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
 
@@ -35,7 +39,7 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     """
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
-        if not _describes_adapter_of(model, peft_config):
+        if not _describes_adapter_of(model, peft_config, train_parts):
             raise ValueError(
                 "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
                 "peft_config), or pass model.merge_and_unload() to build on it."
@@ -43,7 +47,8 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
         warnings.warn("The model already has the adapter that peft_config describes: it is trained.", stacklevel=3)
         return model
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    adapted = peft.get_peft_model(model, peft_config)
+    adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
+    parts.tell_adapted(adapted)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
         base_model(model).enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
     if is_quantized(model):
@@ -53,13 +58,28 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     return adapted
 
 
-def _describes_adapter_of(model: Any, peft_config: Any) -> bool:
+def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> nn.Module:
+    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen.
+
+    Raises:
+        ValueError: nothing of it can be trained, or it has no such parts.
+    """
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, train_parts)
+    elif train_parts is not None:
+        parts.freeze_others(model, train_parts)
+    check_trainable(model)
+    return model
+
+
+def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None) -> bool:
     """Whether `peft_config` is that of the adapter of `model`, as in scripts that call ``get_peft_model`` first."""
 
     def described(config: Any) -> dict[str, Any]:
         # Loading fills in the rest: the base's name, its revision, and whether the adapter is trained.
         filled_in = ["base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"]
         filled_in += ["target_modules"] if getattr(peft_config, "target_modules", None) is None else []
+        filled_in += ["exclude_modules"] if train_parts is not None else []
         fields = {name: value for name, value in config.to_dict().items() if name not in filled_in}
         return {name: sorted(v, key=repr) if isinstance(v, (set, list)) else v for name, v in fields.items()}
 

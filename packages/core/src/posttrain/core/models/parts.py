@@ -1,0 +1,128 @@
+"""Trains parts of a vision-language model: its language model, or what sees images.
+
+The language part is the decoder of text, which embeds tokens, and the output head. Everything else is the vision part:
+the tower that encodes images and the projector that turns its outputs into embeddings of the text.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.models.wrapping import base_model, is_peft_model
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("language", "vision", "both")
+
+
+def sees(model: nn.Module) -> bool:
+    """Whether `model` has a vision part."""
+    config = getattr(base_model(model), "config", None)
+    return getattr(config, "vision_config", None) is not None
+
+
+def part_names(model: nn.Module) -> dict[str, list[str]]:
+    """The names of the modules of a vision-language model that have weights of their own, by part.
+
+    Raises:
+        ValueError: the model has no vision part.
+    """
+    base = base_model(model)
+    if not sees(base) or not hasattr(base, "get_decoder"):
+        raise ValueError(
+            f"train_parts chooses between the language and the vision part of a model, and {type(base).__name__} is "
+            "one of text alone. Leave train_parts out."
+        )
+    language = _language(base)
+    found: dict[str, list[str]] = {"language": [], "vision": []}
+    for name, module in base.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            found["language" if module in language else "vision"].append(name)
+    return found
+
+
+def _language(base: Any) -> set[nn.Module]:
+    """The decoder of text, and what stands outside of the model that sees: a head."""
+    decoder = set(base.get_decoder().modules())
+    return set(base.modules()) - (set(base.model.modules()) - decoder) - {base}
+
+
+def freeze_others(model: nn.Module, parts: str) -> None:
+    """Freeze every weight that is not of `parts`, one of `PARTS`. Tied weights are the language part's.
+
+    Raises:
+        ValueError: the model has no vision part.
+    """
+    names, base = part_names(model), base_model(model)
+    weights = {
+        part: [p for n in names[part] for p in base.get_submodule(n).parameters(recurse=False)] for part in names
+    }
+    language = set(weights["language"])
+    for part, owned in weights.items():
+        for weight in owned if parts not in (part, "both") else ():
+            if part == "language" or weight not in language:
+                weight.requires_grad_(False)
+    trained = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
+    total = sum(weight.numel() for weight in base.parameters())
+    logger.info("train_parts=%r: %s of %s weights of the model are trained.", parts, f"{trained:,}", f"{total:,}")
+
+
+def adapter_config(model: nn.Module, peft_config: Any, parts: str | None) -> Any:
+    """`peft_config` for an adapter on `parts` of `model`.
+
+    With `parts` None the modules that the config names are taken, wherever they are; a config that names none gets the
+    linear layers of the language part of a vision-language model, of which peft knows no default.
+
+    Raises:
+        ValueError: the model has no vision part, or this kind of adapter cannot leave modules out.
+    """
+    if parts is None:
+        named = [
+            getattr(peft_config, name, None) for name in ("target_modules", "target_parameters", "exclude_modules")
+        ]
+        leaves_out = hasattr(peft_config, "exclude_modules")
+        if not sees(model) or not leaves_out or any(named) or not hasattr(base_model(model), "get_decoder"):
+            return peft_config
+        parts = "language"
+    names = part_names(model)
+    if not hasattr(peft_config, "exclude_modules") or getattr(peft_config, "target_parameters", None):
+        what = "target_parameters" if hasattr(peft_config, "exclude_modules") else type(peft_config).__name__
+        raise ValueError(
+            f"train_parts={parts!r} cannot be followed with {what}, whose weights are not chosen by their modules. "
+            "Leave train_parts out."
+        )
+    changed = copy.copy(peft_config)
+    if changed.target_modules is None:
+        changed.target_modules = "all-linear"
+    if parts != "both":
+        others = names["vision" if parts == "language" else "language"]
+        changed.exclude_modules = _joined(peft_config.exclude_modules, others)
+    return changed
+
+
+def _joined(given: Any, names: list[str]) -> str:
+    """A pattern for the modules that the user left out and for those of `names`, in a few words."""
+    patterns = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given or ())]
+    # A module may hold a weight of its own beside the decoder within it.
+    tops = dict.fromkeys(".".join(name.split(".")[:2]) for name in names if name != "model")
+    return "|".join(f"({pattern})" for pattern in [*patterns, *(rf"{re.escape(top)}(\..*)?" for top in tops)])
+
+
+def tell_adapted(model: nn.Module) -> None:
+    """Log on how many modules of which part of a vision-language model the adapter is."""
+    base = base_model(model)
+    if not is_peft_model(model) or not sees(base) or not hasattr(base, "get_decoder"):
+        return
+    language = _language(base)
+    adapted = [module for module in base.modules() if hasattr(module, "base_layer")]
+    of_language = sum(module in language for module in adapted)
+    logger.info(
+        "The adapter is on %d modules of the language part and %d of the vision part; train_parts chooses.",
+        of_language,
+        len(adapted) - of_language,
+    )
