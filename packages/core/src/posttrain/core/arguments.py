@@ -39,10 +39,8 @@ from posttrain.core.training import durations
 from posttrain.core.training.allocator import AllocatorArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
+from posttrain.core.training.plan import NEVER
 from posttrain.core.training.preemption import InterruptArguments
-
-#: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
-NEVER = 2**31
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -156,11 +154,12 @@ class RunArguments:
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
 
     def _problems(self) -> Iterator[str]:
-        if self.max_duration is not None:
-            try:
-                durations.parse(self.max_duration)
-            except ValueError as problem:
-                yield f"max_duration={problem}"
+        for name in ("max_duration", "logging_steps", "eval_steps", "save_steps"):
+            if isinstance(value := getattr(self, name, None), str):
+                try:
+                    durations.parse(value)
+                except ValueError as problem:
+                    yield f"{name}={problem}"
         if self.max_steps == 0:
             yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
         if self.auto_find_batch_size and distributed.world_size() > 1:
@@ -235,6 +234,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ("save_steps", self.save_strategy, 500),
         ):
             value = getattr(self, name)
+            if isinstance(value, str):
+                self._take_interval(name, *durations.parse(value))
             if strategy != "steps" and value == 0:  # scripts write it for a strategy that counts no steps
                 setattr(self, name, unused)
             if isinstance(value, float) and value.is_integer():
@@ -251,7 +252,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def _problems(self) -> Iterator[str]:
         for name, strategy in (("logging", self.logging_strategy), ("eval", self.eval_strategy)):
             steps = getattr(self, f"{name}_steps")
-            if strategy == "steps" and steps > 1 and steps != int(steps):
+            if strategy == "steps" and not isinstance(steps, str) and steps > 1 and steps != int(steps):
                 yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all optimizer steps"
         if self.eval_strategy == "no":
             for name, asks in (
@@ -284,6 +285,19 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         elif self.include_num_input_tokens_seen == "no":
             self.include_num_input_tokens_seen = "all"  # counted at each step
 
+    def _take_interval(self, name: str, value: float, unit: str) -> None:
+        """Set what a `name` such as ``500st`` or ``10Mtok`` stands for."""
+        if unit == "steps":
+            setattr(self, name, int(value))
+        elif unit == "tokens" and self.include_num_input_tokens_seen == "no":
+            self.include_num_input_tokens_seen = "all"  # counted at each step
+
+    @property
+    def goes_by_time(self) -> bool:
+        """Whether something is done at intervals of time, which processes would notice at different steps."""
+        intervals = (self.logging_steps, self.eval_steps, self.save_steps)
+        return any(isinstance(each, str) and durations.parse(each).unit == "seconds" for each in intervals)
+
     @property
     def max_tokens(self) -> float:
         """Input tokens after which a run ends; infinity where `max_duration` names none."""
@@ -302,17 +316,18 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             )
         elif self.save_strategy == "steps":
             evaluate, save = self.eval_steps or self.logging_steps, self.save_steps
-            ratio = save / evaluate
-            if (evaluate < 1) != (save < 1):
+            (first, unit), (last, other) = _measured(evaluate), _measured(save)
+            ratio = last / first
+            if unit != other:
                 yield (
-                    f"{asker} needs save_steps to be a multiple of eval_steps, which a share and a number of steps "
-                    f"cannot guarantee (save_steps={save}, eval_steps={evaluate}); give both the same way"
+                    f"{asker} needs save_steps to be a multiple of eval_steps, which {unit} and {other} cannot "
+                    f"guarantee (save_steps={save}, eval_steps={evaluate}); give both the same way"
                 )
             elif round(ratio) < 1 or not math.isclose(ratio, round(ratio), rel_tol=1e-9):
-                nearest = max(1, round(ratio)) * evaluate
+                nearest = max(1, round(ratio)) * first
                 yield (
                     f"{asker} needs save_steps to be a multiple of eval_steps, but save_steps={save} "
-                    f"and eval_steps={evaluate}; set save_steps={nearest:g}"
+                    f"and eval_steps={evaluate}; set save_steps={nearest:g}{durations.SUFFIXES.get(unit, '')}"
                 )
 
     # ---- derived values ----
@@ -486,7 +501,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def set_evaluate(
         self,
         strategy: str = "no",
-        steps: float = 500,
+        steps: float | str = 500,
         batch_size: int = 8,
         accumulation_steps: int | None = None,
         delay: float | None = None,
@@ -508,7 +523,11 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
-        self, strategy: str = "steps", steps: float = 500, total_limit: int | None = None, on_each_node: bool = False
+        self,
+        strategy: str = "steps",
+        steps: float | str = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
     ) -> TrainingArguments:
         """Set when checkpoints are written and how many are kept."""
         return self._set(
@@ -518,7 +537,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def set_logging(
         self,
         strategy: str = "steps",
-        steps: float = 500,
+        steps: float | str = 500,
         report_to: str | list[str] = "none",
         level: str = "passive",
         first_step: bool = False,
@@ -619,6 +638,13 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ignore_data_skip=ignore_data_skip,
             data_seed=sampler_seed,
         )
+
+
+def _measured(interval: float | str) -> tuple[float, str]:
+    """(size, unit) of an interval."""
+    if isinstance(interval, str):
+        return durations.parse(interval)
+    return interval, "a share of all steps" if interval < 1 else "a number of steps"
 
 
 def _plain(value: Any) -> Any:

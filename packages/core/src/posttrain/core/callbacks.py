@@ -15,6 +15,7 @@ from posttrain.core.data.samplers import is_sized
 from posttrain.core.errors import did_you_mean
 from posttrain.core.logging import terminal
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
+from posttrain.core.training.durations import Passing
 
 logger = logging.getLogger(__name__)
 
@@ -282,16 +283,25 @@ def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
 class DefaultFlowCallback(TrainerCallback):
     """Sets the flags to log, evaluate, save and stop, as the arguments require."""
 
+    _passing: Passing | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._passing = Passing()
+        self._passing.begin(state)
+
     def on_step_end(self, args, state, control, **kwargs):
-        step = state.global_step
+        step, passing = state.global_step, self._passing or Passing()
+        intervals = (getattr(args, f"{name}_steps", None) for name in ("logging", "eval", "save"))
+        log, evaluate, save = passing.step(state, *intervals)
         last = step >= state.max_steps or state.num_input_tokens_seen >= getattr(args, "max_tokens", math.inf)
-        if args.logging_strategy == "steps" and step % state.logging_steps == 0:
+        if args.logging_strategy == "steps" and (log or step % state.logging_steps == 0):
             control.should_log = True
         if step == 1 and args.logging_first_step:
             control.should_log = True
-        if args.eval_strategy == "steps" and args.eval_delay <= step and (step % state.eval_steps == 0 or last):
+        evaluate = evaluate or step % state.eval_steps == 0 or last
+        if args.eval_strategy == "steps" and args.eval_delay <= step and evaluate:
             control.should_evaluate = True
-        if args.save_strategy == "steps" and (step % state.save_steps == 0 or last):
+        if args.save_strategy == "steps" and (save or step % state.save_steps == 0 or last):
             control.should_save = True
         if last:
             control.should_training_stop = True

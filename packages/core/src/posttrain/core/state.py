@@ -49,7 +49,8 @@ class TrainerState:
         epoch: passes over the data done, as a fraction.
         global_step: completed optimizer steps.
         max_steps: total optimizer steps of this run.
-        logging_steps, eval_steps, save_steps: intervals in optimizer steps, after ratios were resolved.
+        logging_steps, eval_steps, save_steps: intervals in optimizer steps, after ratios were resolved; 2**31 for those
+            in epochs, tokens or time.
         num_input_tokens_seen: tokens in all batches so far, over all processes, if counting is on.
         log_history: every log record of the run so far, across resumes.
         best_model_checkpoint: the current path of the best checkpoint. The file holds it relative to the run's folder,

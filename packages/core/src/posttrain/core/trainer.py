@@ -70,7 +70,7 @@ from posttrain.core.training import (
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.memory import MemoryTracker, explain_shortage
 from posttrain.core.training.oom import BatchSplitter
-from posttrain.core.training.plan import Plan, Progress, as_steps, make_plan, windows
+from posttrain.core.training.plan import Plan, Progress, as_steps, check_intervals, make_plan, windows
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.run import RunState
 
@@ -836,6 +836,7 @@ class Trainer(HFCompat):
     def _training(self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any) -> Iterator[nn.Module]:
         """Everything that is set up before the first step and taken down after the last, whatever happens between."""
         args, handler = self.args, self.callback_handler
+        check_intervals(plan, args)
         self._check_owners()
         if self.model_init is not None:
             pipeline.set_seed(args.seed)
@@ -868,7 +869,7 @@ class Trainer(HFCompat):
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         if self.dist.num_processes > 1:
-            self.run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ))
+            self.run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ or args.goes_by_time))
         try:
             self.run.watch.begin()
             debug = nonfinite.watched(self.model) if args.debug else contextlib.nullcontext()

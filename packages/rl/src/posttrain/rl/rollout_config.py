@@ -164,7 +164,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     learning_rate: float = opt(
         1e-6, "Peak learning rate. Small models from scratch take a hundred times as much.", min=0
     )
-    logging_steps: float = opt(10, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
+    logging_steps: float | str = opt(
+        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
+    )
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )

@@ -47,7 +47,9 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
 
     learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
-    logging_steps: float = opt(10, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
+    logging_steps: float | str = opt(
+        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
+    )
     activation_checkpointing: bool | None = opt(
         True, "Recompute activations in the backward pass: about a third slower, far less memory."
     )

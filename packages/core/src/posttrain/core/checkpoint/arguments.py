@@ -24,9 +24,10 @@ class CheckpointArguments:
         "improved.",
         choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: float = opt(
+    save_steps: float | str = opt(
         500,
-        "Optimizer steps between checkpoints; below 1, a share of all steps. 0: only the last step is saved.",
+        "Optimizer steps between checkpoints; below 1, a share of all steps; or such as 0.5ep (epochs), 10Mtok "
+        "(tokens) or 30min. 0: only the last step is saved.",
         above=0,
     )
     save_total_limit: int | None = opt(
@@ -115,7 +116,11 @@ class CheckpointArguments:
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
         if is_url(output_dir := getattr(self, "output_dir", None)):
             yield f"output_dir={output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
-        if 1 < self.save_steps < math.inf and not float(self.save_steps).is_integer():
+        if (
+            not isinstance(self.save_steps, str)
+            and 1 < self.save_steps < math.inf
+            and not float(self.save_steps).is_integer()
+        ):
             yield f"save_steps={self.save_steps!r} must be a whole number of optimizer steps, or a share below 1"
 
     def _preflight(self) -> Iterator[str | Exception]:

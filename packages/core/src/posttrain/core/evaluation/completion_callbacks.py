@@ -102,7 +102,7 @@ class LogCompletionsCallback(_Answers):
         trainer: provides model, tokenizer and eval_dataset, whose rows have a `prompt`.
         generation_config: of ``model.generate``.
         num_prompts: the number of prompts from the start; None: all.
-        freq: optimizer steps between tables; None: `eval_steps`.
+        freq: optimizer steps between tables; None: `eval_steps`, and with each evaluation if that is no number.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class LogCompletionsCallback(_Answers):
 
     def on_step_end(self, args, state, control, **kwargs):
         step, every = state.global_step, self.freq or state.eval_steps
-        if step == self._last_logged_step or not every or step % every:
+        passed = not self.freq and isinstance(args.eval_steps, str) and control.should_evaluate
+        if step == self._last_logged_step or not (passed or (every and step % every == 0)):
             return
         self._last_logged_step = step
         answers = self.answer()

@@ -36,9 +36,10 @@ class EvaluationArguments:
             choices=("no", "steps", "epoch"),
         aliases=("evaluation_strategy",),
     )  # fmt: skip
-    eval_steps: float | None = opt(
+    eval_steps: float | str | None = opt(
         None,
-        "Optimizer steps between evaluations; below 1 a share of all steps; None follows `logging_steps`.",
+        "Optimizer steps between evaluations; below 1 a share of all steps; or such as 0.5ep (epochs), 10Mtok (tokens) "
+        "or 30min; None follows `logging_steps`.",
         above=0,
     )
     eval_delay: float = opt(0, "Optimizer steps (or epochs, by strategy) before the first evaluation.", min=0)

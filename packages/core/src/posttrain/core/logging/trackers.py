@@ -33,7 +33,9 @@ class LoggingArguments:
 
     logging_strategy: str = opt("steps", "Log never, every `logging_steps` optimizer steps, or after each epoch.",
                                 choices=("no", "steps", "epoch"))  # fmt: skip
-    logging_steps: float = opt(500, "Optimizer steps between log records; below 1 a share of all steps.", above=0)
+    logging_steps: float | str = opt(
+        500, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
+    )
     logging_first_step: bool = opt(False, "Also log after the first optimizer step.")
     log_level: str = opt("passive", "Level of messages on the main process; passive keeps the program's own (INFO).",
                          choices=LOG_LEVELS)  # fmt: skip

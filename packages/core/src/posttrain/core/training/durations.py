@@ -1,13 +1,21 @@
-"""Lengths with a unit: ``500st`` (optimizer steps), ``2ep`` (epochs), ``10Mtok`` (input tokens), ``90min``."""
+"""Lengths with a unit: ``500st`` (optimizer steps), ``2ep`` (epochs), ``10Mtok`` (input tokens), ``90min``.
+
+A run may end after one (``max_duration``), and save, evaluate and log once for each (``save_steps``, ``eval_steps``,
+``logging_steps``).
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 UNITS = {"st": "steps", "ba": "steps", "ep": "epochs", "tok": "tokens"} | dict.fromkeys(SECONDS, "seconds")
 THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+#: What to write behind a number of a unit, but for steps.
+SUFFIXES = {"epochs": "ep", "tokens": "tok", "seconds": "s"}
 _TEXT = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*([kMBG]?)({'|'.join(UNITS)})\s*")
 
 
@@ -29,3 +37,36 @@ def parse(text: str) -> Duration:
     if float(number) == 0 or (thousands and unit != "tok") or (UNITS[unit] == "steps" and not number.isdigit()):
         raise ValueError(f"{text!r} must be a number above 0 with a unit, such as 500st, 2ep, 10Mtok, 90min or 2h")
     return Duration(float(number) * THOUSANDS[thousands] * SECONDS.get(unit, 1), UNITS[unit])
+
+
+class Passing:
+    """Notices when another interval of epochs, tokens or time has passed.
+
+    Counts from the beginning of the run, so that a resumed run goes on with the same multiples; time counts from the
+    beginning of each `train`.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._before = time.monotonic(), {"epochs": 0.0, "tokens": 0.0, "seconds": 0.0}
+
+    def begin(self, state: Any) -> None:
+        """`state` is that of a run which begins, or goes on."""
+        self._began = time.monotonic()
+        self._before = self._now(state)
+
+    def step(self, state: Any, *intervals: Any) -> list[bool]:
+        """For each of `intervals`, whether a multiple of it was reached or passed since the last call. Numbers, which
+        are counted in steps, are not.
+        """
+        before, self._before = self._before, self._now(state)
+        return [isinstance(each, str) and _passed(parse(each), before, self._before) for each in intervals]
+
+    def _now(self, state: Any) -> dict[str, float]:
+        since = time.monotonic() - self._began
+        return {"epochs": state.epoch or 0.0, "tokens": state.num_input_tokens_seen, "seconds": since}
+
+
+def _passed(every: Duration, before: dict[str, float], now: dict[str, float]) -> bool:
+    # An epoch is a sum of fractions: 0.3 / 0.1 is 2.9999999999999996.
+    first, last = (math.floor(at[every.unit] / every.value + 1e-9) for at in (before, now))
+    return last > first

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from posttrain.core.training.durations import parse
 
 if TYPE_CHECKING:
     import torch
 
 Batch = TypeVar("Batch")
+#: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
+NEVER = 2**31
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,25 @@ def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]
         yield window
 
 
-def as_steps(interval: float, max_steps: int) -> int:
-    """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up."""
+def as_steps(interval: float | str, max_steps: int) -> int:
+    """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up; `NEVER` for a text such as
+    ``1ep``, for which `posttrain.core.training.durations.Passing` looks.
+    """
+    if isinstance(interval, str):
+        return NEVER
     return max(math.ceil(interval * max_steps), 1) if interval < 1 else int(interval)
+
+
+def check_intervals(plan: Plan, args: Any) -> None:
+    """Reject intervals of epochs where the data has no known length.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        interval = getattr(args, name)
+        if plan.steps_per_epoch is None and isinstance(interval, str) and parse(interval).unit == "epochs":
+            raise ValueError(
+                f"{name}={interval!r} counts epochs, but the training data has no known length (it is iterable without "
+                "__len__). Count steps (500), tokens (10Mtok) or time (30min)."
+            )
