@@ -341,8 +341,7 @@ class PreferenceTrainer(Trainer):
         """Whether prompts are shared, and the reason if not."""
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
-        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-        self._own_loss = not owner.__module__.startswith("posttrain.rl.")  # a user's, for a row of each completion
+        self._own_loss = has_own_loss(type(self))
         problem = varlen_attention.segments_problem(model)
         if problem is None and ref_model is not None:
             problem = varlen_attention.segments_problem(ref_model)
@@ -492,6 +491,12 @@ class PreferenceTrainer(Trainer):
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """As the core's, with the reference."""
         return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
+
+
+def has_own_loss(kind: type[Trainer]) -> bool:
+    """Whether a user overrides `compute_loss`, which then gets a row for each completion."""
+    owner = next(one for one in kind.__mro__ if "compute_loss" in vars(one))
+    return not owner.__module__.startswith("posttrain.rl.")
 
 
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:

@@ -27,13 +27,21 @@ from posttrain.core.data import pipeline
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import DataError
 from posttrain.core.models import adapters, wrapping
-from posttrain.core.models.loading import load_causal_lm, load_tokenizer
+from posttrain.core.models.image_features import features_once
+from posttrain.core.models.loading import load_tokenizer
 from posttrain.core.old_names import Removed
+from posttrain.rl.preference import has_own_loss
 from posttrain.rl.preference_config import PreferenceConfig
+from posttrain.rl.preference_images import check_images
 from posttrain.rl.preference_rows import PAIR
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
+from posttrain.rl.score_heads import TASK, load_reward_model, set_pad_token
 
-TASK = "AutoModelForSequenceClassification"
+HOW_TO_READ = f"Load it by {TASK}.from_pretrained(..., num_labels=1)."
+HOW_TO_SEE = (
+    "Pass the model's name, to which a head is added, or posttrain.rl.score_heads.with_score_head(model) of a loaded "
+    "one."
+)
 
 
 def bradley_terry(
@@ -70,14 +78,14 @@ class RewardConfig(PreferenceConfig):
 @dataclass
 class RewardCollator:
     """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,)
-    if there.
+    if there. Texts stand behind ``prompt_ids``, if there.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [list(row[side]) for side in ("chosen_ids", "rejected_ids") for row in rows]
+        texts = [[*row.get("prompt_ids", ()), *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
         options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
         batch = {
             "input_ids": pad_rows(texts, self.pad_token_id, **options),
@@ -102,7 +110,6 @@ class RewardTrainer(ReferenceFreeTrainer):
     config_class = RewardConfig
     args: RewardConfig
     tag_names = ("trl", "reward-trainer")
-    reads_images = False
     signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(
@@ -113,7 +120,11 @@ class RewardTrainer(ReferenceFreeTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the pairs of the window, shape (). With `return_outputs` also ``{"rewards": (B, 2)}``."""
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        if self._sees:
+            given = {name: value for name, value in inputs.items() if name not in ("margin", "image_copies")}
+        with features_once(model, inputs.get("image_copies"), given) as shown:
+            outputs = model(**shown)
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
         centering = self.args.center_rewards_coefficient or 0.0
         losses = bradley_terry(chosen, rejected, inputs.get("margin", 0.0), centering)
@@ -178,26 +189,26 @@ class RewardTrainer(ReferenceFreeTrainer):
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            options = {"num_labels": 1} | (args.model_init_kwargs or {})
-            loading = (options, quantization_config, args.trust_remote_code)
-            model = load_causal_lm(model, *loading, auto_class=TASK)
+            model = load_reward_model(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
         base: Any = wrapping.base_model(model)
         config: Any = getattr(base, "config", None)
         if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
             raise ValueError(
                 f"The model is a {type(base).__name__} with "
                 f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
-                f"number for a text. Load it by {TASK}.from_pretrained(..., num_labels=1)."
+                f"number for a text. {HOW_TO_SEE if self._sees else HOW_TO_READ}"
             )
-        tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
+        if self._sees:
+            check_images(args, tokenizer, base)
         tokenizer = self.set_tokens(tokenizer, args)
-        if config.pad_token_id is None:
-            config.pad_token_id = tokenizer.pad_token_id  # the reward is read off the last token before padding
+        set_pad_token(model, getattr(tokenizer, "tokenizer", tokenizer).pad_token_id)
         model = adapters.set_trained(model, peft_config, args.train_parts)
         return model, tokenizer
 
     def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
         self._shared, self.router_aux_loss_coef, self.aux_loss_enabled = False, 0.0, False
+        self._own_loss = has_own_loss(type(self))
 
     def _log_rewards(self, rewards: torch.Tensor) -> None:
         pairs, differences = len(rewards), rewards[:, 0] - rewards[:, 1]

@@ -20,7 +20,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.models.loading import load_causal_lm, load_tokenizer, missing_folder
+from posttrain.core.models.loading import missing_folder
 from posttrain.core.training.preflight import caught
 from posttrain.rl import background
 from posttrain.rl.reward_functions import (
@@ -32,6 +32,7 @@ from posttrain.rl.reward_functions import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
+from posttrain.rl.scorers import RewardModel, load_scorer, scorer
 
 __all__ = [
     "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
@@ -103,54 +104,6 @@ class Scores:
     seconds: list[float]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-
-
-class RewardModel:
-    """A sequence classifier with one output, as a reward function. Reads prompt and completion, in one chat if they are
-    messages.
-
-    Args:
-        model: as ``AutoModelForSequenceClassification`` loads it, with one label.
-        tokenizer: its own.
-        batch_size: completions that it reads at a time.
-    """
-
-    def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 8) -> None:
-        self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
-        config: Any = getattr(model, "config", None)
-        self.__name__ = (getattr(config, "_name_or_path", "") or type(model).__name__).split("/")[-1]
-        if getattr(config, "num_labels", 1) != 1:
-            raise ValueError(
-                f"The reward model {self.__name__} gives {config.num_labels} numbers for a text; it must give one. "
-                "Load it with num_labels=1."
-            )
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        if config is not None and getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = tokenizer.pad_token_id  # where it looks for the last token
-
-    @classmethod
-    def load(cls, name: str, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
-        """The reward model at a folder or Hub name."""
-        kind = "AutoModelForSequenceClassification"
-        model = load_causal_lm(name, {"num_labels": 1}, trust_remote_code=trust_remote_code, auto_class=kind)
-        return cls(model, tokenizer or load_tokenizer(name, trust_remote_code))
-
-    @torch.inference_mode()
-    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
-        if isinstance(prompts[0], str):
-            texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        else:
-            chats = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-            texts = [self.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        device, rewards = next(self.model.parameters()).device, []
-        for start in range(0, len(texts), self.batch_size):
-            batch = texts[start : start + self.batch_size]
-            inputs = self.tokenizer(
-                batch, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-            )
-            rewards += self.model(**inputs.to(device)).logits[:, 0].float().tolist()
-        return rewards
 
 
 class Rewards:
@@ -417,9 +370,9 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
         if isinstance(function, str) and (function in BUILT_IN or ":" in function):
             function = named_function(function)
         elif isinstance(function, (str, os.PathLike)):
-            function = RewardModel.load(os.fspath(function), tokenizer, trust_remote_code)
+            function = load_scorer(os.fspath(function), tokenizer, trust_remote_code)
         elif isinstance(function, nn.Module):
-            function = RewardModel(function, tokenizer or load_tokenizer(function, trust_remote_code))
+            function = scorer(function, tokenizer, trust_remote_code)
         elif not callable(function):
             raise TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
         made.append(function)

@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
-from posttrain.core.data.images import has_images
+from posttrain.core.data.images import ImageReader, has_images
 from posttrain.core.data.samplers import mix
 from posttrain.core.data.vision import Shown
 from posttrain.core.errors import checked_args
@@ -185,7 +185,7 @@ class RolloutTrainer(Trainer):
         self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
-        self.image_prompts = ImagePrompts(tokenizer, model, args) if sees else None
+        self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args)) if sees else None
         kwargs = self.image_prompts.vision.template_kwargs(args.chat_template_kwargs) if self.image_prompts else None
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)

@@ -14,6 +14,7 @@ from torch import nn
 
 from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, read_images
 from posttrain.core.data.vision import Shown, VisionProcessor, join_tensors, place_images
+from posttrain.core.errors import DataError
 from posttrain.core.models.image_features import ImageCopies
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.prompts import PromptCodec
@@ -22,8 +23,8 @@ from posttrain.rl.prompts import PromptCodec
 class ImagePrompts:
     """Makes tokens of prompts with images."""
 
-    def __init__(self, processor: Any, model: nn.Module, args: Any) -> None:
-        self.vision, self.reader = VisionProcessor(processor, base_model(model)), ImageReader.of(args)
+    def __init__(self, processor: Any, model: nn.Module, reader: ImageReader) -> None:
+        self.vision, self.reader = VisionProcessor(processor, base_model(model)), reader
 
     def encode(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any) -> tuple[list[int], Shown]:
         """(tokens, images) of a prompt.
@@ -31,15 +32,28 @@ class ImagePrompts:
         Raises:
             DataError: an image cannot be read, or has no place.
         """
-        given = {name: row[name] for name in IMAGE_COLUMNS if name in row}
-        placed, values = place_images({**given, "prompt": prompt}, ("prompt",))
+        placed, values = _placed(row, prompt)
         images, found = read_images(values, self.reader), []
 
         def show(text: str) -> str:
             found.append(self.vision.show(text, images))
             return found[0].text
 
-        return codec.encode(placed["prompt"], tools, show), found[0]
+        return codec.encode(placed, tools, show), found[0]
+
+    def encode_completion(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, completion: Any) -> list[int]:
+        """The tokens of a completion that is given, as `PromptCodec.encode_completion`; its contents become parts."""
+        told, images = place_images({"completion": completion}, ("completion",))
+        if images:
+            raise DataError("a completion shows an image; only prompts may")
+        return codec.encode_completion(_placed(row, prompt)[0], told["completion"])
+
+
+def _placed(row: Mapping[str, Any], prompt: Any) -> tuple[Any, list[Any]]:
+    """(`prompt` with contents in parts, its images)."""
+    given = {name: row[name] for name in IMAGE_COLUMNS if name in row}
+    placed, values = place_images({**given, "prompt": prompt}, ("prompt",))
+    return placed["prompt"], values
 
 
 def same_images(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

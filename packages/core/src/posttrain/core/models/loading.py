@@ -29,7 +29,7 @@ def load_causal_lm(
     model_init_kwargs: dict[str, Any] | None = None,
     quantization_config: Any | None = None,
     trust_remote_code: bool = False,
-    auto_class: str = "AutoModelForCausalLM",
+    auto_class: str | type = "AutoModelForCausalLM",
 ) -> nn.Module:
     """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
 
@@ -41,7 +41,7 @@ def load_causal_lm(
         quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
             a dict of its fields. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one
             by one.
-        auto_class: the class of transformers to load with.
+        auto_class: the class to load with, or its name in transformers.
 
     Raises:
         FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
@@ -57,7 +57,8 @@ def load_causal_lm(
     path = os.fspath(name_or_path)
     check_indices(path)
     with explain_missing(path, "model"):
-        return getattr(transformers, auto_class).from_pretrained(path, **kwargs)
+        loader: Any = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
+        return loader.from_pretrained(path, **kwargs)
 
 
 def load_tokenizer(
