@@ -106,7 +106,7 @@ def test_whole_texts_may_be_tokens_already(names, tmp_path):
 
 def test_pictures_are_not_passed_over_in_silence(tmp_path):
     rows = [row | {"images": [0]} for row in preference_rows(3)]
-    with pytest.raises(TypeError, match=r"rows have images, which a PreTrainedTokenizerFast cannot read.*processor"):
+    with pytest.raises(TypeError, match=r"rows have images, which a .* cannot read.*processor"):
         RewardTrainer(
             tiny.reward_model(),
             arguments(RewardConfig, tmp_path),
