@@ -20,3 +20,9 @@ ROLLOUT_METHODS = {
     "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
     "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",
 }  # fmt: skip
+
+
+def has_own_loss(kind: type) -> bool:
+    """Whether a user overrides `compute_loss`, which then gets a row for each completion."""
+    owner = next(one for one in kind.__mro__ if "compute_loss" in vars(one))
+    return not owner.__module__.startswith("posttrain.rl.")

@@ -37,7 +37,7 @@ from posttrain.core.training.preflight import (
 )
 from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
-from posttrain.rl.overrides import PREFERENCE_METHODS
+from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy import router_coefficient
 from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
@@ -491,12 +491,6 @@ class PreferenceTrainer(Trainer):
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """As the core's, with the reference."""
         return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
-
-
-def has_own_loss(kind: type[Trainer]) -> bool:
-    """Whether a user overrides `compute_loss`, which then gets a row for each completion."""
-    owner = next(one for one in kind.__mro__ if "compute_loss" in vars(one))
-    return not owner.__module__.startswith("posttrain.rl.")
 
 
 def _named(eval_dataset: Any) -> list[tuple[str, Any]]:

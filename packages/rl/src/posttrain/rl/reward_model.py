@@ -30,7 +30,7 @@ from posttrain.core.models import adapters, wrapping
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.loading import load_tokenizer
 from posttrain.core.old_names import Removed
-from posttrain.rl.preference import has_own_loss
+from posttrain.rl.overrides import has_own_loss
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.preference_images import check_images
 from posttrain.rl.preference_rows import PAIR
