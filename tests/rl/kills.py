@@ -1,6 +1,6 @@
 """Kills a process of an online run at random moments, again and again, and audits what the ledger says.
 
-    python -m tests.rl.kills                                                # 50 kills of each, most of an hour
+    python -m tests.rl.kills                                                # 50 kills of each
     python -m tests.rl.kills --victims server trainer --times 10 --bound 0
     .venv-vllm/bin/python -m tests.rl.kills --victims server --times 5 --vllm     # vLLM itself
 
@@ -26,7 +26,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
+
 VICTIMS = ("server", "trainer", "reward", "environment")
 PROGRESS = 400  # seconds within which a run must go on after a kill; vLLM starts in two minutes
 PER_STEP = 8  # completions
@@ -136,6 +137,13 @@ def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience:
 # ------------------------------------------------------------------------------------------------- who kills and starts
 
 
+def write_into(log: Path) -> None:
+    """All that this process says from now on."""
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
 class Run:
     """The processes of a run in `folder`."""
 
@@ -145,7 +153,7 @@ class Run:
         from tests.vllm.servers import free_port
 
         self.ports = {name: free_port() for name in VICTIMS if name != "trainer"}
-        self.processes: dict[str, subprocess.Popen] = {}
+        self.processes: dict[str, subprocess.Popen | programs.Program] = {}
         self.said: list[str] = []
         if vllm:
             from tests.vllm import servers
@@ -165,20 +173,18 @@ class Run:
 
     def start(self, name: str) -> None:
         """Start a process, which has ended or never was."""
-        log = self.folder / f"{name}.log"
         if name == "server" and self.vllm:
             from tests.vllm import servers
 
+            log = self.folder / "server.log"
             self.processes[name] = servers.start(self.folder / "model", self.ports[name], log)
             return
         said = {"port": self.ports.get(name), "folder": str(self.folder)}
         if name == "trainer":
             said |= {"ports": self.ports, "steps": self.steps, "bound": self.bound, "vllm": self.vllm}
             said |= {"patience": self.patience}
-        command = [sys.executable, "-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
-        with log.open("a") as output:
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            self.processes[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        words = ["-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
+        self.processes[name] = programs.Program(words, programs.environment(MKL_NUM_THREADS="1"))
 
     def kill(self, name: str) -> None:
         """As `kill -9` does; vLLM's engine is a process of its own below the server, and ends with it."""
@@ -198,7 +204,8 @@ class Run:
         end = time.monotonic() + seconds
         while not true():
             if self.processes["trainer"].poll() not in (None, 0):
-                self.said.append((self.folder / "trainer.log").read_text().rstrip().rpartition("\n")[2])
+                lines = (self.folder / "trainer.log").read_text().splitlines()
+                self.said.append([line for line in lines if line[:1].strip()][-1])  # no note of the error
                 print(self.said[-1], file=sys.stderr, flush=True)
                 self.start("trainer")
             if time.monotonic() > end:
@@ -215,9 +222,11 @@ class Run:
 def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random) -> dict[str, Any]:
     """Kill `victim` so often, unless the run ends before; what the ledger says at its end.
 
-    Between two kills the run learns from at least one rollout and at most two, and a random part of a second more.
+    Between two kills the run learns from at most two rollouts, and a random part of a second more: every third kill or
+    so hits a process that is starting. vLLM takes minutes to start, so there the run learns from one rollout at least.
     """
-    kills = 0
+    least = 1 if run.vllm else 0
+    kills, began = 0, time.monotonic()
     with run:
         run.goes_on(2 * PER_STEP)
         while kills < times and not run.has_ended():
@@ -228,9 +237,10 @@ def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random)
             kills += 1
             time.sleep(2 * draw.random())
             run.start(victim)
-            run.goes_on(PER_STEP * draw.randint(1, 2))
+            run.goes_on(PER_STEP * draw.randint(least, 2))
         run.until(run.has_ended, max(PROGRESS, 2 * run.steps))
-    return {"victim": victim, "bound": run.bound, "kills": kills, "resumed": len(run.said)} | judged(run)
+    told = {"victim": victim, "bound": run.bound, "kills": kills, "resumed": len(run.said)}
+    return told | {"seconds": round(time.monotonic() - began)} | judged(run)
 
 
 def judged(run: Run) -> dict[str, Any]:
@@ -264,6 +274,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
+        write_into(Path(options.options["folder"]) / f"{options.process}.log")
         given = options.options | {"folder": Path(options.options["folder"])}
         port = given.pop("port")
         if options.process == "trainer":
@@ -273,11 +284,15 @@ def main() -> None:
         return
     failed = False
     for victim in options.victims:
-        with tempfile.TemporaryDirectory() as folder:
-            run = Run(Path(folder), 4 * options.times + 8, options.bound, options.vllm, options.patience)
-            found = kill_again_and_again(run, victim, options.times, random.Random(options.seed))
-        print(json.dumps(found), flush=True)
-        failed |= bool(found["problems"])
+        draw, kills = random.Random(options.seed), 0
+        while kills < options.times:  # a run may end before all of them
+            steps = 2 * (options.times - kills) + 8
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(Path(folder), steps, options.bound, options.vllm, options.patience)
+                found = kill_again_and_again(run, victim, options.times - kills, draw)
+            print(json.dumps(found), flush=True)
+            kills += found["kills"]
+            failed |= bool(found["problems"])
     sys.exit(failed)
 
 

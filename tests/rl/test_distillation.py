@@ -76,6 +76,32 @@ def test_with_seq_kd_the_teacher_writes_what_the_student_does_not(tmp_path):
     assert ours.generator.model is not teacher  # the student's engine is in its place again
 
 
+def test_what_is_sampled_ahead_takes_the_same_completions_from_the_dataset(tmp_path):
+    class Notes(DistillationTrainer):
+        def generate(self, samples, sampling):
+            self.model.eval()  # as if the trainer evaluated at the time
+            super().generate(samples, sampling)
+            self.model.train()
+
+        def make_rollout(self, batches):
+            if (rollout := super().make_rollout(batches)) is None:
+                return None
+            completions = zip(rollout.completion_ids.tolist(), rollout.completion_lengths.tolist(), strict=True)
+            marks.append([tuple(ids[:length]) in given for ids, length in completions])
+            if rollout.versions is not None:
+                ages.append(self.state.global_step - int(rollout.versions[rollout.loss_mask].min()))
+            return rollout
+
+    given = {tuple(tiny.tokenizer()(row["completion"])["input_ids"] + [1]) for row in ROWS}
+    found, ages = [], []
+    for bound in (0, 2):
+        marks = []
+        make(tmp_path, Notes, lmbda=0.5, max_staleness=bound, max_steps=6, max_completion_length=64).train()
+        found.append(marks)
+    assert found[0] == found[1] and {True, False} == {mark for marks in found[0] for mark in marks}
+    assert len(ages) == 6 and max(ages) == 2
+
+
 def test_messages_are_prompt_and_completion(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": WORDS[i]}, {"role": "assistant", "content": WORDS[i + 1]}]}
@@ -317,7 +343,7 @@ def test_few_tokens_of_a_server_lower_the_divergence_too(server, tmp_path):
     ({"sync_ref_model": True}, "a teacher stays as it is"),
     ({"loss_type": "policy_gradient", "lmbda": 0.5}, "set lmbda=1"),
     ({"beta": 1.5}, "beta=1.5"),
-    ({"max_staleness": 1, "lmbda": 0.5}, "set max_staleness=0"),
+    ({"max_staleness": 1, "lmbda": 0.5, "seq_kd": True}, "the teacher writes too"),
     ({"teacher_model_server_url": "http://x", "temperature": 0.5}, "loss_temperature=1"),
     ({"teacher_model_server_url": "http://x", "seq_kd": True}, "in this process"),
 ], ids=str)  # fmt: skip

@@ -92,8 +92,11 @@ class DistillationConfig(RolloutConfig):
             yield f"loss_type='policy_gradient' learns from what the student wrote, and lmbda={self.lmbda}; set lmbda=1"
         if self.loss_type == "policy_gradient" and self.teacher_tokenizer_name_or_path:
             yield "loss_type='policy_gradient' needs a teacher with the student's tokens; set 'divergence'"
-        if self.max_staleness and self.lmbda < 1:
-            yield f"max_staleness above 0 samples all completions ahead, and lmbda={self.lmbda}; set max_staleness=0"
+        if self.max_staleness and self.seq_kd and self.lmbda < 1:
+            yield (
+                "max_staleness above 0 samples while the loss reads the teacher, and with seq_kd=True the teacher "
+                "writes too; set max_staleness=0, or give its completions as those of the dataset"
+            )
         if self.teacher_model_server_url and self.measured_at != 1:
             yield (
                 f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
@@ -260,6 +263,11 @@ class DistillationTrainer(RolloutTrainer):
         """Whether the teacher's log-probabilities of the written tokens are needed, and come from a model here."""
         return self.args.loss_type == "policy_gradient" and self.reference is not None
 
+    @property
+    def _corrects_engine(self) -> bool:
+        """Only the policy gradient is an average over completions of the policy; a divergence takes any."""
+        return super()._corrects_engine and self.args.loss_type == "policy_gradient"
+
     def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
         """Adds what the teacher has to say."""
         return self.teacher.complete(super().complete_rollout(rollout, samples), samples)
@@ -300,7 +308,7 @@ class DistillationTrainer(RolloutTrainer):
 
     def _is_written(self, sample: Sample) -> bool:
         """Whether the student writes this completion. Evaluations read those of the dataset, if training does."""
-        if not self.model.training:
+        if sample.is_evaluated:
             return self.lmbda == 1
         return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
 

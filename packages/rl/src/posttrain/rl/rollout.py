@@ -856,7 +856,7 @@ class RolloutTrainer(Trainer):
         size = self.num_generations_eval
         samples = self.new_samples([row for row in rows for _ in range(size)])
         for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
-            sample.seed = mix(self.args.seed, i % size, *sample.prompt_ids)
+            sample.seed, sample.is_evaluated = mix(self.args.seed, i % size, *sample.prompt_ids), True
         return samples
 
     def evaluation_loop(

@@ -26,6 +26,7 @@ class Sample:
         finished: whether the completion ended by itself.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
+        is_evaluated: whether it is of an evaluation, and not learned from.
         shown: the images of the prompt; None for a model of text alone.
         extra: further columns for reward functions. environment: the object with its tools.
     """
@@ -45,6 +46,7 @@ class Sample:
     seed: int = 0
     rollout: int = 0
     place: int = 0
+    is_evaluated: bool = False
     shown: Shown | None = None
 
     @property
