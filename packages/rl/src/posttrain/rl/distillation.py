@@ -22,17 +22,20 @@ from torch import nn
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import JSONObject, opt
+from posttrain.core.data.images import has_images
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.losses import normalization
 from posttrain.core.losses.distillation import Measure, divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head, loading, wrapping
+from posttrain.core.models.image_features import features_once
 from posttrain.core.old_names import Removed
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.distillation_data import has_completions, prompt_and_completion, with_prompts
-from posttrain.rl.generation import Sampling
+from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.local import LocalGenerator
+from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.logprobs import FOR_THE_MODEL, CompletionLogps
 from posttrain.rl.policy_losses import clipped
 from posttrain.rl.prompts import PromptCodec
@@ -40,7 +43,7 @@ from posttrain.rl.reference import FrozenReference
 from posttrain.rl.rollout import RolloutTrainer
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Rollout, Sample
-from posttrain.rl.teachers import LocalTeacher, ServerTeacher, TranslatedTeacher, vocabulary_problem
+from posttrain.rl.teachers import LocalTeacher, ServerTeacher, TranslatedTeacher, image_problem, vocabulary_problem
 
 ANOTHER_TEACHER = (
     "The run in {where} had another teacher than this one: the weights differ. Pass the teacher that the run began "
@@ -128,7 +131,6 @@ class DistillationTrainer(RolloutTrainer):
     args: DistillationConfig
     tag_names = ("trl", "distillation")
     signature_columns = ("prompt", "completion", "messages", "image", "images")
-    reads_images = False
     average = "tokens"
     learns_from_rewards = False
     INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}
@@ -176,6 +178,10 @@ class DistillationTrainer(RolloutTrainer):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
             yield ValueError(f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and "
                              "teacher_model_server_url.")  # fmt: skip
+        if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
+            for name in ("teacher_model_server_url", "teacher_tokenizer_name_or_path"):
+                if getattr(args, name):
+                    yield f"{name} is not supported for prompts with images, which the teacher reads too"
         if args.lmbda < 1 and not args.seq_kd and not has_completions(parts.train_dataset):
             yield DataError(
                 f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
@@ -196,8 +202,13 @@ class DistillationTrainer(RolloutTrainer):
             self._teacher_writes(given, sampling)
         for sample in [] if self.seq_kd else given:
             sample.completion = sample.row["completion"]
-            sample.ids = self.codec.encode_completion(sample.prompt, sample.completion)[: sampling.max_new_tokens]
+            sample.ids = self._tokens_of_completion(sample)[: sampling.max_new_tokens]
             sample.finished = True
+
+    def _tokens_of_completion(self, sample: Sample) -> list[int]:
+        if self.image_prompts is None:
+            return self.codec.encode_completion(sample.prompt, sample.completion)
+        return self.image_prompts.encode_completion(self.codec, sample.row, sample.prompt, sample.completion)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """(N,) zeros: the advantages are those of tokens, see `policy_loss`."""
@@ -234,14 +245,18 @@ class DistillationTrainer(RolloutTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(divergence of a micro-batch, entropy of the student), summed over its tokens, and the router's loss."""
         given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
+        given |= inputs.get("image_inputs", {})
         if self.router_aux_loss_coef:
             given["output_router_logits"] = True
         if self._in_head or not isinstance(self.teacher, LocalTeacher):
-            with lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure):
-                outputs = model(**given)
+            in_head = lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure)
+            with in_head, features_once(model, inputs.get("image_copies"), given) as shown:
+                outputs = model(**shown)
             divergence, entropy = outputs.logits
         else:
-            outputs, at, heat = model(**given), inputs["labels"] != IGNORE_INDEX, self.measure.temperature
+            with features_once(model, inputs.get("image_copies"), given) as shown:
+                outputs = model(**shown)
+            at, heat = inputs["labels"] != IGNORE_INDEX, self.measure.temperature
             own = (outputs.logits[:, -at.shape[1] :][at].float() / heat).log_softmax(-1)
             other = (self.teacher.logits(inputs).float() / heat).log_softmax(-1)
             divergence = divergence_terms(own, other, self.measure.beta).sum()
@@ -277,7 +292,8 @@ class DistillationTrainer(RolloutTrainer):
         if isinstance(teacher, (str, os.PathLike)):
             revision = {"revision": args.teacher_model_revision} if args.teacher_model_revision else {}
             options = revision | dict(args.teacher_model_init_kwargs or {})
-            teacher = loading.load_causal_lm(teacher, options, trust_remote_code=args.trust_remote_code)
+            model_class, _ = loading.READING if self.image_prompts is None else loading.SEEING
+            teacher = loading.load_causal_lm(teacher, options, None, args.trust_remote_code, model_class)
         if teacher is None:
             return None
         reference = FrozenReference(teacher, another=ANOTHER_TEACHER)
@@ -297,7 +313,10 @@ class DistillationTrainer(RolloutTrainer):
             teacher = TranslatedTeacher(reference, self.processing_class, codec, ends)
         else:
             sizes = [wrapping.base_model(m).config.get_text_config().vocab_size for m in (self.model, reference.model)]
-            if problem := vocabulary_problem(*sizes):
+            problem = vocabulary_problem(*sizes)
+            if self.image_prompts is not None:
+                problem = problem or image_problem(self.model, reference.model)
+            if problem:
                 raise ValueError(problem)
             teacher = LocalTeacher(reference)
             why_not = why_not or lm_head.supports_loss_in_head(reference.model)
@@ -313,7 +332,10 @@ class DistillationTrainer(RolloutTrainer):
         return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
 
     def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
-        engine = LocalGenerator(self.processing_class, self.args.generation_max_rows)
+        tokenizer = self.codec.tokenizer
+        engine: Generator = LocalGenerator(tokenizer, self.args.generation_max_rows)
+        if self.image_prompts is not None:
+            engine = TransformersGenerator(tokenizer)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
         engine.sync_weights(self.teacher_model)
         student, self.generator = self.generator, engine

@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, know, places_of, send
+from posttrain.core.data.vision import check_model, image_token_id
 from posttrain.core.losses.distillation import HeadStates, TopK
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.models import lm_head
+from posttrain.core.models.image_features import ImageCopies, features_once
+from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.server import RETRIES, Server
 from posttrain.rl.logprobs import FOR_THE_MODEL
 from posttrain.rl.prompts import PromptCodec
@@ -35,22 +39,30 @@ class LocalTeacher:
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates | TopK:
         """What is known of the distributions at the labels of a micro-batch, in their order."""
-        return self._states({"input_ids": batch["input_ids"], **_inputs(batch)}, batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        return self._states(inputs, batch["labels"], batch.get("image_copies"))
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """(M, V) whole logits at the labels, for models whose head cannot be reached."""
-        with self.reference.use() as model:
-            logits = model(input_ids=batch["input_ids"], **_inputs(batch)).logits
+        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        with self.reference.use() as model, features_once(model, batch.get("image_copies"), inputs) as shown:
+            logits = model(**shown).logits
         return logits[:, -batch["labels"].shape[1] :][batch["labels"] != IGNORE_INDEX]
 
-    def _states(self, inputs: dict[str, Any], labels: torch.Tensor) -> HeadStates:
-        with self.reference.use() as model, lm_head.states_in_head(model, labels) as found:
-            model(**inputs)
+    def _states(
+        self, inputs: dict[str, Any], labels: torch.Tensor, image_copies: ImageCopies | None = None
+    ) -> HeadStates:
+        with (
+            self.reference.use() as model,
+            lm_head.states_in_head(model, labels) as found,
+            features_once(model, image_copies, inputs) as shown,
+        ):
+            model(**shown)
         return found[0]
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in FOR_THE_MODEL if name in batch}
+    return {name: batch[name] for name in FOR_THE_MODEL if name in batch} | batch.get("image_inputs", {})
 
 
 class TranslatedTeacher(LocalTeacher):
@@ -181,6 +193,24 @@ class ServerTeacher:
             {int(token): float(found["logprob"]) for token, found in position.items()}
             for position in known[len(sample.prompt_ids) :]
         ]
+
+
+def image_problem(student: nn.Module, teacher: nn.Module) -> str | None:
+    """Why `teacher` cannot see the images that `student` is shown, as a sentence; None if it can.
+
+    Both read the same tokens and the same tensors of one processor.
+    """
+    try:
+        check_model(base_model(teacher))
+    except TypeError as error:
+        return f"The teacher cannot see: {error}"
+    tokens = [image_token_id(base_model(model)) for model in (student, teacher)]
+    if tokens[0] == tokens[1]:
+        return None
+    return (
+        f"Token {tokens[0]} stands for images to the student, and token {tokens[1]} to the teacher. Use a teacher of "
+        "the student's family, which reads images through the same processor."
+    )
 
 
 def vocabulary_problem(student: int, teacher: int) -> str | None:
