@@ -98,6 +98,34 @@ def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
     assert_equal_runs(found, jobs.result(alone, name))
 
 
+#: How two processes are told, with which weights and with which families of vision-language models.
+BESIDE = {"ddp": {"gradient_checkpointing": True}, "fsdp": {"fsdp": "full_shard"}, "vision": {"train_parts": "vision"}}
+SEEING = ["qwen2_5_vl", "gemma3", "smolvlm", "llava"]
+
+
+@pytest.fixture(scope="session")
+def beside(shared):
+    def work(folder):
+        return [
+            [f"{mode}-{family}", "text_beside_images", {"out": str(folder / mode / family), "family": family} | options]
+            for mode, options in BESIDE.items() for family in SEEING
+        ]  # fmt: skip
+
+    alone = jobs.once(shared, "beside-alone", lambda folder: jobs.do(1, work(folder), folder))
+    return alone, job(shared, "beside", work)
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("mode", BESIDE)
+def test_a_process_without_images_waits_for_nobody_and_changes_no_gradient(mode, family, beside):
+    expected, found = (jobs.result(folder, f"{mode}-{family}") for folder in beside)
+    size = torch.stack([value.norm() for value in expected["weights"].values()]).norm()
+    for name, value in expected["weights"].items():
+        assert (found["weights"][name] - value).norm() < 1e-6 * size, name
+    norms = [[record["grad_norm"] for record in run["log"] if "grad_norm" in record] for run in (found, expected)]
+    assert len(norms[0]) == 4 and norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def split_job(shared, label, names):
     def work(folder):
         return [[name, "train", {"name": name, "out": str(folder / name), **SPLIT}] for name in names]

@@ -18,7 +18,8 @@ import torch
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.logging.metrics import is_timing
-from tests.contract.trainers import TRAINERS, arguments, causal_lm
+from posttrain.sft import SFTTrainer
+from tests.contract.trainers import TRAINERS, arguments, causal_lm, image_rows, images
 
 #: As one process does it with 8 x 1: for 2 processes, and for 4; and for 2 that read the same rows.
 SPLITS = {1: (8, 1), 2: (2, 2), 4: (1, 2), "tp": (4, 2)}
@@ -83,6 +84,22 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         found |= {"predictions": output.predictions, "label_ids": output.label_ids, "test": output.metrics}
     trainer.save_model(str(Path(out) / "final"))
     return found
+
+
+def text_beside_images(out, family, **changes):
+    """One process has rows of text alone in every micro-batch, and the other one rows with images: SFT's weights."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    rows = [{name: row[name] for name in ("images", "prompt", "completion")} for row in image_rows(12)]
+    rows = [row for i in range(4) for row in (rows[3 * i + 1], rows[3 * i])]
+    usual = {
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": 2 // processes,
+        "num_train_epochs": 1,
+    }
+    trainer = images(SFTTrainer, "prompt completion", family)(out, **(usual | changes))
+    trainer.train_dataset = rows
+    trainer.train()
+    return {"weights": whole(trainer), "log": history(trainer)}
 
 
 def refused(name, out, **changes):

@@ -26,7 +26,6 @@ from posttrain.core.data.vision import (
 )
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import ImageCopies
-from posttrain.core.models.wrapping import base_model
 from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
 from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
 
@@ -237,7 +236,7 @@ def image_collator(
     """The collator of a trainer of preferences with these arguments, for rows with images."""
     options = {"max_length": args.max_length, "truncation": args.truncation_mode}
     options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
-    vision, reader = VisionProcessor(processor, base_model(model)), ImageReader.of(args)
+    vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
     prepare, answers = (
         of(vision, reader, args.bad_images == "drop", kind=kind, **options)
         for of in (ImagePreparation, AnswerPreparation)

@@ -23,7 +23,7 @@ from posttrain.core import TrainerCallback, opt
 from posttrain.core.distributed import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.models import wrapping
+from posttrain.core.models import blank_images, wrapping
 
 ADAPTER = "reference"
 
@@ -266,6 +266,7 @@ def make_reference(
         moves: the reference will be synchronized with the policy and needs its own weights.
     """
     if given is not None:
+        blank_images.see_alike(given, policy)
         return FrozenReference(given, moves)
     if wrapping.is_peft_model(policy):
         if fresh_adapter and not moves:

@@ -185,7 +185,7 @@ class RolloutTrainer(Trainer):
         self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
-        self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args)) if sees else None
+        self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
         kwargs = self.image_prompts.vision.template_kwargs(args.chat_template_kwargs) if self.image_prompts else None
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)

@@ -23,8 +23,13 @@ from posttrain.rl.prompts import PromptCodec
 class ImagePrompts:
     """Makes tokens of prompts with images."""
 
-    def __init__(self, processor: Any, model: nn.Module, reader: ImageReader) -> None:
-        self.vision, self.reader = VisionProcessor(processor, base_model(model)), reader
+    def __init__(self, processor: Any, model: nn.Module, reader: ImageReader, args: Any = None) -> None:
+        self.reader = reader
+        self.vision = (
+            VisionProcessor(processor, base_model(model))
+            if args is None  # of a model that is not trained
+            else VisionProcessor.of_run(processor, model, args)
+        )
 
     def encode(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any) -> tuple[list[int], Shown]:
         """(tokens, images) of a prompt.

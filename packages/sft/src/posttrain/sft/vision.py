@@ -151,7 +151,7 @@ def vision_collator(
 ) -> VisionCollator:
     """The collator of an `SFTTrainer` with these arguments, for rows with images."""
     prepare = VisionPreparation(
-        VisionProcessor(processor, model),
+        VisionProcessor.of_run(processor, model, args),
         ImageReader.of(args),
         args.bad_images == "drop",
         **preparation_options(args),

@@ -16,7 +16,9 @@ import torch
 from posttrain.core.data.chat_template import Template
 from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, images_of
 from posttrain.core.data.tokenization import Span
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, require
+from posttrain.core.models.blank_images import always_see
+from posttrain.core.models.wrapping import base_model
 
 #: Attributes of processors and configs that hold the ids of image placeholders and their edges.
 PLACEHOLDERS = (
@@ -190,6 +192,18 @@ class VisionProcessor:
         #: Inputs besides the tokens with a number for each of them, such as ``token_type_ids``.
         self.token_inputs = tuple(name for name in found if name not in NOT_OF_TOKENS)
 
+    @classmethod
+    def of_run(cls, processor: Any, model: torch.nn.Module, args: Any) -> VisionProcessor:
+        """What `processor` is asked by a trainer of `model` with these arguments.
+
+        With several processes, or where the vision part alone is trained, `model` is shown a blank image whenever it
+        is called without any; see `posttrain.core.models.blank_images`.
+        """
+        found = cls(processor, base_model(model))
+        if args.world_size > 1 or args.train_parts == "vision":
+            always_see(model, found.blank())
+        return found
+
     def template_kwargs(self, kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Variables for the chat template, with the processor's own template, which shows images."""
         template = getattr(self.processor, "chat_template", None)
@@ -242,6 +256,11 @@ class VisionProcessor:
             places.append(((start, stop), (first, last)))
             end = stop
         return Shown("".join([*shown, text[end:]]), places, tensors, self._ids_in(offsets), kinds)
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """The tensors of one small grey image."""
+        image = require("PIL.Image", "pillow", why="rows with images").new("RGB", (32, 32), (128, 128, 128))
+        return self.show(self.processor.image_token, [image]).tensors
 
     def _ids_in(self, offsets: Sequence[Mapping[str, Any]]) -> frozenset[int]:
         """The special tokens among those that stand for images."""

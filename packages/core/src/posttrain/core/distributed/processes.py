@@ -35,6 +35,7 @@ from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
+from posttrain.core.models import parts
 from posttrain.core.models.padding_masks import announce_masks
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,10 @@ class Distributed:
         args = self.args
         options: dict[str, Any] = {}
         unused = args.ddp_find_unused_parameters
-        options["find_unused_parameters"] = not gradient_checkpointing if unused is None else unused
+        # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
+        reentrant = (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("use_reentrant", False)
+        looks = not gradient_checkpointing or (parts.sees(model) and not reentrant)
+        options["find_unused_parameters"] = looks if unused is None else unused
         for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):
             if getattr(args, f"ddp_{name}") is not None:
                 options[name] = getattr(args, f"ddp_{name}")
