@@ -131,12 +131,12 @@ class _Run:
     def _go_on(self) -> None:
         """Write one more token of each row."""
         blocks = self.decoding.blocks
-        steps = _joined([torch.full_like(block.owners, block.step) for block in blocks])
+        newest = self.tokens[self.index, _joined([block.steps for block in blocks])]
         positions = _joined([block.positions for block in blocks])
-        logits = _logits(self.model, self.step, self.decoding, self.tokens[self.index, steps], positions)
+        logits = _logits(self.model, self.step, self.decoding, newest, positions)
         for block in blocks:
             block.advance()
-        self._draw(logits, self.index, steps + 1)
+        self._draw(logits, self.index, _joined([block.steps for block in blocks]))
         self._look()
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
