@@ -258,11 +258,10 @@ def test_an_adapter_is_part_of_the_step(precision):
 
 @pytest.mark.parametrize(
     ("lengths", "is_fixed", "share"),
-    [([40, 40], False, 0.7), ([10, 20, 30, 40], False, 0.7), ([40, 40], True, 0.8), ([10, 20, 30, 40], True, 0.72)],
+    [([40, 40], False, 0.7), ([10, 20, 30, 40], False, 0.7), ([40, 40], True, 0.65), ([10, 20, 30, 40], True, 0.6)],
     ids=["equal", "ragged", "equal, as on a GPU", "ragged, as on a GPU"],
 )
 def test_a_token_costs_less_than_seven_tenths_of_the_operations_of_generate(lengths, is_fixed, share, monkeypatch):
-    """As on a GPU it costs somewhat more: eight tenths for prompts of equal length, where generate needs no mask."""
     monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
     prompts = [[5] * length for length in lengths]
     made, model = make(num_hidden_layers=4)
@@ -285,11 +284,11 @@ def test_a_token_costs_less_than_seven_tenths_of_the_operations_of_generate(leng
 # ------------------------------------------------------------------------------------------------ steps of fixed shapes
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gpt-oss"])
 def test_steps_of_fixed_shapes_write_the_same_completions(arch, monkeypatch):
     """As on a GPU: completions end at different times, prompts are ragged, and the cache grows beyond 64 tokens."""
     prompts = [[50 + i for i in range(n)] for n in (9, 4, 7)]
-    model = tiny.causal_lm(arch, initializer_range=0.2, sliding_window=6)
+    model = make(arch)[1] if arch == "gpt-oss" else tiny.causal_lm(arch, initializer_range=0.2, sliding_window=6)
     found = []
     for is_fixed in (False, True):
         monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from posttrain.core.errors import NonFiniteError
 from posttrain.rl.generation.protocol import Sampling
@@ -60,7 +61,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
     Inverts the distribution function: one number a row, where `torch.multinomial` draws V.
     """
-    return _pick(*_weights(torch.clone(logits.float())), numbers)
+    return _pick(*_weights(torch.clone(logits.float())), numbers).squeeze(1)
 
 
 def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,19 +75,22 @@ def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The block in which the sum passes a number's share of the whole, and then the token within the block."""
-    total = cumulated[:, -1]
-    below = torch.minimum(numbers.to(total) * total, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
+    """The block in which the sum passes a number's share of the whole, then the token within the block: (N, 1)."""
+    total, size = cumulated[:, -1:], weights.shape[1]
+    below = torch.minimum(numbers.unsqueeze(1).to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(cumulated, below, right=True)
     block = block.clamp(max=cumulated.shape[1] - 1)  # weights are NaN; `check_logps` raises
-    before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0)
+    before = functional.pad(cumulated, (1, 0)).gather(1, block)
     places = torch.arange(BLOCK, device=weights.device)
-    tokens = block * BLOCK + places
-    inside = weights.gather(1, tokens.clamp(max=weights.shape[1] - 1)) * (tokens < weights.shape[1])
+    tokens = torch.add(places, block, alpha=BLOCK)
+    if size % BLOCK:
+        inside = weights.gather(1, tokens.clamp(max=size - 1)) * (tokens < size)
+    else:
+        inside = weights.gather(1, tokens)
     place = torch.searchsorted(inside.cumsum(-1), below - before, right=True)
     # Sums in a different order may fall short by a rounding error.
-    last = torch.where(inside > 0, places, 0).amax(-1, keepdim=True)
-    return (block * BLOCK + torch.minimum(place, last)).squeeze(1)
+    last = ((inside > 0) * places).amax(-1, keepdim=True)
+    return torch.add(torch.minimum(place, last), block, alpha=BLOCK)
 
 
 def check_logps(completions: Sequence[Sequence[float]]) -> None:
@@ -133,7 +137,7 @@ def sample(
     if numbers is not None and sampling.temperature and not filters(sampling):
         weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
-        return tokens, (weights.gather(1, tokens.unsqueeze(1)).squeeze(1) / cumulated[:, -1]).log()
+        return tokens.squeeze(1), (weights.gather(1, tokens) / cumulated[:, -1:]).log().squeeze(1)
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
         kept = logits / sampling.temperature if sampling.temperature else logits
