@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.models.padding_masks import announce_masks
-from posttrain.rl.generation import Sampling
+from posttrain.rl.generation import Sampling, local
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator
 from tests import tiny
@@ -39,6 +40,68 @@ def test_completions_are_those_of_the_cpu_and_few_tokens_are_waited_for():
             assert a == pytest.approx(b, abs=1e-4)
     assert long - short <= (64 - 16) / 16, "\n".join(f"{wait.kind} {wait.stack[:3]}" for wait in gpu.waits[-long:])
     assert short <= 20  # to begin and to end a rollout
+
+
+class Recorded(EmulatedCuda):
+    """Takes down each operation as a CUDA graph would hold it: its numbers, and the addresses that it reads."""
+
+    tape: list | None = None
+
+    def begin(self):
+        self.tape, self.made, self.outside, self.alive = [], {}, set(), []
+
+    def run(self, func, args, kwargs):
+        if self.tape is None:
+            return super().run(func, args, kwargs)
+        self.tape.append((func._schema.name, *(tree_map(self._named, given) for given in (args, kwargs))))
+        out = super().run(func, args, kwargs)
+        self.alive.append((args, kwargs, out))  # so that no address is used twice
+        for tensor in tree_iter(out):
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in self.outside:
+                self.made.setdefault(storage, len(self.tape))
+        return out
+
+    def _named(self, value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_cuda and value.ndim == 0:  # a number of the host, which a graph holds by its value
+            return value.item()
+        storage = value.untyped_storage().data_ptr()
+        if storage not in self.made:
+            self.outside.add(storage)
+        where = ("made by", self.made[storage]) if storage in self.made else ("at", storage)
+        return value.device, where, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+
+@pytest.mark.parametrize(
+    ("arch", "sampling"),
+    [("qwen3", {}), ("qwen3", {"temperature": 0.7, "repetition_penalty": 1.5}), ("gemma2", {"temperature": 0})],
+    ids=str,
+)
+def test_all_tokens_between_two_looks_are_the_same_operations_on_the_same_addresses(arch, sampling, monkeypatch):
+    """So a CUDA graph of one token would be that of the next: no number of the host goes into it."""
+    tapes, go_on = [], local._Run._go_on
+
+    def recorded(run):
+        gpu.begin()
+        waits = len(gpu.waits)
+        go_on(run)
+        tapes.append((gpu.tape, gpu.waits[waits:]))
+        gpu.tape = None
+
+    with Recorded() as gpu:
+        made = LocalGenerator(tiny.tokenizer())
+        made.sync_weights(tiny.causal_lm(arch, initializer_range=0.2, sliding_window=6).to("cuda"))
+        made.generate(PROMPTS[:1], 1, Sampling(2))  # tries the model
+        monkeypatch.setattr(local._Run, "_go_on", recorded)
+        made.generate(PROMPTS, 2, Sampling(9, **sampling), seeds=range(6))
+    first, *others = tapes[1:-1]  # the first makes the table of positions; behind the last all rows leave
+    assert len(others) == 5 and len(first[0]) > 100 and first[1] == []
+    for number, (tape, waits) in enumerate(others, start=3):
+        assert waits == []
+        for place, (one, other) in enumerate(zip(first[0], tape, strict=True)):
+            assert one == other, f"operation {place} of token {number}"
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -99,7 +99,10 @@ class FixedBlock(Block):
         super().store(layer, keys, values)
         places = self._shape[0] * keys.shape[1] * self._shape[1]
         # Zeros: what is masked must be finite.
-        self.own[layer] = tuple(tensor.new_zeros(places, SLOTS, tensor.shape[-1]) for tensor in (keys, values))
+        self.own[layer] = (
+            keys.new_zeros(places, SLOTS, keys.shape[-1]),
+            values.new_zeros(places, SLOTS, values.shape[-1]),
+        )
         self._look_up(layer)
 
     def _look_up(self, *layers: int) -> None:
@@ -125,7 +128,8 @@ class FixedBlock(Block):
         padding = torch.zeros_like(self._unwritten[:, :, :1])
         if bias is not None:
             padding = bias.expand(-1, groups, -1, -1).flatten(0, 1)
-        return _Grid(*(send(tensor, self.device) for tensor in (rows, columns, places)), padding)
+        rows, columns, places = (send(tensor, self.device) for tensor in (rows, columns, places))
+        return _Grid(rows, columns, places, padding)
 
     def attend(self, layer, query, key, value, scale, window, softcap=None, sinks=None) -> torch.Tensor:
         """Attention of each row's new token to its prompt and to what it has generated: (R, H, D) -> (R, H * E)."""
@@ -166,7 +170,8 @@ class FixedBlock(Block):
     def _seen(self, window: int | None, total: int) -> torch.Tensor:
         """(P, 1, width + slots) -inf where the rows of a prompt do not see. Made once a token."""
         window = None if window is None or self.longest < window else window
-        if window not in self._biases:
+        bias = self._biases.get(window)
+        if bias is None:
             lengths, places = self.lengths.unsqueeze(1), torch.arange(total, device=self.device)
             behind = places - self.width
             is_own = behind >= 0
@@ -174,9 +179,9 @@ class FixedBlock(Block):
             if window is not None:
                 position = torch.where(is_own, lengths + behind, places)
                 hidden |= lengths + self._written - position >= window
-            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf)
-            self._biases[window] = bias.unsqueeze(1)
-        return self._biases[window]
+            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+            self._biases[window] = bias
+        return bias
 
     def advance(self) -> None:
         """The model has read one more token of each row."""
@@ -188,8 +193,11 @@ class FixedBlock(Block):
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)
             return
-        for layer, cache in self.own.items():
-            self.own[layer] = tuple(torch.cat([tensor, torch.zeros_like(tensor)], 1) for tensor in cache)
+        for layer, (keys, values) in self.own.items():
+            self.own[layer] = (
+                torch.cat([keys, torch.zeros_like(keys)], 1),
+                torch.cat([values, torch.zeros_like(values)], 1),
+            )
         self._look_up()
 
 
