@@ -515,6 +515,10 @@ class Trainer(HFCompat):
             return kept[1]
         collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
+        if is_training and self.args.max_batch_tokens is not None:
+            sampler = pipeline.token_batches(
+                dataset, self.row_lengths, self.args.max_batch_tokens, self.data_seed, self.dist.world_size
+            )
         dataset, collator = self.without_unused_columns(dataset, collator, description)
         limits, device_type = self.id_limits(), self.dist.device.type
         if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
@@ -535,8 +539,13 @@ class Trainer(HFCompat):
         return pipeline.make_train_sampler(
             dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
             batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
-            length_column_name=self.args.length_column_name, main_input=self.main_input,
+            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None,
         )  # fmt: skip
+
+    def row_lengths(self, dataset: Any) -> list[int]:
+        """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the
+        rows have neither a column of lengths nor the model's main input."""
+        return pipeline.row_lengths(dataset, self.args.length_column_name, self.main_input)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
         return None
@@ -862,10 +871,12 @@ class Trainer(HFCompat):
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = loader
         self.is_in_train = True
+        size = loader.rows_per_turn and f"about {loader.rows_per_turn / self.dist.world_size:.1f}"
+        shape = (size or self.train_batch_size, plan.accumulation, self.dist.world_size)
         logger.info(
-            "Training %s parameters for %d steps of %d x %d x %d rows (batch x accumulation x processes)%s.",
+            "Training %s parameters for %d steps of %s x %d x %d rows (batch x accumulation x processes)%s.",
             f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}", plan.max_steps,
-            self.train_batch_size, plan.accumulation, self.dist.world_size, f", from step {first}" if first else "",
+            *shape, f", from step {first}" if first else "",
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         if self.dist.num_processes > 1:
@@ -1171,7 +1182,7 @@ class Trainer(HFCompat):
     def _advance(self, plan: Plan, num_batches: int) -> None:
         run, state = self.run, self.state
         as_read = override_checks.is_from(self, "windows", "Trainer")
-        run.advance(num_batches, self.train_batch_size * self.dist.world_size, as_read)
+        run.advance(num_batches, run.loader.rows_per_turn or self.train_batch_size * self.dist.world_size, as_read)
         state.global_step += 1
         run.is_stepping, self.checkpoints.boundary = False, None
         if run.splitter.cuts:

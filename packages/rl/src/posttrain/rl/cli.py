@@ -48,12 +48,13 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
     """A method's `workload`: `sides` completions of each row, each with its own copy of the prompt."""
 
     def workload(run: Run, length: int | None) -> Any:
-        from posttrain.core.tools.memory_plan import Workload, longest_row
+        from posttrain.core.tools.memory_plan import Workload, longest_row, rows_of
 
         config, task = run.config, {"score": "AutoModelForSequenceClassification"}
+        longest = longest_row(length, config.max_length)
         return Workload(
-            sides * config.per_device_train_batch_size,
-            longest_row(length, config.max_length),
+            rows_of(config, longest, sides),
+            longest,
             loss,
             reference=reference and not config.precompute_ref_log_probs,
             auto_class=task.get(loss, "AutoModelForCausalLM"),

@@ -81,6 +81,13 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
 
     OLD_NAMES = WITH_REFERENCE
 
+    def _problems(self) -> Iterator[str]:
+        if self.max_batch_tokens is not None:
+            yield (
+                "max_batch_tokens makes micro-batches of rows of similar length, and KTO compares the rows of one with "
+                "each other; set per_device_train_batch_size instead"
+            )
+
 
 @dataclass
 class KTOCollator:

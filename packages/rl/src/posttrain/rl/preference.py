@@ -22,6 +22,7 @@ from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.data.images import columns_of, has_images
 from posttrain.core.data.vision import CountedBatch
+from posttrain.core.errors import DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
@@ -216,6 +217,17 @@ class PreferenceTrainer(Trainer):
         return dataset
 
     # ---------------------------------------------------------------------------------------------- overridable methods
+
+    def row_lengths(self, dataset: Any) -> list[int]:
+        """Tokens of all completions of each row, each with the prompt and padded to the longest."""
+        if self._sees:
+            raise DataError("The length of rows with images is not known; set per_device_train_batch_size instead.")
+        read = [name for name in self.signature_columns or () if name.endswith("_ids")]
+        prompts = dataset["prompt_ids"] if "prompt_ids" in read else [()] * len(dataset)
+        sides = [dataset[name] for name in read if name != "prompt_ids"][: self.completions_per_row]
+        return [
+            len(sides) * (len(prompt) + max(map(len, texts))) for prompt, *texts in zip(prompts, *sides, strict=True)
+        ]
 
     def train(
         self,

@@ -100,6 +100,11 @@ class GenerationArguments:
     )
 
     def _problems(self) -> Iterator[str]:
+        if self.max_batch_tokens is not None:
+            yield (
+                "max_batch_tokens makes batches of a dataset, and here the policy writes what is trained on; set "
+                "per_device_train_batch_size instead"
+            )
         if self.max_completion_length is None:
             yield (
                 "max_completion_length=None bounds nothing, and a policy that never ends its answer would write for "

@@ -68,12 +68,12 @@ def load_model(options: Any) -> Any:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: sources and targets of maximum length."""
-    from posttrain.core.tools.memory_plan import Workload, load_config
+    from posttrain.core.tools.memory_plan import Workload, load_config, rows_of
 
     config, encodes = run.config, load_config(run).is_encoder_decoder
     size = length or config.max_source_length
     return Workload(
-        config.per_device_train_batch_size,
+        rows_of(config, size),
         size if encodes else size + config.max_target_length,
         target_length=config.max_target_length if encodes else None,
         auto_class="AutoModelForSeq2SeqLM" if encodes else "AutoModelForCausalLM",

@@ -68,10 +68,10 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: rows of maximum length, each position with a target."""
-    from posttrain.core.tools.memory_plan import Workload, longest_row
+    from posttrain.core.tools.memory_plan import Workload, longest_row, rows_of
 
-    config = run.config
-    return Workload(config.per_device_train_batch_size, longest_row(length, config.max_length), "tokens")
+    longest = longest_row(length, run.config.max_length)
+    return Workload(rows_of(run.config, longest), longest, "tokens")
 
 
 METHOD = Method(

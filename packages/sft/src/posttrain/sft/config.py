@@ -149,6 +149,8 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
             self.eval_packing = self.packing and not self.predict_with_generate
 
     def _problems(self) -> Iterator[str]:
+        if self.packing and self.max_batch_tokens is not None:
+            yield "packing=True fills each row up to max_length, so max_batch_tokens has nothing to sort; leave it out"
         for name in ("eval_packing", "padding_free"):
             if self.predict_with_generate and getattr(self, name):
                 yield f"predict_with_generate=True needs a separate row for each prompt; set {name}=False"

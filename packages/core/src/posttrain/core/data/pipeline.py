@@ -17,17 +17,25 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from posttrain.core.config import opt
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import STRATEGIES, is_sized, is_stream, make_train_sampler
+from posttrain.core.data.samplers import (
+    STRATEGIES,
+    TokenBatchSampler,
+    is_sized,
+    is_stream,
+    make_train_sampler,
+    row_lengths,
+)
 from posttrain.core.data.stateful_dataloader import Filler, Loader, check_limits, is_filler
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "DataArguments", "Filler", "Loader", "RemoveColumns", "adopt", "batch_size_of", "build_eval_loader",
-    "build_train_loader", "check_dataset", "check_limits", "default_collator", "enable_full_determinism", "has_length",
-    "is_filler", "is_stream", "keep_columns", "make_train_sampler", "num_examples", "remove_unused_columns", "set_seed",
-    "signature_columns", "to_device",
+    "adopt", "batch_size_of", "build_eval_loader", "build_train_loader", "check_dataset", "check_limits",
+    "DataArguments", "default_collator", "enable_full_determinism", "Filler", "has_length", "is_filler",
+    "is_stream", "keep_columns", "Loader", "make_train_sampler", "num_examples", "remove_unused_columns",
+    "RemoveColumns", "row_lengths", "set_seed", "signature_columns", "to_device", "token_batches",
+    "TokenBatchSampler",
 ]  # fmt: skip
 
 has_length = is_sized
@@ -69,8 +77,22 @@ class DataArguments:
     length_column_name: str = opt(
         "length", "Column with each row's length, for `train_sampling_strategy='group_by_length'`."
     )
+    max_batch_tokens: int | None = opt(
+        None,
+        "Instead of `per_device_train_batch_size` rows, a micro-batch holds as many rows of similar length as this "
+        "many tokens have room for, padding included; all processes get about as many.",
+        min=1,
+    )
 
     def _problems(self) -> Iterator[str]:
+        if self.max_batch_tokens is not None:
+            for name, value, why in (
+                ("train_sampling_strategy", "sequential", "rows are sorted by their lengths"),
+                ("dataloader_drop_last", True, "no micro-batch is short of rows"),
+                ("auto_find_batch_size", True, "micro-batches hold no set number of rows"),
+            ):
+                if getattr(self, name, None) == value:
+                    yield f"{name}={value!r} does not go with max_batch_tokens: {why}; leave one of them out"
         if self.dataloader_num_workers == 0:
             for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
                 if value := getattr(self, f"dataloader_{name}"):
@@ -85,7 +107,7 @@ def build_train_loader(
     *,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
-    sampler: Iterable[int] | None,
+    sampler: Iterable[int] | TokenBatchSampler | None,
     args: DataArguments,
     seed: int,
     rank: int = 0,
@@ -136,7 +158,7 @@ def _build(
         dataset,
         batch_size=batch_size,
         collate_fn=collate_fn,
-        sampler=sampler,
+        **{"batch_sampler" if isinstance(sampler, TokenBatchSampler) else "sampler": sampler},
         seed=seed,
         rank=rank,
         world_size=world_size,
@@ -151,6 +173,22 @@ def _build(
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
     )
+
+
+def token_batches(
+    dataset: Any, lengths: Callable[[Any], list[int]], max_tokens: int, seed: int, world_size: int
+) -> TokenBatchSampler:
+    """The batches of `dataset` that hold `max_tokens` tokens at most.
+
+    Raises:
+        DataError: the data is a stream, or `lengths` cannot tell the length of its rows, or one is too long.
+    """
+    if is_stream(dataset):
+        raise DataError(
+            "max_batch_tokens needs the length of each row before training, and the training data is a stream. Give "
+            "rows by index, or set per_device_train_batch_size instead."
+        )
+    return TokenBatchSampler(lengths(dataset), max_tokens, seed, world_size)
 
 
 def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:

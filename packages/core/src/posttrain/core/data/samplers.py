@@ -91,6 +91,63 @@ class LengthGroupedSampler(EpochSampler):
         return ordered
 
 
+class TokenBatchSampler(EpochSampler):
+    """Micro-batches of at most `max_tokens` tokens each, padding included, in a random order: lists of indices.
+
+    Rows are sorted by their lengths, equal ones in a random order, and cut into batches; each batch is padded to its
+    longest row. `world_size` neighbouring batches, which hold about as many tokens, form a round: each process gets one
+    of them, so that no process waits long for another. The rounds are shuffled; the one with the longest row comes
+    first, so that a run that does not fit into memory fails at once. All epochs have as many batches, and every process
+    gets as many.
+
+    Args:
+        lengths: of each row, in tokens.
+        max_tokens: rows of a batch times its longest row.
+        world_size: processes.
+
+    Raises:
+        DataError: a row is longer than `max_tokens`.
+    """
+
+    def __init__(self, lengths: Sequence[int], max_tokens: int, seed: int, world_size: int = 1) -> None:
+        self.lengths, self.world_size = torch.as_tensor(lengths), world_size
+        if len(lengths) and (longest := int(self.lengths.max())) > max_tokens:
+            raise DataError(
+                f"max_batch_tokens={max_tokens} is less than row {int(self.lengths.argmax())} has, {longest} tokens. "
+                f"Set max_batch_tokens to {longest} or more, or a smaller max_length."
+            )
+        self.sizes = _cut(self.lengths.sort(descending=True).values.tolist(), max_tokens, world_size)
+        super().__init__(len(self.sizes), seed)
+
+    def order(self) -> list[list[int]]:  # type: ignore[override]  # of batches, where the base class has rows
+        """The batches of this epoch, `world_size` of a round after each other."""
+        generator, size = self.generator(), self.world_size
+        shuffled = torch.randperm(len(self.lengths), generator=generator)
+        rows = shuffled[self.lengths[shuffled].argsort(descending=True, stable=True)]
+        batches = [batch.tolist() for batch in rows.split(self.sizes)]
+        later = torch.randperm(max(-(-len(batches) // size) - 1, 0), generator=generator)
+        return [batch for turn in [0, *(later + 1).tolist()] for batch in batches[turn * size : (turn + 1) * size]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order())
+
+
+def _cut(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
+    """How many rows each batch takes of rows of these lengths, longest first; a multiple of batches where there are
+    rows enough.
+    """
+    sizes, start = [], 0
+    while start < len(lengths):
+        fits = max_tokens // max(lengths[start], 1)
+        sizes.append(min(fits, len(lengths) - start))
+        start += sizes[-1]
+    while len(sizes) % multiple and max(sizes) > 1:
+        widest = max(range(len(sizes)), key=sizes.__getitem__)
+        half = sizes[widest] // 2
+        sizes[widest : widest + 1] = [sizes[widest] - half, half]
+    return sizes
+
+
 def make_train_sampler(
     dataset: Any,
     *,
@@ -133,9 +190,9 @@ def row_lengths(dataset: Any, length_column_name: str = "length", main_input: st
         return [row[length_column_name] if length_column_name in row else len(row[main_input]) for row in rows]
     except (TypeError, KeyError, IndexError) as error:
         raise DataError(
-            f"train_sampling_strategy='group_by_length' needs the length of each row, and the rows hold neither "
+            "Rows of similar length are to be grouped, and the rows hold neither "
             f"{length_column_name!r} nor {main_input!r}. Add a column {length_column_name!r}, name another one in "
-            "length_column_name, or override train_sampler."
+            "length_column_name, or override row_lengths."
         ) from error
 
 

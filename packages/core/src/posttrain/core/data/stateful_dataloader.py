@@ -21,6 +21,7 @@ from posttrain.core.data import workers
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import (
     SeededRandomSampler,
+    TokenBatchSampler,
     deal,
     draw_order,
     groups,
@@ -161,6 +162,13 @@ class Loader(DataLoader):
             return None
         rows = self._draws.dataset if self._draws.sampler is None else self._draws.sampler
         return len(rows) if hasattr(rows, "__len__") else None
+
+    @property
+    def rows_per_turn(self) -> float | None:
+        """Rows of one batch over all processes, on average, where batches hold as many rows as fit; else None."""
+        if isinstance(self.batch_sampler, TokenBatchSampler):
+            return len(self.batch_sampler.lengths) / max(len(self), 1)
+        return None
 
     @property
     def batches_given(self) -> int:

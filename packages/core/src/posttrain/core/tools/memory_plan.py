@@ -118,6 +118,13 @@ class Proposal:
     footprint: Footprint
 
 
+def rows_of(config: Any, longest: int, sides: int = 1) -> int:
+    """Rows of a micro-batch of `config`, each of `sides` texts of `longest` tokens."""
+    if config.max_batch_tokens is None:
+        return sides * config.per_device_train_batch_size
+    return sides * max(config.max_batch_tokens // (sides * longest), 1)
+
+
 def longest_row(*lengths: int | None) -> int:
     """The first of `lengths` that is not None, in tokens.
 
@@ -446,6 +453,11 @@ def _checkpointing(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], s
 
 def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
     rows, accumulation = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
+    if (tokens := run.config.max_batch_tokens) is not None:
+        if (half := tokens // 2) >= work.length:
+            changes = {"max_batch_tokens": half, "gradient_accumulation_steps": 2 * accumulation}
+            yield changes, "an optimizer step of about as many tokens in smaller parts"
+        return
     for smaller in sorted({n for n in (rows // 2, rows // 4, 1) if n and rows % n == 0} - {rows}, reverse=True):
         times = rows // smaller
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}

@@ -36,12 +36,13 @@ _NOTES = {
     "seed": "random numbers continue, and rows come in another order",
     "data_seed": "rows continue in another order",
     "train_sampling_strategy": "rows continue in another order",
+    "max_batch_tokens": "rows continue in another order",
     "per_device_train_batch_size": "rows continue at the same position",
     "gradient_accumulation_steps": "rows continue at the same position",
     "num_train_epochs": "the schedule is the new run's",
     "max_steps": "the schedule is the new run's",
 }
-_REORDERS = ("seed", "data_seed", "train_sampling_strategy")
+_REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

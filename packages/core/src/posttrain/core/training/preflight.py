@@ -236,10 +236,12 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
             )
     rows = parts.train_dataset
-    if args.train_sampling_strategy == "group_by_length" and rows is not None and not isinstance(rows, Mapping):
+    by_length = "train_sampling_strategy='group_by_length'" if args.train_sampling_strategy == "group_by_length" else ""
+    by_length = by_length if args.max_batch_tokens is None else f"max_batch_tokens={args.max_batch_tokens}"
+    if by_length and rows is not None and not isinstance(rows, Mapping):
         if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler", "train_sampler"):
             yield (
-                f"train_sampling_strategy='group_by_length' has no effect on a stream ({type(rows).__name__}), whose "
+                f"{by_length} has no effect on a stream ({type(rows).__name__}), whose "
                 "rows come in their own order: leave it out, or pass rows that can be read by index"
             )
     if rows is not None and args.max_steps <= 0 and not isinstance(rows, Mapping) and pipeline.is_stream(rows):

@@ -61,17 +61,18 @@ class RunState:
         length = self.plan.batches_per_epoch
         return length is None or self.progress.batches < length
 
-    def advance(self, num_batches: int, rows: int, as_read: bool) -> None:
+    def advance(self, num_batches: int, rows: float, as_read: bool) -> None:
         """Count the `num_batches` micro-batches of an optimizer step.
 
         Args:
-            rows: rows of a micro-batch, over all processes.
+            rows: rows of a micro-batch, over all processes; on average where it holds as many as fit.
             as_read: micro-batches are trained as the loader gives them: the last one of an epoch may be short.
         """
         first, last = self.progress.batches, self.progress.batches + num_batches
         total = self.loader.total_rows if as_read and self.loader.rows_per_batch == rows else None
         self.progress.batches = last
-        self.rows_read += num_batches * rows if total is None else min(last * rows, total) - min(first * rows, total)
+        read = num_batches * rows if total is None else min(last * rows, total) - min(first * rows, total)
+        self.rows_read += round(read)
 
     def seek(self, position: dict[str, Any], skip_data: bool = True) -> None:
         """Let the data continue from `position`, or from the beginning of the epoch."""
