@@ -83,6 +83,30 @@ def test_the_parser_is_made_as_argparse_makes_one(capsys):
     assert parser.parse_args_into_dataclasses(["--seed", "5"])[0].seed == 5
 
 
+def test_a_first_word_chooses_among_commands_with_their_own_classes(tmp_path, capsys):
+    @dataclasses.dataclass
+    class Own:
+        depth: int = 2
+
+    parser = ScriptParser(ScriptArguments, prog="tool")
+    commands = parser.add_subparsers(dest="command", parser_class=ScriptParser, help="what to do")
+    commands.add_parser("train", help="Trains.", dataclass_types=(TrainingArguments,))
+    commands.add_parser("look", dataclass_types=Own)
+    (tmp_path / "run.yaml").write_text("dataset_name: d\nseed: 7\n")
+    script, rest = parser.parse_args_and_config(["train", "--config", str(tmp_path / "run.yaml"), "--max_steps", "5"])
+    assert (script.dataset_name, rest.command, rest.seed, rest.max_steps) == ("d", "train", 7, 5)
+    _, rest, unknown = parser.parse_args_and_config(["look", "--depth", "3", "--far"], return_remaining_strings=True)
+    assert (rest.command, rest.depth, unknown) == ("look", 3, ["--far", "true"])
+    with pytest.raises(ConfigError, match="tool look: --dept: unknown argument 'dept'"):
+        parser.parse_args_and_config(["look", "--dept", "3"])
+    for words in ([], ["--depth", "3"], ["lok"]):
+        with pytest.raises(ConfigError, match="tool: the first word must be one of train, look"):
+            parser.parse_args_and_config(words)
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["--help"])
+    assert "usage: tool {train,look} [--config" in capsys.readouterr().out
+
+
 # finding_E
 def test_a_field_named_config_is_refused():
     @dataclasses.dataclass

@@ -16,7 +16,7 @@ from posttrain.core.data.samplers import TokenBatchSampler
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.tools.memory_plan import _smaller_batches, rows_of
-from posttrain.rl import GRPOConfig, KTOConfig
+from posttrain.rl import DistillationConfig, GRPOConfig, KTOConfig
 from posttrain.sft import SFTConfig
 from posttrain.sft.cli import workload as sft_workload
 from tests import tiny
@@ -142,7 +142,11 @@ def test_what_it_does_not_go_with_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=match):
             TrainingArguments("out", max_batch_tokens=9, **changes)
-    for config, match in ((KTOConfig, "KTO compares"), (GRPOConfig, "the policy writes")):
+    for config, match in (
+        (KTOConfig, "KTO compares"),
+        (GRPOConfig, "policy writes"),
+        (DistillationConfig, "policy writes"),
+    ):
         with pytest.raises(ConfigError, match=match):
             config("out", max_batch_tokens=9)
     with pytest.raises(ConfigError, match="packing=True fills"):

@@ -100,11 +100,6 @@ class GenerationArguments:
     )
 
     def _problems(self) -> Iterator[str]:
-        if self.max_batch_tokens is not None:
-            yield (
-                "max_batch_tokens makes batches of a dataset, and here the policy writes what is trained on; set "
-                "per_device_train_batch_size instead"
-            )
         if self.max_completion_length is None:
             yield (
                 "max_completion_length=None bounds nothing, and a policy that never ends its answer would write for "
@@ -289,6 +284,11 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
             self.generation_batch_size = rows * self.steps_per_generation
 
     def _problems(self) -> Iterator[str]:
+        if self.max_batch_tokens is not None:
+            yield (
+                "max_batch_tokens makes batches of a dataset, and here the policy writes what is trained on; set "
+                "per_device_train_batch_size instead"
+            )
         if self.num_generations is None:
             yield (
                 "num_generations=None names no size of a group; set the number of completions of each prompt, such as 8"

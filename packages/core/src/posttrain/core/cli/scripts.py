@@ -79,9 +79,25 @@ class ScriptParser:
         self.dataclass_types, self.description = types, description
         self.prog = os.path.basename(sys.argv[0]) or "script" if prog is None else prog
 
+        self._commands: Commands | None = None
+
+    def add_subparsers(self, dest: str = "command", parser_class: type | None = None, **options: Any) -> Commands:
+        """Let the first word choose among commands, each with dataclasses of its own: ``train.py sft --seed 3``.
+
+        The parser then returns one more element, a namespace: the name under `dest`, and every field of the command's
+        dataclasses.
+
+        Args:
+            parser_class: the class of the commands' parsers; None: this one.
+            options: others of argparse, which only affect its help.
+        """
+        self._commands = Commands(self.prog, dest, parser_class or type(self))
+        return self._commands
+
     def format_help(self) -> str:
         """What ``--help`` prints: every argument, with its default."""
-        head = f"usage: {self.prog} [--config run.yaml] [--name value ...]"
+        names = f"{{{','.join(self._commands.parsers)}}} " if self._commands else ""
+        head = f"usage: {self.prog} {names}[--config run.yaml] [--name value ...]"
         parts = [head, *([self.description] if self.description else [])]
         return "\n\n".join(parts) + "\n" + "\n".join(help.of_configs(self.dataclass_types)) + "\n"
 
@@ -110,9 +126,14 @@ class ScriptParser:
             ConfigError: listing everything that is wrong.
         """
         words = list(sys.argv[1:] if args is None else args)
+        if self._commands is not None and words and words[0] in self._commands.parsers:
+            return self._parse_command(words, return_remaining_strings, fail_with_unknown_args)
         if {"-h", "--help"} & set(words):
             print(self.format_help(), end="")
             raise SystemExit(0)
+        if self._commands is not None:
+            names = ", ".join(self._commands.parsers)
+            raise ConfigError(self.prog, [f"the first word must be one of {names}, before any flag"])
         settings, problems = parse.read_words(words)
         env = settings.pop("env", None)
         if env is not None and not isinstance(env.value, dict):
@@ -132,6 +153,30 @@ class ScriptParser:
         if not return_remaining_strings:
             return tuple(made)
         return (*made, *remaining) if separate_remaining_strings else (*made, remaining[0] + remaining[1])
+
+    def _parse_command(self, words: list[str], return_remaining: bool, fail_with_unknown: bool) -> tuple[Any, ...]:
+        """The configs of this parser, the namespace of the command and, if asked, the words that neither knows."""
+        commands: Any = self._commands
+        chosen = commands.parsers[words[0]]
+        both = type(chosen)((*self.dataclass_types, *chosen.dataclass_types), prog=chosen.prog)
+        made = both.parse_args_and_config(words[1:], return_remaining, fail_with_unknown)
+        own, count = len(self.dataclass_types), len(both.dataclass_types)
+        values = {name: value for config in made[own:count] for name, value in vars(config).items()}
+        return *made[:own], argparse.Namespace(**{commands.dest: words[0]} | values), *made[count:]
+
+
+class Commands:
+    """The commands of a `ScriptParser`, by name, as ``add_subparsers`` of argparse returns them."""
+
+    def __init__(self, prog: str, dest: str, parser_class: type) -> None:
+        self.prog, self.dest, self.parser_class = prog, dest, parser_class
+        self.parsers: dict[str, ScriptParser] = {}
+
+    def add_parser(self, name: str, **options: Any) -> ScriptParser:
+        """A parser for the command `name`; `options` are those of `ScriptParser`, and argparse's ``help``."""
+        options.setdefault("description", options.pop("help", None))
+        self.parsers[name] = self.parser_class(prog=f"{self.prog} {name}", **options)
+        return self.parsers[name]
 
 
 TrlParser = ScriptParser
