@@ -22,7 +22,6 @@ from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.data.images import columns_of, has_images
 from posttrain.core.data.vision import CountedBatch
-from posttrain.core.errors import DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
@@ -40,7 +39,7 @@ from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy import router_coefficient
-from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
+from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, padded_lengths, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, rows_with_images
@@ -219,15 +218,7 @@ class PreferenceTrainer(Trainer):
     # ---------------------------------------------------------------------------------------------- overridable methods
 
     def row_lengths(self, dataset: Any) -> list[int]:
-        """Tokens of all completions of each row, each with the prompt and padded to the longest."""
-        if self._sees:
-            raise DataError("The length of rows with images is not known; set per_device_train_batch_size instead.")
-        read = [name for name in self.signature_columns or () if name.endswith("_ids")]
-        prompts = dataset["prompt_ids"] if "prompt_ids" in read else [()] * len(dataset)
-        sides = [dataset[name] for name in read if name != "prompt_ids"][: self.completions_per_row]
-        return [
-            len(sides) * (len(prompt) + max(map(len, texts))) for prompt, *texts in zip(prompts, *sides, strict=True)
-        ]
+        return padded_lengths(dataset, self.signature_columns or (), self.completions_per_row)
 
     def train(
         self,
