@@ -166,10 +166,9 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.processes.values():
+        for name, process in self.processes.items():
             if process.poll() is None:
-                process.kill()
-            process.wait()
+                self.kill(name)
 
     def start(self, name: str) -> None:
         """Start a process, which has ended or never was."""
@@ -187,8 +186,12 @@ class Run:
         self.processes[name] = programs.Program(words, programs.environment(MKL_NUM_THREADS="1"))
 
     def kill(self, name: str) -> None:
-        """As `kill -9` does; vLLM's engine is a process of its own below the server, and ends with it."""
-        os.kill(self.processes[name].pid, signal.SIGKILL)
+        """As `kill -9` does. vLLM's engine and worker are processes of their own, and go with the server."""
+        pid = self.processes[name].pid
+        if name == "server" and self.vllm:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
 
     def lines(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,11 +46,12 @@ def save(folder: Path, made=None) -> Path:
 
 
 def start(folder: Path, port: int, log: Path, flags: list[str] = FLAGS) -> subprocess.Popen:
-    """A server that is starting."""
+    """A server that is starting, whose engine and workers are in its process group: they survive its SIGKILL."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host"]
     command += ["127.0.0.1", "--port", str(port), *flags]
     with log.open("w") as output:
-        return subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=output, stderr=output)
+        own = os.environ | ENVIRONMENT
+        return subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)
 
 
 def wait(process: subprocess.Popen, port: int, log: Path) -> None:
@@ -81,7 +83,7 @@ def server(folder: Path, flags: list[str] = FLAGS) -> Iterator[str]:
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -90,4 +92,7 @@ if __name__ == "__main__":
     where.mkdir(parents=True, exist_ok=True)
     running = start(save(where), int(sys.argv[1]), where / "server.log", FLAGS + LORA + sys.argv[3:])
     print(running.pid, flush=True)
-    running.wait()
+    try:
+        running.wait()
+    finally:
+        running.terminate()
