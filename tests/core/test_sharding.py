@@ -75,7 +75,11 @@ def test_a_file_of_options_is_read(tmp_path):
         ({"parallelism_config": {"tp_size": 2}, "torch_compile": True}, "does not work on split matrices"),
         ({"parallelism_config": {"tp_size": 2}, "deepspeed": {}}, "cannot both split the model"),
         ({"parallelism_config": {"tp_size": 2}, "optim": "adafactor"}, "with tp_size=2 each process has a part"),
-        ({"parallelism_config": {"cp_size": 2}}, "context parallelism"),
+        ({"parallelism_config": {"sp_size": 2}}, "sequence parallelism"),
+        ({"parallelism_config": {"cp_size": 2, "tp_size": 2}}, "set one of them to 1"),
+        ({"parallelism_config": {"cp_size": 2}, "torch_compile": True}, "does not work on rows that are cut"),
+        ({"parallelism_config": {"cp_size": 2}, "deepspeed": {}}, "shard the model by fsdp"),
+        ({"parallelism_config": {"cp_size": 2}, "neftune_noise_alpha": 5.0}, "depends on the length of a row"),
         ({"parallelism_config": {"dp_shards": 2}}, "'dp_shards', which is none of"),
     ],
 )

@@ -18,6 +18,11 @@ SPLIT_ALWAYS = ["causal-lm", "sft-packed", "sft-lora", "dpo", "reward", "grpo"]
 NOT_SPLIT = {"classifier", "seq2seq", "sft-dora-head"}
 #: Its quantile of entropies falls on tokens of equal entropy, between which rounding chooses.
 NOT_SPLIT |= {"grpo-adaptive"}
+SLICED = {"parallelism_config": {"cp_size": 2}}
+#: Trainers whose rows are always cut into slices too; the others in a slow test.
+SLICED_ALWAYS = ["causal-lm", "sft-packed", "dpo", "reward", "grpo"]
+#: No causal attention, or two texts.
+NOT_SLICED = {"classifier", "seq2seq"}
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.
 OPTIONS = {
     "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
@@ -71,7 +76,11 @@ def alone(shared):
     return jobs.once(shared, "alone", make)
 
 
-def assert_equal_runs(found, expected):
+def assert_equal_runs(found, expected, padding=True):
+    """
+    Args:
+        padding: compare logits of padding too, which mean nothing.
+    """
     assert found["step"] == expected["step"]
     assert found["weights"].keys() == expected["weights"].keys()
     for key, value in expected["weights"].items():
@@ -86,6 +95,10 @@ def assert_equal_runs(found, expected):
     for key in ("predictions", "label_ids"):
         assert (found[key] is None) == (expected[key] is None)  # who samples predicts nothing
         if expected[key] is not None:
+            if not padding and found[key].ndim == 3:
+                text = expected["label_ids"] != -100
+                assert text.any() and not text.all()
+                found, expected = ({**run, key: run[key][text]} for run in (found, expected))
             np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=1e-5)
     assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5, abs=1e-6)
 
@@ -154,6 +167,67 @@ def test_what_is_split_says_what_cannot_be(shared):
     runs = job(shared, "tp-refused", work)
     assert "has no plan for splitting its matrices" in jobs.result(runs, "classifier")
     assert "looks at the whole matrix" in jobs.result(runs, "sft-dora-head")
+
+
+def sliced_job(shared, label, names, processes=2, **changes):
+    def work(folder):
+        return [[name, "train", {"name": name, "out": str(folder / name), **SLICED, **changes}] for name in names]
+
+    return jobs.once(shared, label, lambda folder: jobs.do(processes, work(folder), folder))
+
+
+@pytest.mark.parametrize("name", SLICED_ALWAYS)
+def test_two_processes_that_split_rows_do_what_one_does(name, shared, alone):
+    runs = sliced_job(shared, "cp", SLICED_ALWAYS)
+    assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name), padding=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED))
+def test_every_trainer_splits_rows(name, shared, alone):
+    runs = sliced_job(shared, "cp-all", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED))
+    assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name), padding=False)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_weights_are_sharded_over_the_processes_that_split_rows(name, shared, alone):
+    runs = sliced_job(shared, "cp-fsdp", ["sft", "dpo"], fsdp="full_shard", gradient_checkpointing=True)
+    found = jobs.result(runs, name)
+    assert found["is_fsdp"]
+    assert_equal_runs(found, jobs.result(alone, name), padding=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_by_two_processes_split_rows_and_deal_them_out(mode, shared, alone):
+    runs = sliced_job(shared, f"cp-2x2-{mode}", ["sft-packed"], 4, **MODES[mode])
+    found = jobs.result(runs, "sft-packed")
+    assert found["is_fsdp"] == (mode == "fsdp")
+    assert_equal_runs(found, jobs.result(alone, "sft-packed"), padding=False)
+
+
+#: Grouped queries, sliding windows, capped scores, attention sinks, experts, learned positions.
+SLICED_MODELS = ["qwen3", "mistral", "gemma2", "gpt-oss", "qwen3-moe", "gpt2"]
+
+
+def test_slices_of_rows_make_up_whole_rows_and_their_gradients(shared):
+    def work(folder):
+        batches = ["plain", "left", "right", "packed"]
+        return [["slices", "slices_of_all", {"out": str(folder), "archs": SLICED_MODELS, "batches": batches}]]
+
+    found = jobs.result(job(shared, "cp-models", work), "slices")
+    assert len(found) == 4 * len(SLICED_MODELS)
+    for what, gaps in found.items():
+        assert max(gaps) < 2e-5, (what, gaps)
+
+
+def test_rows_that_cannot_be_cut_are_refused_by_the_models_name(shared):
+    def work(folder):
+        return [[name, "refused", {"name": name, "out": str(folder / name), **SLICED}] for name in NOT_SLICED]
+
+    runs = job(shared, "cp-refused", work)
+    for name, model in [("classifier", "Bert"), ("seq2seq", "T5")]:
+        told = jobs.result(runs, name)
+        assert told.startswith("cp_size=2: ") and model in told and told.endswith("Set cp_size=1.")
 
 
 def test_matrices_that_transformers_split_while_loading_are_trained_and_saved_whole(pair, alone):

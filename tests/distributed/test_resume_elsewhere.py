@@ -15,6 +15,7 @@ FULL = {"fsdp": "full_shard"}
 PARTS = FULL | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 SPLIT = {"parallelism_config": {"tp_size": 2}}
 BOTH = PARTS | {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}
+SLICED = {"parallelism_config": {"cp_size": 2}}
 HYBRID = {"fsdp_config": PARTS["fsdp_config"], "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}
 
 
@@ -42,12 +43,13 @@ def runs(shared):
             ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
             ("1-2t", "1", {"cut": 4} | SPLIT), ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL),
+            ("1-2c", "1", {"cut": 4} | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS),
         )  # fmt: skip
         go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}),
-           ("1-2t-1", "1-2t", {}))  # fmt: skip
+           ("1-2t-1", "1-2t", {}), ("1-2c-1", "1-2c", {}))  # fmt: skip
         go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}))
         go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID),
-           ("1-2t-4tp", "1-2t", BOTH))  # fmt: skip
+           ("1-2t-4tp", "1-2t", BOTH), ("1-2c-4c", "1-2c", SLICED))  # fmt: skip
 
     return jobs.once(shared, "elsewhere", make)
 
@@ -67,6 +69,10 @@ PATHS = [
     "1-2p-2t",
     "1-2t-2f",
     "1-2t-4tp",
+    "1-2c-1",
+    "1-2p-2cp",
+    "1-2c-2p",
+    "1-2c-4c",
     "lora-2p-1",
 ]
 

@@ -48,6 +48,13 @@ def split(processes):
     return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
 
 
+def dealt(sizes):
+    """The key of `SPLITS` for groups of these sizes."""
+    peers = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+    processes = int(os.environ.get("WORLD_SIZE", 1)) // peers
+    return "tp" if peers > processes else processes
+
+
 def whole(trainer):
     """The weights, put together; on rank 0 alone where they are in pieces."""
     state = trainer.dist.whole_state_dict(trainer.model)
@@ -66,10 +73,8 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         resume: the output directory of the run to go on from.
     """
     resume = resume and get_last_checkpoint(resume)
-    sizes = changes.get("parallelism_config") or {}
-    processes = int(os.environ.get("WORLD_SIZE", 1)) // sizes.get("tp_size", 1)
     changes = (
-        split("tp" if sizes.get("tp_size", 1) > processes else processes)
+        split(dealt(changes.get("parallelism_config") or {}))
         | {"per_device_eval_batch_size": 2, "ddp_timeout": 60}
         | changes
     )
@@ -123,6 +128,52 @@ def loaded_in_parts(out):
     trainer.save_model(f"{out}/final")
     local = model.model.layers[0].mlp.gate_proj.weight.to_local()
     return {"size": trainer.dist.tp_size, "halves": tuple(local.shape)}
+
+
+def slices(arch, batch):
+    """The largest gaps, of logits, log-probabilities and gradients, between slices of rows and whole rows."""
+    from posttrain.core.data.segments import Segments
+    from posttrain.core.models import context_parallel
+    from posttrain.core.models.lm_head import logps_in_head
+    from posttrain.core.models.varlen_attention import enable_segments
+    from tests.core.models.test_varlen_attention import model_of
+
+    model = model_of(arch).eval()
+    ids = torch.randint(2, 384, (3, 9), generator=torch.Generator().manual_seed(0))
+    inputs, counted = {"input_ids": ids}, torch.ones(3, 9, dtype=torch.bool)
+    if batch == "packed":
+        enable_segments(model)
+        inputs |= Segments((7, 2, 4, 6, 3, 5), (-1, -1, 1, 1, 3, 3)).model_inputs(ids.shape)
+    elif batch != "plain":
+        starts, ends = torch.tensor([0, 3, 1]), torch.tensor([9, 9, 8] if batch == "left" else [9, 5, 7])
+        starts = starts if batch == "left" else torch.zeros_like(starts)
+        counted = (torch.arange(9) >= starts[:, None]) & (torch.arange(9) < ends[:, None])
+        inputs["attention_mask"] = counted.long()
+    labels = ids.masked_fill(~counted, -100)
+    labels[:, 1:][~counted[:, :-1]] = -100  # what padding predicts
+    weights = torch.randn(3, 9, 384, generator=torch.Generator().manual_seed(1)) * counted[..., None]
+
+    def compute():
+        logits = model(**inputs).logits
+        with logps_in_head(model, labels):
+            logps = model(**inputs).logits
+        gradients = torch.autograd.grad((logits * weights).sum() + logps.sum(), list(model.parameters()))
+        return logits * counted[..., None], logps, gradients
+
+    expected = compute()
+    context_parallel.enable(model, torch.distributed.group.WORLD)
+    found = compute()
+    for gradient in found[2]:
+        torch.distributed.all_reduce(gradient)  # what DDP and FSDP average
+    with context_parallel.whole_rows():
+        torch.testing.assert_close(compute()[0], expected[0])
+    pairs = [(one / 2, other) for one, other in zip(found[2], expected[2], strict=True)]
+    return [float((one - other).abs().max()) for one, other in (*zip(found[:2], expected[:2], strict=True), *pairs)]
+
+
+def slices_of_all(out, archs, batches):
+    TRAINERS["causal-lm"](out)  # starts the group of the processes
+    return {f"{arch} {batch}": slices(arch, batch) for arch in archs for batch in batches}
 
 
 def tied(out):
@@ -311,10 +362,8 @@ def reference(name, out, **changes):
     """Train against a reference that is a copy of the policy; how each process holds it."""
     from posttrain.core.distributed import is_in_pieces
 
-    sizes = changes.get("parallelism_config") or {}
-    processes = int(os.environ.get("WORLD_SIZE", 1)) // sizes.get("tp_size", 1)
     changes = (
-        split("tp" if sizes.get("tp_size", 1) > processes else processes)
+        split(dealt(changes.get("parallelism_config") or {}))
         | {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
         | changes
     )

@@ -7,6 +7,7 @@ and `policy_loss`; override `generate` and `score` to sample or score differentl
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -220,8 +221,8 @@ class RolloutTrainer(Trainer):
             for name in ("rollout_func", "tools", "environment_factory"):
                 if parts.others.get(name):
                     yield (
-                        f"{name} may answer the processes that split matrices (tp_size) differently, and they must "
-                        "sample alike. Set tp_size=1, or shard the model by fsdp"
+                        f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) differently, "
+                        "and they must sample alike. Set both to 1, or shard the model by fsdp"
                     )
         if parts.compute_metrics is not None:
             yield (
@@ -265,7 +266,10 @@ class RolloutTrainer(Trainer):
             shown = [samples[first].shown for first in places]
             images = RolloutImages.of(shown, prompts, self._image_token_id)
             more = {} if images is None else {"images": images.inputs}
-            done = self.generator.generate(prompts, size, sampling, [samples[row].seed for row in rows], **more)
+            seeds = [samples[row].seed for row in rows]
+            write = functools.partial(self.generator.generate, prompts, size, sampling, seeds, **more)
+            # Processes that split a row each have the whole model, and must not differ by a rounding.
+            done = self.dist.on_first(write) if self.dist.cp_size > 1 else write()
             for number, row in enumerate(rows):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
@@ -725,7 +729,7 @@ class RolloutTrainer(Trainer):
         """The ledger of a run that begins, if one is wanted."""
         wanted = self.args.max_staleness > 0 if self.args.sample_ledger is None else self.args.sample_ledger
         engine = getattr(self.generator, "name", type(self.generator).__name__)
-        return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted and not self.dist.tp_rank else None
+        return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted and not self.dist.peer_rank else None
 
     def _sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         samples = self._begin(rows, number)
@@ -803,7 +807,7 @@ class RolloutTrainer(Trainer):
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
         local = entropies[mask.bool()].float()
         everyone = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0, pad_index=-1))
-        everyone = everyone.view(self.dist.num_processes, -1)[:: self.dist.tp_size]  # of equal ones, one
+        everyone = everyone.view(self.dist.num_processes, -1)[:: self.dist.peers]  # of equal ones, one
         least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
         return (entropies >= least) & mask.bool()
 

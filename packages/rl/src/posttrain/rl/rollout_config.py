@@ -303,8 +303,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
         for name in ("use_vllm", "use_transformers_continuous_batching", "max_staleness"):
             if getattr(self, name) and world < self.world_size:
                 yield (
-                    f"{name}={getattr(self, name)!r} samples apart from the model, and the processes that split its "
-                    "matrices (tp_size) must sample alike; leave it out, or set tp_size=1 and shard the model by fsdp"
+                    f"{name}={getattr(self, name)!r} samples apart from the model, and the processes that split a "
+                    "matrix (tp_size) or a row (cp_size) must sample alike; leave it out, or set both sizes to 1 and "
+                    "shard the model by fsdp"
                 )
         if self.generation_batch_size != b * s * world:
             yield (

@@ -287,7 +287,7 @@ class CheckpointManager:
         processes needs."""
         mine = self.boundary or contents.position()
         if not self.args.save_on_each_node:
-            return {} if self.dist.tp_rank else {self.dist.rank: mine}
+            return {} if self.dist.peer_rank else {self.dist.rank: mine}
         positions = dict(enumerate(self.dist.gather_object(mine)))
         return positions if self.args.should_save else {}
 

@@ -67,13 +67,14 @@ class DistributedArguments:
     parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
         "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, "
-        "dp_shard_size, tp_size (tensor parallelism).",
+        "dp_shard_size, tp_size (tensor parallelism), cp_size (context parallelism).",
     )
 
     @property
     def data_parallel_size(self) -> int:
-        """Parts into which rows are dealt: the processes, but those that split matrices (tp_size) share theirs."""
-        return world_size() // shard_settings.sizes_of(self.parallelism_config).get("tp_size", 1)
+        """Parts into which rows are dealt: the processes, but those that split a matrix or a row share theirs."""
+        sizes = shard_settings.sizes_of(self.parallelism_config)
+        return world_size() // (sizes.get("tp_size", 1) * sizes.get("cp_size", 1))
 
     def _normalize(self) -> None:
         if isinstance(self.fsdp, bool):
@@ -96,8 +97,11 @@ class DistributedArguments:
             yield f"parallelism_config={sizes!r} is no dict, nor a ParallelismConfig of accelerate"
         settings, problems = shard_settings.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         yield from problems
-        if (size := shard_settings.sizes_of(sizes).get("tp_size", 1)) > 1:
+        groups = shard_settings.sizes_of(sizes)
+        if (size := groups.get("tp_size", 1)) > 1:
             yield from tensor_parallel.problems(size, self)
+        if (size := groups.get("cp_size", 1)) > 1:
+            yield from shard_settings.context_problems(size, groups.get("tp_size", 1), self)
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):

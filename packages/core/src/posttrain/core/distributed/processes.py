@@ -35,7 +35,7 @@ from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
-from posttrain.core.models import parts
+from posttrain.core.models import context_parallel, parts
 from posttrain.core.models.padding_masks import announce_masks
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,11 @@ class Distributed:
 
     Attributes:
         process_index, num_processes: of this process, among all.
-        rank, world_size: of its rows, among as many parts. Processes that split a matrix (tensor parallelism) read the
-            same rows and have the same rank: a run of two such processes has a world size of 1.
-        tp_rank, tp_size: of its part of each matrix.
+        rank, world_size: of its rows, among as many parts. Processes that split a matrix (tensor parallelism) or a row
+            (context parallelism) read the same rows and have the same rank: a run of two such processes has a world
+            size of 1.
+        peer_rank, peers: of this process among those that read the same rows.
+        tp_size, cp_size: processes that split a matrix, or a row; one of them is 1.
     """
 
     def __init__(self, args: DistributedArguments, model: nn.Module | None = None) -> None:
@@ -122,9 +124,10 @@ class Distributed:
         self.device: torch.device = self.accelerator.device
         self.process_index: int = self.accelerator.process_index
         self.num_processes: int = self.accelerator.num_processes
-        self.tp_size = self._read_tp_size(model)
-        self.rank, self.tp_rank = divmod(self.process_index, self.tp_size)
-        self.world_size = self.num_processes // self.tp_size
+        self.tp_size, self.cp_size = self._read_sizes(model)
+        self.peers = self.tp_size * self.cp_size
+        self.rank, self.peer_rank = divmod(self.process_index, self.peers)
+        self.world_size = self.num_processes // self.peers
         self.local_rank: int = self.accelerator.local_process_index
         self._is_slow_in_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
         self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
@@ -135,14 +138,14 @@ class Distributed:
             atexit.unregister(_leave_group)
             if self.device.type == "cpu":
                 atexit.register(_leave_group)
-        if self.world_size == 1 and self.sharding is not None:
+        if self.num_processes == self.tp_size and self.sharding is not None:
             logger.warning("fsdp is ignored: the world size is 1.")
             self.sharding = None
         if self.world_size > 1 and self.tp_size > 1 and self.sharding is None:
             replicas = shard_settings.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
             self.sharding = shard_settings.Sharding(replicas=replicas)  # DDP does not know split matrices
         self._mesh: Any = None
-        self._rows_group = self._data_parallel().get_group() if self.tp_size > 1 else None
+        self._rows_group, self._peers_group = self._groups()
         self._gathered: set[int] = set()
         self._split: WeakSet[nn.Module] = WeakSet()
         self.engine = deepspeed.Engine(args, self.precision) if deepspeed.is_asked_for(args.deepspeed) else None
@@ -167,15 +170,19 @@ class Distributed:
             logger.info("fsdp_config: %s", note)
         return settings
 
-    def _read_tp_size(self, model: nn.Module | None) -> int:
-        size = shard_settings.sizes_of(self.args.parallelism_config).get("tp_size", 1)
-        size = tensor_parallel.loaded_size(model) if size == 1 else size
-        problems = list(tensor_parallel.problems(size, self.args)) if size > 1 else []
-        if self.num_processes % size:
-            problems.append(f"tp_size={size} does not divide the {self.num_processes} processes of this run")
+    def _read_sizes(self, model: nn.Module | None) -> tuple[int, int]:
+        """(processes that split a matrix, processes that split a row)."""
+        sizes = shard_settings.sizes_of(self.args.parallelism_config)
+        tp, cp = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
+        tp = tensor_parallel.loaded_size(model) if tp == 1 else tp
+        problems = list(tensor_parallel.problems(tp, self.args)) if tp > 1 else []
+        problems += shard_settings.context_problems(cp, tp, self.args) if cp > 1 else []
+        for name, size in (("tp_size", tp), ("cp_size", cp)):
+            if self.num_processes % size:
+                problems.append(f"{name}={size} does not divide the {self.num_processes} processes of this run")
         if problems:
             raise ConfigError("TrainingArguments", problems)
-        return size
+        return tp, cp
 
     def _backend(self) -> str | None:
         """Weights that live in host memory are gathered there too, which nccl cannot do."""
@@ -228,9 +235,10 @@ class Distributed:
             optimizer: made by the user from the parameters of `model`, which sharding replaces.
         """
         self.place(model, trained=True)
+        self._slice_rows(model)
         if self.shards:
             return self.shard(model, optimizer)
-        if self.world_size == 1 or self.engine is not None or not any(p.requires_grad for p in model.parameters()):
+        if self.num_processes == 1 or self.engine is not None or not any(p.requires_grad for p in model.parameters()):
             return model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             return model
@@ -253,6 +261,7 @@ class Distributed:
         if settings is not None and sharding.is_sharded(model):
             sharding.scatter(model, settings)  # after a forward without a backward
             return model
+        self._slice_rows(model)
         if not self.shards or model in self._split:
             return model
         before = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -273,12 +282,30 @@ class Distributed:
                 over = self._processes() if self.tp_size == 1 else self._processes()[self._data_dims()]
                 sharding.shard(model, settings, over, self.device, self.precision, frozen=frozen)
 
+    def _slice_rows(self, model: nn.Module) -> None:
+        """Let each process compute a slice of the rows, where that is asked for."""
+        if self.cp_size > 1:
+            with self.autocast():
+                context_parallel.enable(model, self._peers_group)
+
     def _processes(self) -> Any:
         """All processes, as a device mesh."""
         if self._mesh is None:
             total, local = self.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
-            self._mesh = sharding.make_mesh(self.sharding, self.device.type, total, local, self.tp_size)
+            sizes = {"tp": self.tp_size, "cp": self.cp_size}
+            self._mesh = sharding.make_mesh(self.sharding, self.device.type, total, local, **sizes)
         return self._mesh
+
+    def _groups(self) -> tuple[Any, Any]:
+        """The processes that read other rows than this one, with itself, and those that read the same; None: all."""
+        if self.cp_size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = init_device_mesh(self.device.type, (self.world_size, self.cp_size), mesh_dim_names=("rows", "cp"))
+            return mesh.get_group("rows"), mesh.get_group("cp")
+        if self.tp_size > 1:
+            return self._data_parallel().get_group(), self._processes().get_group("tp")
+        return None, None
 
     def _data_dims(self) -> tuple[str, ...]:
         return tuple(name for name in self._processes().mesh_dim_names if name != "tp")
@@ -303,6 +330,8 @@ class Distributed:
             _round(model, dtype, everything=self.shards)
         if not self.shards:
             self.place(model)
+        self._slice_rows(model)
+        if not self.shards:
             return model
         self._cut(model, frozen=True)
         return model
@@ -325,6 +354,7 @@ class Distributed:
         """Within this context every process holds the weights of all `models` whole, as for generating with them, and
         need not keep in step with the others."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(context_parallel.whole_rows())
             for model in models:
                 stack.enter_context(self._one_gathered(model))
             yield
@@ -484,17 +514,17 @@ class Distributed:
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.
         For what need not come out alike twice, such as a reward that a model gives."""
-        if self.tp_size == 1:
+        if self.peers == 1:
             return work()
         values: list[Any] = [None, None]
-        if self.tp_rank == 0:
+        if self.peer_rank == 0:
             try:
-                values[0] = work()
+                with context_parallel.whole_rows():
+                    values[0] = work()
             except Exception as error:
                 values[1] = portable(error)
         with self._waiting("work of the first of the processes that read the same rows"):
-            group = self._processes().get_group("tp")
-            torch.distributed.broadcast_object_list(values, group=group, group_src=0)
+            torch.distributed.broadcast_object_list(values, group=self._peers_group, group_src=0)
         if values[1] is not None:
             raise values[1]
         return values[0]

@@ -148,7 +148,7 @@ def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[st
 
 
 def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
-    """``{"dp_replicate_size", "dp_shard_size", "tp_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
+    """``{"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
     if parallelism is None:
         return {}
     known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -159,13 +159,11 @@ def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
     else:
         plain = {name: getattr(parallelism, name, None) for name in known}
     sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
-    kinds = {"cp_size": "context", "sp_size": "sequence"}
-    for name, kind in kinds.items():
-        if sizes.get(name, 1) > 1:
-            problems.append(
-                f"parallelism_config: {name}={sizes[name]} is {kind} parallelism, which this version does not "
-                "support; set it to 1 and shard the model over the data parallel processes with dp_shard_size"
-            )
+    if sizes.get("sp_size", 1) > 1:
+        problems.append(
+            f"parallelism_config: sp_size={sizes['sp_size']} is sequence parallelism, which this version does not "
+            "support; set it to 1, and cp_size to split long rows"
+        )
     return sizes
 
 
@@ -230,6 +228,21 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
             if not isinstance(types[name], torch.dtype):
                 raise ValueError(f"{dtype!r} is no type of torch")
     return replace(settings, **types)
+
+
+def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
+    """Why `args` cannot train with `size` processes to a row."""
+    if tp_size > 1:
+        yield f"cp_size={size} and tp_size={tp_size} do not work together; set one of them to 1"
+    if getattr(args, "deepspeed", None) is not None:
+        yield f"cp_size={size} does not work with deepspeed; set deepspeed=None, and shard the model by fsdp"
+    if getattr(args, "torch_compile", False):
+        yield f"torch_compile=True does not work on rows that are cut; set it to False, or cp_size=1 in place of {size}"
+    if getattr(args, "neftune_noise_alpha", None):
+        yield (
+            f"neftune_noise_alpha depends on the length of a row, and with cp_size={size} each process has a slice; "
+            "set it to None, or cp_size=1"
+        )
 
 
 def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:

@@ -35,8 +35,12 @@ def plain_class(model: nn.Module) -> type[nn.Module]:
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
-def make_mesh(settings: Sharding | None, device_type: str, world_size: int, local_world_size: int, tp: int = 1) -> Any:
+def make_mesh(
+    settings: Sharding | None, device_type: str, world_size: int, local_world_size: int, tp: int = 1, cp: int = 1
+) -> Any:
     """The processes as torch's `DeviceMesh`, of the dimensions ``replicate``, ``shard`` and ``tp`` that there are.
+
+    Weights are sharded over the `cp` processes that split a row, as over those with other rows.
 
     Args:
         settings: None: weights are not sharded, and rows are dealt along ``shard`` all the same.
@@ -48,10 +52,11 @@ def make_mesh(settings: Sharding | None, device_type: str, world_size: int, loca
 
     settings, groups = settings or Sharding(), world_size // tp
     replicas = settings.replicas or max(world_size // max(local_world_size, tp), 1)
-    if world_size % tp or groups % replicas or settings.shards not in (0, groups // replicas):
+    if world_size % tp or groups % replicas or settings.shards * cp not in (0, groups // replicas):
         raise ValueError(
             f"{world_size} processes are not dp_replicate_size={replicas} groups of "
-            f"dp_shard_size={settings.shards or 'any'}{f' of tp_size={tp}' if tp > 1 else ''}; change these sizes, or "
+            f"dp_shard_size={settings.shards or 'any'}{f' of tp_size={tp}' if tp > 1 else ''}"
+            f"{f' of cp_size={cp}' if cp > 1 else ''}; change these sizes, or "
             "the number of processes."
         )
     sizes = {"replicate": replicas, "shard": groups // replicas, "tp": tp}

@@ -22,6 +22,8 @@ from posttrain.core.losses.language_modeling import (
     shift_labels,
     token_logps,
 )
+from posttrain.core.models import context_parallel
+from posttrain.core.models.context_parallel import RowSlice
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
 
 if TYPE_CHECKING:
@@ -116,11 +118,11 @@ def loss_in_head(
     if groups is not None and not shifted:
         groups = shift_labels(groups, 0)
 
-    def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+    def loss(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
         found = linear_cross_entropy(
             hidden,
             head.weight,
-            _behind_virtual_tokens(model, targets, hidden, ignore_index),
+            _aligned(model, targets, hidden, ignore_index, part),
             bias=head.bias,
             ignore_index=ignore_index,
             chunk_size=chunk_size,
@@ -129,15 +131,17 @@ def loss_in_head(
             label_smoothing=label_smoothing,
             return_stats=return_stats,
             dft=dft,
-            groups=None if groups is None else _behind_virtual_tokens(model, groups, hidden, 0),
+            groups=None if groups is None else _aligned(model, groups, hidden, 0, part),
             num_groups=num_groups,
         )
         if isinstance(found, torch.Tensor):
-            return found.unsqueeze(0)
-        loss, stats, *by_group = found
-        return torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
+            sums = found.unsqueeze(0)
+        else:
+            loss, stats, *by_group = found
+            sums = torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
+        return sums if part is None else part.total(sums)
 
-    with _head_replaced(model, loss):
+    with _head_replaced_for_slices(model, loss):
         yield
 
 
@@ -160,8 +164,8 @@ def logps_in_head(
     """
     targets = labels if shifted else shift_labels(labels, ignore_index)
 
-    def logps(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _behind_virtual_tokens(model, targets, hidden, ignore_index)
+    def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
+        aligned = _aligned(model, targets, hidden, ignore_index, part)
         scores = token_logps(
             hidden,
             head.weight,
@@ -176,9 +180,11 @@ def logps_in_head(
             stats=stats,
         )
         scores = scores if isinstance(scores, torch.Tensor) else torch.stack(scores)
-        return scores[..., aligned.shape[1] - targets.shape[1] :]
+        if part is not None:
+            scores = part.join(scores, scores.ndim - 1)
+        return scores[..., scores.shape[-1] - targets.shape[1] :]
 
-    with _head_replaced(model, logps):
+    with _head_replaced_for_slices(model, logps):
         yield
 
 
@@ -195,7 +201,7 @@ def states_in_head(
     shares = _is_sharded(model)  # the weight is whole during the forward alone
 
     def keep(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _behind_virtual_tokens(model, labels, hidden, ignore_index)
+        aligned = _aligned(model, labels, hidden, ignore_index)
         rows = labelled_places(aligned, ignore_index).to(hidden.device)
         states = hidden.detach().reshape(-1, hidden.shape[-1])[rows]
         own = [None if part is None else part.detach() for part in (head.weight, head.bias)]
@@ -226,7 +232,7 @@ def divergence_in_head(
     """
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _behind_virtual_tokens(model, labels, hidden, ignore_index)
+        aligned = _aligned(model, labels, hidden, ignore_index)
         options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
         return torch.stack(
             linear_divergence(
@@ -276,14 +282,34 @@ def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _behind_virtual_tokens(
-    model: nn.Module, targets: torch.Tensor, hidden: torch.Tensor, ignore_index: int
+def _aligned(
+    model: nn.Module,
+    targets: torch.Tensor,
+    hidden: torch.Tensor,
+    ignore_index: int,
+    part: RowSlice | None = None,
 ) -> torch.Tensor:
-    """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs."""
-    extra = hidden.shape[1] - targets.shape[1]
+    """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs; of
+    those (1, N) for the (1, N, H) hidden states of a `part` of the rows."""
+    extra = (hidden.shape[1] if part is None else part.width) - targets.shape[1]
     if extra > 0 and has_virtual_tokens(model):
-        return F.pad(targets, (extra, 0), value=ignore_index)
-    return targets
+        targets = F.pad(targets, (extra, 0), value=ignore_index)
+    return targets if part is None else part.cut(targets, ignore_index)
+
+
+@contextlib.contextmanager
+def _head_replaced_for_slices(
+    model: nn.Module, function: Callable[[torch.Tensor, CausalHead, RowSlice | None], torch.Tensor]
+) -> Iterator[None]:
+    """As `_head_replaced`; where processes compute slices of the rows, `function` is given the states of this one's
+    slice, and the slice."""
+    with context_parallel.head_reads_slices(model) as slicing:
+
+        def of_slice(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+            return function(hidden, head, None if slicing is None else slicing.current)
+
+        with _head_replaced(model, of_slice):
+            yield
 
 
 @contextlib.contextmanager
@@ -412,7 +438,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     handle = linear.register_forward_hook(put, prepend=True)
     try:
         base.eval()
-        with skipped if body is not base else contextlib.nullcontext():
+        with context_parallel.whole_rows(), skipped if body is not base else contextlib.nullcontext():
             logits = base(**inputs).logits
     finally:
         handle.remove()

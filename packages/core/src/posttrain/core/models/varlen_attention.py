@@ -7,10 +7,7 @@ A model reads them after `enable_segments`:
     logits = model(input_ids=row, **segments.model_inputs(row.shape)).logits        # row: (1, 368)
 
 Segments are passed as a keyword of the forward to the attention function, so they are available when a layer is
-recomputed in the backward pass, under any wrapper. No (N, N) mask is built: the work is split into blocks of the
-queries of some segments and the keys of one range that they attend to fully or causally. The blocks of a query are
-merged with the logarithm of their normalisers, the way Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867)
-sum a softmax in parts.
+recomputed in the backward pass, under any wrapper. No (N, N) mask is built: see `attention_blocks`.
 """
 
 from __future__ import annotations
@@ -19,15 +16,15 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.segments import Segments
+from posttrain.core.models.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.document_kernels import bounds_of, document_kernel
 from posttrain.core.models.wrapping import base_model, unwrap
@@ -132,7 +129,7 @@ def _try(model: nn.Module, base: PretrainedModel) -> str | None:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        expected = model(input_ids=alone, use_cache=False).logits
+        expected = _scores(model(input_ids=alone, use_cache=False))
         _set_implementation(base, PREFIX + before.removeprefix(PREFIX))
         if base.config._attn_implementation == before and not before.startswith(PREFIX):
             return f"{name} does not look its attention up in transformers' AttentionInterface."
@@ -166,7 +163,12 @@ def _try(model: nn.Module, base: PretrainedModel) -> str | None:
 
 
 def _logits_of(model: nn.Module, row: torch.Tensor, segments: Segments) -> torch.Tensor:
-    return model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)).logits[0]
+    return _scores(model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)))[0]
+
+
+def _scores(output: Any) -> torch.Tensor:
+    """(B, T, V) logits, or the (B, T, H) hidden states of a model without a head."""
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
 def _attention_function(
@@ -185,6 +187,7 @@ def _attention_function(
         function = underlying or _eager_function(module)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
     rows, _, width, _ = query.shape
+    attention = getattr(segments, "attention", segment_attention)  # of a slice of a row, its own
     if key.shape[2] != width or rows * width != segments.num_tokens:
         raise ValueError(
             f"Segments of {segments.num_tokens} tokens were given to {rows} x {width} queries and {rows} x "
@@ -192,7 +195,7 @@ def _attention_function(
         )
     query, key, value = (_flat(tensor) for tensor in (query, key, value))
     scaling = kwargs.get("scaling", args[0] if args else None)
-    out = segment_attention(
+    out = attention(
         query,
         key,
         value,
@@ -268,153 +271,14 @@ def segment_attention(
         window = None  # it reaches over every document
     with torch.autocast(device, enabled=False):
         if sinks is not None or dropout:
-            return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
+            return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
         if device == "cuda":
             return _on_cuda(query, key, value, segments, scale, window, softcap)
         if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
             if (tiles := _tiles(segments)) is not None:
                 return _by_tiles(query, key, value, tiles, scale)
-            return _Blocks.apply(query, key, value, segments, scale)
-        return _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout)
-
-
-def _piece_by_piece(query, key, value, segments, scale, window, softcap, sinks, dropout) -> torch.Tensor:
-    """Each segment against the keys it sees, gathered: any device, any rule."""
-    starts, pieces = segments.starts, []
-    for i, (start, length) in enumerate(zip(starts, segments.lengths, strict=True)):
-        queries, before = query[:, :, start : start + length], segments.offsets[i]
-        seen = [(starts[j], starts[j] + segments.lengths[j]) for j in (*segments.ancestors(i), i)]
-        keys, values = (torch.cat([tensor[:, :, a:b] for a, b in seen], 2) for tensor in (key, value))
-        mask = None
-        if before or window is not None:
-            position = torch.arange(before + length, device=query.device)
-            distance = position[before:, None] - position
-            mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        if softcap or sinks is not None:
-            pieces.append(_eager(queries, keys, values, mask, scale, softcap, sinks, dropout))
-        else:
-            causal = mask is None
-            pieces.append(
-                F.scaled_dot_product_attention(
-                    queries, keys, values, mask, dropout, causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-                )
-            )
-    return torch.cat([piece.transpose(1, 2) for piece in pieces], 1).transpose(1, 2)
-
-
-def _eager(queries, keys, values, mask, scale, softcap, sinks, dropout) -> torch.Tensor:
-    heads, groups = queries.shape[1], keys.shape[1]
-    keys, values = (tensor.repeat_interleave(heads // groups, 1) for tensor in (keys, values))
-    scores = torch.matmul(queries, keys.transpose(2, 3)).float() * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    weights = F.dropout(scores.softmax(-1), dropout)[..., : keys.shape[2]]
-    return torch.matmul(weights.to(values.dtype), values)
-
-
-class _Block(NamedTuple):
-    """Queries [start, stop) of the row against its keys [key_start, key_stop)."""
-
-    start: int
-    stop: int
-    key_start: int
-    key_stop: int
-    causal: bool
-    first: bool
-    """No block before this one had these queries."""
-
-
-@functools.lru_cache(maxsize=64)
-def _blocks(segments: Segments) -> tuple[_Block, ...]:
-    """The blocks of a row: each segment with itself, then adjacent segments with the one they continue."""
-    ends = [start + length for start, length in zip(segments.starts, segments.lengths, strict=True)]
-    blocks = [_Block(start, end, start, end, True, True) for start, end in zip(segments.starts, ends, strict=True)]
-    seen: list[tuple[int, int, int, int]] = []
-    for i, start in enumerate(segments.starts):
-        stretches: list[list[int]] = []
-        for j in segments.ancestors(i):
-            if stretches and stretches[-1][1] == segments.starts[j]:
-                stretches[-1][1] = ends[j]
-            else:
-                stretches.append([segments.starts[j], ends[j]])
-        seen += [(start, ends[i], first, last) for first, last in stretches]
-    merged: dict[tuple[int, int], list[list[int]]] = {}
-    for start, stop, first, last in seen:
-        runs = merged.setdefault((first, last), [])
-        if runs and runs[-1][1] == start:
-            runs[-1][1] = stop
-        else:
-            runs.append([start, stop])
-    blocks += [
-        _Block(start, stop, first, last, False, False) for (first, last), runs in merged.items() for start, stop in runs
-    ]
-    return tuple(blocks)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-#: Below this many keys, torch 2.13's kernel is slower in bfloat16 than in float32 on the CPUs that were measured.
-HALF_FROM = 768
-
-
-class _Blocks(torch.autograd.Function):
-    """Attention on the CPU, block after block: ``(query, key, value, segments, scale)``."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, segments, scale):
-        _, heads, num_tokens, size = query.shape
-        out = query.new_empty(1, num_tokens, heads, size).transpose(1, 2)
-        log_sums = query.new_empty(1, num_tokens, heads, dtype=torch.float32).transpose(1, 2)
-        if query.dtype == torch.float64:
-            log_sums = log_sums.double()
-        joined: dict[int, torch.Tensor] = {}
-        for block in _blocks(segments):
-            q, k, v = _block_inputs(block, query, key, value)
-            part, part_sums = _flash(q, k, v, 0.0, block.causal, scale=scale)
-            at = slice(block.start, block.stop)
-            if block.first:
-                out[:, :, at], log_sums[:, :, at] = part, part_sums
-                continue
-            if not joined:
-                wide = out.to(log_sums.dtype)
-                joined[0] = wide
-            sums = torch.logaddexp(log_sums[:, :, at], part_sums)
-            old, new = (log_sums[:, :, at] - sums).exp_(), (part_sums - sums).exp_()
-            joined[0][:, :, at] = joined[0][:, :, at] * old.unsqueeze(-1) + part * new.unsqueeze(-1)
-            log_sums[:, :, at] = sums
-        if joined:
-            out = joined[0].to(out.dtype)
-        ctx.save_for_backward(query, key, value, out, log_sums)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out):
-        query, key, value, out, log_sums = ctx.saved_tensors
-        gradients = tuple(torch.zeros_like(t, dtype=log_sums.dtype) for t in (query, key, value))
-        for block in _blocks(ctx.segments):
-            q, k, v = _block_inputs(block, query, key, value)
-            at, keys = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
-            grad, result = grad_out[:, :, at].to(q.dtype), out[:, :, at].to(q.dtype)
-            parts = _flash_backward(grad, q, k, v, result, log_sums[:, :, at], 0.0, block.causal, scale=ctx.scale)
-            for gradient, part, where in zip(gradients, parts, (at, keys, keys), strict=True):
-                gradient[:, :, where] += part
-        return *(gradient.to(query.dtype) for gradient in gradients), None, None
-
-
-def _block_inputs(
-    block: _Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    keys = slice(block.key_start, block.key_stop)
-    inputs = query[:, :, block.start : block.stop], key[:, :, keys], value[:, :, keys]
-    short = block.key_stop - block.key_start < HALF_FROM and query.dtype in (torch.bfloat16, torch.float16)
-    return tuple(tensor.float() for tensor in inputs) if short else inputs
+            return Blocks.apply(query, key, value, layout_of(segments), scale)
+        return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
 
 
 #: Documents of at most this many tokens, and at most the second number on average, are computed in one call with a

@@ -174,10 +174,12 @@ class HFCompat:
         return self.dist.tp_size
 
     def get_sp_size(self) -> int:
-        """Processes that share one row, by sequence or context parallelism: 1."""
+        """Processes that share one row by sequence parallelism: 1."""
         return 1
 
-    get_cp_size = get_sp_size
+    def get_cp_size(self) -> int:
+        """Processes that split one row (context parallelism)."""
+        return self.dist.cp_size
 
     @property
     def is_fsdp_enabled(self) -> bool:
