@@ -25,8 +25,7 @@ LAYERS = {
         config errors old_names state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.attention_blocks models.block_mask
-        models.embeddings
-        models.gradient_checkpointing models.regularization
+        models.embeddings models.gradient_checkpointing models.regularization
         data.completion_only models.special_tokens models.wrapping
         optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.override_checks training.plan training.durations training.loss_spikes data.host_copies
@@ -43,7 +42,8 @@ LAYERS = {
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
-        models.clone_template models.document_kernels models.image_features models.padding_masks logging.profiling
+        models.clone_template models.context_parallel models.document_kernels models.image_features
+        models.padding_masks logging.profiling
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate evaluation.win_rate

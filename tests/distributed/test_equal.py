@@ -197,7 +197,7 @@ def test_weights_are_sharded_over_the_processes_that_split_rows(name, shared, al
     assert_equal_runs(found, jobs.result(alone, name), padding=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_by_two_processes_split_rows_and_deal_them_out(mode, shared, alone):
     runs = sliced_job(shared, f"cp-2x2-{mode}", ["sft-packed"], 4, **MODES[mode])
     found = jobs.result(runs, "sft-packed")

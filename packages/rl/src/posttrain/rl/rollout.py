@@ -221,8 +221,8 @@ class RolloutTrainer(Trainer):
             for name in ("rollout_func", "tools", "environment_factory"):
                 if parts.others.get(name):
                     yield (
-                        f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) differently, "
-                        "and they must sample alike. Set both to 1, or shard the model by fsdp"
+                        f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) "
+                        "differently, and they must sample alike. Set both to 1, or shard the model by fsdp"
                     )
         if parts.compute_metrics is not None:
             yield (

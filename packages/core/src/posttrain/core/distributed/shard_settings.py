@@ -148,7 +148,8 @@ def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[st
 
 
 def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
-    """``{"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"}`` of accelerate's ParallelismConfig, or a dict like it."""
+    """The sizes that are set, by name (dp_replicate_size, dp_shard_size, tp_size, cp_size), of accelerate's
+    ParallelismConfig or a dict like it."""
     if parallelism is None:
         return {}
     known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

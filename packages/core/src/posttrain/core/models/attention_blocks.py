@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ def piece_by_piece(
         queries = query[:, :, start : start + length]
         seen = [*layout.seen(i), [first, first + length]]
         keys, values = (torch.cat([tensor[:, :, a:b] for a, b in seen], 2) for tensor in (key, value))
-        mask = None
+        mask: Any = None
         if before and window is None and query.is_cuda and not softcap and sinks is None:
             mask = causal_lower_right(length, before + length)  # the kernels know it without building it
         elif before or window is not None:

@@ -90,7 +90,7 @@ def problem_of(model: nn.Module) -> str | None:
     if body is base:
         return f"{name} has no body apart from its head, whose rows could be cut."
     if getattr(base.config, "output_router_logits", False):
-        return f"{name} adds a loss over the routes of all tokens (output_router_logits), of which each process has some."
+        return f"{name} adds a loss over the routes of all tokens (output_router_logits); each process has a slice."
     with whole_rows():
         return varlen_attention.segments_problem(body)
 
@@ -133,7 +133,7 @@ def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
         if kwargs.get(name):
             raise ValueError(f"cp_size: {name}=True needs whole rows, and each process has a slice. Set cp_size=1.")
     kwargs = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-    given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    given = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     shape, device = given.shape[:2], given.device
     mask, positions, segments = (kwargs.pop(name, None) for name in ("attention_mask", "position_ids", "segments"))
     if segments is None:
@@ -185,8 +185,8 @@ def segments_of(shape: tuple[int, ...], mask: torch.Tensor | None, positions: to
     places = begins.flatten().nonzero().squeeze(1)
     lengths = places.diff(append=torch.tensor([rows * width])).tolist()
     parents, last = [], -1  # the piece of text that a later one of its row continues
-    columns = zip(*((flags.flatten()[places]).tolist() for flags in (kept, starts)), (places % width).tolist())
-    for i, (text, starts_document, column) in enumerate(columns):
+    columns = [column.tolist() for column in (kept.flatten()[places], starts.flatten()[places], places % width)]
+    for i, (text, starts_document, column) in enumerate(zip(*columns, strict=True)):
         last = -1 if column == 0 else last
         parents.append(last if text and not starts_document else -1)
         last = i if text else last
@@ -288,10 +288,12 @@ def cut_segments(segments: Segments, chunk: int, parts: int, rank: int) -> Layou
     """
     whole = 2 * parts * chunk
     missing = whole - segments.num_tokens
-    lengths, parents, starts = [], [], []
+    lengths: list[int] = []
+    parents: list[int] = []
+    starts: list[int] = []
     last: list[int] = []  # the last piece of each segment
-    filled = zip((*segments.lengths, missing), (*segments.parents, -1), (*segments.starts, whole - missing), strict=True)
-    for length, parent, start in filled:
+    filled = (*segments.lengths, missing), (*segments.parents, -1), (*segments.starts, whole - missing)
+    for length, parent, start in zip(*filled, strict=True):
         above, stop = last[parent] if parent >= 0 else -1, start + length
         while start < stop:
             end = min(stop, (start // chunk + 1) * chunk)
