@@ -43,8 +43,8 @@ def runs(shared):
             ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
             ("1-2t", "1", {"cut": 4} | SPLIT), ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL),
-            ("1-2c", "1", {"cut": 4} | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS),
         )  # fmt: skip
+        go(2, ("1-2c", "1", {"cut": 4} | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS))
         go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}),
            ("1-2t-1", "1-2t", {}), ("1-2c-1", "1-2c", {}))  # fmt: skip
         go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}))
