@@ -11,7 +11,9 @@ from posttrain.core.data.collators import default_data_collator
 from posttrain.core.data.stateful_dataloader import Filler, is_filler
 from posttrain.core.errors import ConfigError
 from posttrain.core.training.memory import halves, is_out_of_memory
-from tests.contract.trainers import TRAINERS, causal_lm, sft, weights
+from posttrain.rl import DPOTrainer
+from posttrain.sft import SFTTrainer
+from tests.contract.trainers import PAIRS, TRAINERS, causal_lm, image_rows, images, sft, weights
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -89,6 +91,44 @@ def test_what_cannot_be_cut_is_said_and_how_to_make_it_fit(tmp_path):
     packed.compute_loss = lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.OutOfMemoryError, match="cannot be cut"):
         packed.train()
+
+
+@pytest.mark.parametrize("name", ["dpo-padded", "reward", "sft-images"])
+def test_pairs_and_images_stay_together_when_a_step_is_made_in_smaller_parts(name, tmp_path):
+    def make(**changes):
+        return TRAINERS[name](tmp_path, max_steps=2, **changes)
+
+    straight, split = make(), make(auto_find_batch_size=True)
+    whole, sizes = split.training_step, []
+
+    def small(model, inputs, num_items_in_batch=None):
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, inputs, num_items_in_batch)
+
+    split.training_step = small
+    straight.train(), split.train()
+    assert max(sizes) > 4 and sizes[-1] <= 4
+    for key, value in weights(straight).items():
+        torch.testing.assert_close(weights(split)[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_a_batch_with_as_many_images_as_rows_is_cut_by_the_rows_of_the_images(tmp_path):
+    rows = [{name: row[name] for name in ("images", "prompt", "completion")} for row in image_rows(2)]
+    trainer = images(SFTTrainer, "prompt completion", "llava")(tmp_path)
+    batch = trainer.data_collator(rows)
+    assert len(batch["pixel_values"]) == len(batch["input_ids"]) == 2  # both of the first row
+    first, second = halves(batch)
+    assert torch.equal(first["pixel_values"], batch["pixel_values"]) and "pixel_values" not in second
+    assert first.take_facts() is not None and second.take_facts() is None
+    for name in ("input_ids", "labels"):
+        assert torch.equal(torch.cat([first[name], second[name]]), batch[name])
+    pairs = images(DPOTrainer, PAIRS, "llava")(tmp_path).data_collator(image_rows(2))
+    with pytest.raises(ValueError, match="several completions of prompts with images cannot be cut"):
+        halves(pairs)
+    with pytest.raises(ValueError, match="holds images of prompts for several completions"):
+        halves({"ids": torch.ones(2), "image_inputs": batch})
 
 
 def test_without_it_running_out_of_memory_says_what_to_set(tmp_path):

@@ -99,6 +99,39 @@ def check_start(sides: Sequence[Completions], half: bool) -> None:
         )
 
 
+class SidedBatch(dict):
+    """A batch with the chosen completions of all pairs, then the rejected ones, then others, each a row.
+
+    Attributes:
+        sides: how many completions each prompt has.
+    """
+
+    sides: int = 2
+
+    def halves(self) -> tuple[SidedBatch, SidedBatch]:
+        """The first and second half of the pairs, each with all its completions.
+
+        Raises:
+            ValueError: it has one pair, or its rows do not lie one below the other.
+        """
+        pairs, rest = divmod(max(map(len, self.values())), self.sides)
+        wrong = [name for name, value in self.items() if len(value) not in (pairs, pairs * self.sides)]
+        if rest or wrong:
+            raise ValueError("the batch holds prompts once for several completions, and cannot be cut by rows")
+        if pairs < 2:
+            raise ValueError("the batch has one pair, and cannot be cut any more")
+        middle = (pairs + 1) // 2
+        return self._part(pairs, slice(0, middle)), self._part(pairs, slice(middle, pairs))
+
+    def _part(self, pairs: int, rows: slice) -> SidedBatch:
+        part = SidedBatch()
+        part.sides = self.sides
+        for name, value in self.items():
+            sides = [value[start : start + pairs][rows] for start in range(0, len(value), pairs)]
+            part[name] = torch.cat(sides)
+        return part
+
+
 @dataclass
 class PreferenceCollator:
     """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones, then others.
@@ -122,7 +155,9 @@ class PreferenceCollator:
         for name in REFERENCE_COLUMNS:
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
-        return batch
+        sided = SidedBatch(batch)
+        sided.sides = size
+        return sided
 
     def lay_out(self, groups: list[tuple[Any, Any]]) -> dict[str, Any]:
         """A batch of prompts with their completions."""

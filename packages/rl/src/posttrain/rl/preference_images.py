@@ -237,8 +237,7 @@ def image_collator(
     options = {"max_length": args.max_length, "truncation": args.truncation_mode}
     options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
     vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
-    prepare, answers = (
-        of(vision, reader, args.bad_images == "drop", kind=kind, **options)
-        for of in (ImagePreparation, AnswerPreparation)
-    )
+    drops = args.bad_images == "drop"
+    prepare = ImagePreparation(vision, reader, drops, kind=kind, **options)
+    answers = AnswerPreparation(vision, reader, drops, kind=kind, **options)
     return ImageCollator(prepare, collate, once, answers)

@@ -31,6 +31,7 @@ from posttrain.core.models.image_features import features_once
 from posttrain.core.models.loading import load_tokenizer
 from posttrain.core.old_names import Removed
 from posttrain.rl.overrides import has_own_loss
+from posttrain.rl.preference_batches import SidedBatch
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.preference_images import check_images
 from posttrain.rl.preference_rows import PAIR
@@ -93,7 +94,7 @@ class RewardCollator:
         }
         if "margin" in rows[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
-        return batch
+        return SidedBatch(batch)
 
 
 class RewardTrainer(ReferenceFreeTrainer):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, read_images
-from posttrain.core.data.vision import Shown, VisionProcessor, join_tensors, place_images
+from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, join_tensors, place_images
 from posttrain.core.errors import DataError
 from posttrain.core.models.image_features import ImageCopies
 from posttrain.core.models.wrapping import base_model
@@ -127,4 +127,4 @@ class RolloutImages:
                 entries[name] = tuple(len(parts[prompt]) for prompt in used)
         order = tuple(used.index(self.prompts[row]) for row in rows)
         copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
-        return {"image_inputs": inputs, "image_copies": copies}
+        return {"image_inputs": CountedBatch(inputs), "image_copies": copies}

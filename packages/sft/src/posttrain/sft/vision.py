@@ -140,9 +140,11 @@ class VisionCollator:
             if isinstance(draft, VisionDraft):
                 for name, values in draft.shown.numbers(draft.ids.tolist()).items():
                     others[name][place, :length] = torch.tensor(values)
-        images = join_tensors([draft.shown.tensors for draft in kept if isinstance(draft, VisionDraft)])
+        tensors = [draft.shown.tensors if isinstance(draft, VisionDraft) else {} for draft in kept]
+        images = join_tensors(tensors)
         batch = CountedBatch({"input_ids": ids, "attention_mask": mask, "labels": labels, **others, **images})
         batch.row_facts = _facts(drafts)
+        batch.entries = {name: [len(row.get(name, ())) for row in tensors] for name in images}
         return batch
 
 

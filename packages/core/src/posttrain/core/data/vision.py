@@ -271,9 +271,40 @@ class VisionProcessor:
 
 
 class CountedBatch(dict):
-    """A batch that also says what became of its rows, for a data report: arguments of the report's method."""
+    """A batch that also says what became of its rows, for a data report: arguments of the report's method.
+
+    Attributes:
+        entries: of each image tensor, how many of its entries each row has; None where rows do not lie one below the
+            other, and the batch cannot be cut.
+    """
 
     row_facts: dict[str, Any] | None = None
+    entries: Mapping[str, Sequence[int]] | None = None
+
+    def halves(self) -> tuple[CountedBatch, CountedBatch]:
+        """The first and second half of the rows, each with its images; what became of them goes with the first.
+
+        Raises:
+            ValueError: it has one row, or cannot be cut.
+        """
+        if self.entries is None:
+            raise ValueError("a batch of several completions of prompts with images cannot be cut by rows")
+        if (rows := len(self["input_ids"])) < 2:
+            raise ValueError("the batch has one row, and cannot be cut any more")
+        middle = (rows + 1) // 2
+        first, second = (self._part(slice(0, middle)), self._part(slice(middle, rows)))
+        first.row_facts = self.take_facts()
+        return first, second
+
+    def _part(self, rows: slice) -> CountedBatch:
+        assert self.entries is not None
+        part = CountedBatch({name: value[rows] for name, value in self.items() if name not in self.entries})
+        part.entries = {name: counts[rows] for name, counts in self.entries.items()}
+        for name, counts in self.entries.items():
+            start = sum(counts[: rows.start])
+            if number := sum(counts[rows]):
+                part[name] = self[name][start : start + number]
+        return part
 
     def take_facts(self) -> dict[str, Any] | None:
         """What became of the rows, the first time it is asked for."""

@@ -66,7 +66,7 @@ class _Blank:
         inputs = {name: value.to(embedded.device) for name, value in self.blank.items() if name in known}
         found = self.owner.get_image_features(**inputs)
         features = [found.pooler_output, getattr(found, "deepstack_features", None)]
-        nothing = sum(part.sum() for part in _tensors(features)) * 0
+        nothing = torch.stack([part.sum() for part in _tensors(features)]).sum() * 0
         return args, kwargs | {"inputs_embeds": embedded + nothing.to(embedded.dtype)}
 
 

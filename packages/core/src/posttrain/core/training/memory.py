@@ -46,11 +46,17 @@ def halves(batch: Any) -> tuple[Any, Any]:
     """The first and second half of the rows of `batch`, with the same types.
 
     Args:
-        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves.
+        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves. One
+            whose rows do not lie one below the other has a method ``halves`` of its own.
 
     Raises:
         ValueError: it has one row, or its values have different numbers of rows.
     """
+    if hasattr(batch, "halves"):
+        return batch.halves()
+    inner = batch.values() if isinstance(batch, Mapping) else ()
+    if any(hasattr(value, "halves") for value in inner):
+        raise ValueError("the batch holds images of prompts for several completions, and cannot be cut by rows")
     sizes = {name: len(value) for name, value in _columns(batch) if _has_rows(value)}
     if len(set(sizes.values())) != 1:
         found = ", ".join(f"{name} of {size} rows" for name, size in sizes.items()) or "no tensor"
