@@ -421,3 +421,39 @@ def test_the_slice_of_multi30k_is_what_its_readme_says():
     for split, number in (("train", 300), ("test", 50)):
         lines = (EXAMPLES / f"data/multi30k/{split}.jsonl").read_text("utf-8").splitlines()
         assert len(lines) == number and all(set(json.loads(line)) == {"en", "de"} for line in lines)
+
+
+@pytest.fixture
+def shapes():
+    pytest.importorskip("PIL.Image")
+    return load("shapes")
+
+
+def test_shapes_are_drawn_as_they_are_counted(shapes):
+    rows = shapes.rows(128, 0)
+    assert {row["answer"] for row in rows} == {f"{n} {colour}" for n in range(1, 5) for colour in shapes.COLOURS}
+    for row in rows:
+        image, cells = row["images"][0], range(shapes.CELLS)
+        white, size = (255, 255, 255), shapes.CELL
+        boxes = [(x * size, y * size, (x + 1) * size, (y + 1) * size) for x in cells for y in cells]
+        filled = [box for box in boxes if any(colour != white for _, colour in image.crop(box).getcolors())]
+        assert str(len(filled)) == row["answer"].split()[0]
+
+
+def test_shapes_runs_from_end_to_end(shapes, tmp_path, monkeypatch, capsys):
+    small = dict(zip(shapes.run.__code__.co_varnames[1:6], (3, 2, 1, 64, 16), strict=True))
+    act = shapes.run
+    monkeypatch.setattr(shapes, "run", lambda seed: act(seed, **small))
+    monkeypatch.setattr(sys, "argv", ["shapes.py", "--seeds", "0", "1", "--out", str(tmp_path / "found.json")])
+    shapes.main()
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert [each["seed"] for each in found] == [0, 1]
+    assert all(0 <= each[name] <= 1 for each in found for name in ("unseen", "before", "sft", "weak_sft", "grpo"))
+    assert "and then by GRPO" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_shapes_are_learned_by_fine_tuning_and_by_reinforcement(shapes):
+    found = shapes.run(2)
+    assert found["before"] < 0.2 and found["sft"] > 0.9
+    assert found["weak_sft"] < 0.8 and found["grpo"] > found["weak_sft"] + 0.1
