@@ -6,8 +6,8 @@ others, so that guessing is right for 6%.
 
 Fine-tuning teaches a model of 0.14 million parameters nearly all of them. A second one, that fine-tuning left halfway,
 goes on with GRPO, told by an exact checker which of its own answers are right. Accuracy is that of the most probable
-answers to pictures drawn anew. Some of them, of one or two shapes, equal one that was trained on; how many do not, is
-printed.
+answers to pictures drawn anew. Some of them, mostly of one or two shapes, equal one that was trained on; how many do
+not, is printed.
 
 python examples/shapes.py
 python examples/shapes.py --seeds 0 1 2

@@ -33,8 +33,9 @@ def score_class(config: Any) -> type:
     """
     import transformers
 
-    known = transformers.AutoModelForSequenceClassification._model_mapping
-    return known[type(config)] if type(config) in known else _made_class(type(config))
+    known: Any = transformers.AutoModelForSequenceClassification._model_mapping
+    kind: Any = type(config)
+    return known[kind] if kind in known else _made_class(kind)
 
 
 @functools.cache
@@ -42,9 +43,10 @@ def _made_class(config_class: type) -> type:
     from transformers import AutoModel, PreTrainedModel
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    if config_class not in AutoModel._model_mapping:
+    known: Any = AutoModel._model_mapping
+    if config_class not in known:
         raise TypeError(f"transformers has no model for a {config_class.__name__}, so it cannot get a score head.")
-    model_class = AutoModel._model_mapping[config_class]
+    model_class = known[config_class]
     parent = next(kind for kind in model_class.__mro__[1:] if issubclass(kind, PreTrainedModel))
     name = model_class.__name__.removesuffix("Model") + "ForSequenceClassification"
     # transformers looks in the module of a class for what its family can do.
