@@ -4,6 +4,7 @@ missing on purpose, for a reason.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -16,6 +17,7 @@ trl = pytest.importorskip("trl")
 
 from posttrain.core.old_names import old_names  # noqa: E402
 from posttrain.core.tools import absent_names  # noqa: E402
+from tests.contract import trainers as contract  # noqa: E402
 
 FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
 #: Where trl's trainers are, and what they are called before "Trainer" and "Config".
@@ -96,3 +98,25 @@ def test_the_lists_hold_nothing_that_is_there():
     assert not [name for name in ABSENT if ours(name) is not None]
     kinds = [ours(f"{name}Trainer") for name in TRAINERS]
     assert not [method for method in METHODS if all(hasattr(kind, method) for kind in kinds)]
+
+
+def attributes_from_the_config(kind, fields):
+    """The attributes that the constructor of trl's `kind` copies from its config: ``self.beta = args.beta``."""
+    module = ast.parse(inspect.getsource(inspect.getmodule(kind)))
+    own = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    constructor = next(node for node in own.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    stores = [n for n in ast.walk(constructor) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    set_there = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    return set_there & fields
+
+
+OF_TRL = {"DPO": "dpo", "KTO": "kto", "GRPO": "grpo", "RLOO": "rloo", "SFT": "sft", "TPO": "tpo", "CPO": "cpo",
+          "ORPO": "orpo", "Distillation": "distillation"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_what_trls_trainers_copy_from_their_config_is_read_from_ours(name, tmp_path):
+    theirs = getattr(importlib.import_module(TRAINERS[name]), f"{name}Trainer")
+    trainer = contract.TRAINERS[OF_TRL[name]](tmp_path)
+    copied = attributes_from_the_config(theirs, {field.name for field in dataclasses.fields(trainer.args)})
+    assert copied and [attribute for attribute in sorted(copied) if not hasattr(trainer, attribute)] == []

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.core import opt
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.dpo import alpha_score
 from posttrain.rl.preference import Completions
 from posttrain.rl.preference_config import WITHOUT_REFERENCE, PreferenceConfig
@@ -80,6 +81,7 @@ class CPOConfig(PreferenceConfig):
             yield f"label_smoothing={self.label_smoothing} has no meaning for loss_type={self.loss_type!r}; set it to 0"
 
 
+@reads_from_arguments("alpha", "beta", "cpo_alpha", "label_smoothing", "loss_type", "max_length", "simpo_gamma")
 class CPOTrainer(ReferenceFreeTrainer):
     """Trains a policy to prefer the chosen completion of each pair, without a reference: CPO and SimPO.
 

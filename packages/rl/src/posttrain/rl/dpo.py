@@ -25,6 +25,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.losses import normalization
 from posttrain.core.old_names import Removed
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
@@ -325,6 +326,10 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
             yield f"use_weighting=True weighs pairs, which {', '.join(sorting)} takes apart; set it to False"
 
 
+@reads_from_arguments(
+    "beta", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing", "ld_alpha", "loss_weights",
+    "padding_free", "use_weighting", loss_types="loss_type", precompute_ref_logps="precompute_ref_log_probs",
+)  # fmt: skip
 class DPOTrainer(PreferenceTrainer):
     """Trains a policy to prefer the chosen completion of each pair, relative to a reference: its initial weights.
 
@@ -348,10 +353,6 @@ class DPOTrainer(PreferenceTrainer):
     config_class = DPOConfig
     args: DPOConfig
     tag_names = ("trl", "dpo")
-
-    @property
-    def beta(self) -> float:
-        return self.args.beta
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core.config import opt
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan
 from posttrain.rl import policy_losses
 from posttrain.rl.advantages import decoupled_advantages, group_advantages, total_rewards
@@ -104,6 +105,10 @@ class GRPOConfig(RolloutConfig):
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
 
+@reads_from_arguments(
+    "importance_sampling_level", "loss_type", "multi_objective_aggregation", "off_policy_mask_threshold",
+    "scale_rewards", "use_adaptive_entropy",
+)  # fmt: skip
 class GRPOTrainer(RolloutTrainer):
     """Trains a policy on groups of completions of the same prompt.
 
@@ -205,8 +210,7 @@ class GRPOTrainer(RolloutTrainer):
         args, ratio = self.args, parts.ratio.detach()
         weight = parts.mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
         if args.loss_type == "cispo":
-            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            bounded = ((ratio > high) & (parts.advantages > 0)) * weight
+            bounded = ((ratio > self.epsilon_high) & (parts.advantages > 0)) * weight
             self.metrics.add_sum("cispo_clip_ratio", bounded.sum(), weight.sum())
         elif args.loss_type == "vespo":
             weights = policy_losses.vespo_weight_of(parts, args)

@@ -27,6 +27,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference import Completions, PreferenceTrainer
 from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
@@ -129,6 +130,9 @@ class KTOCollator:
         return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 
+@reads_from_arguments(
+    "beta", "desirable_weight", "loss_type", "undesirable_weight", precompute_ref_logps="precompute_ref_log_probs"
+)
 class KTOTrainer(PreferenceTrainer):
     """Trains a policy towards good completions and away from bad ones, which need not be pairs.
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.core import opt
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference import Completions
 from posttrain.rl.preference_config import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.reference_free import ReferenceFreeTrainer
@@ -42,6 +43,7 @@ class ORPOConfig(PreferenceConfig):
     OLD_NAMES = WITHOUT_REFERENCE
 
 
+@reads_from_arguments("beta", "max_length")
 class ORPOTrainer(ReferenceFreeTrainer):
     """Fine-tunes on the chosen completion of each pair and away from the rejected one at once, without a reference.
 

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.core.config import Resolved, opt
 from posttrain.core.old_names import Removed, Renamed
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.policy_losses import clipped
@@ -57,6 +58,7 @@ class RLOOConfig(RolloutConfig):
             yield f"reward_clip_range={bounds!r} must be two numbers, the lower one first"
 
 
+@reads_from_arguments("normalize_advantages", "reward_clip_range")
 class RLOOTrainer(RolloutTrainer):
     """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`."""
 
@@ -82,12 +84,11 @@ class RLOOTrainer(RolloutTrainer):
 
         A completion is one action, and its ratio a product over tokens.
         """
-        args, mask = self.args, inputs["loss_mask"]
+        mask = inputs["loss_mask"]
         old_logps = inputs.get("old_logps", policy.logps.detach())
         ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         advantages = inputs["advantages"].unsqueeze(1)
         self._log_clipping(ratio.detach(), advantages, torch.ones_like(ratio))
         if "ref_logps" in inputs and not self.model.training:  # in training it gets each rollout
             self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
-        return clipped(ratio, advantages, args.epsilon, high)
+        return clipped(ratio, advantages, self.args.epsilon, self.epsilon_high)

@@ -29,6 +29,7 @@ from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import varlen_attention, wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
 from posttrain.rl import asynchronous, policy_losses
@@ -65,6 +66,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@reads_from_arguments(
+    "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal", "log_unique_prompts",
+    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "num_completions_to_print",
+    "pad_to_multiple_of", "shuffle_dataset", "use_transformers_continuous_batching", "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_tensor_parallel_size", epsilon_low="epsilon",
+)  # fmt: skip
 class RolloutTrainer(Trainer):
     """Trains a policy on completions that it samples itself.
 
@@ -464,8 +472,7 @@ class RolloutTrainer(Trainer):
     def _log_clipping(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
         args = self.args
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        marks = policy_losses.clipping(ratio, advantages, args.epsilon, high)
+        marks = policy_losses.clipping(ratio, advantages, args.epsilon, self.epsilon_high)
         for name, held in {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}.items():
             self.metrics.add_sum(f"clip_ratio/{name}_mean", (held * mask).sum(), mask.sum())
         rows = policy_losses.share_of_rows
@@ -611,8 +618,8 @@ class RolloutTrainer(Trainer):
         args = self.args
         stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
         own = getattr(getattr(wrapping.base_model(self.model), "generation_config", None), "eos_token_id", None)
-        ends = {self.codec.tokenizer.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])} - {None}
-        ends.update(self._ends_of_calls)
+        ends = [*(own if isinstance(own, (list, tuple)) else [own]), self.codec.tokenizer.eos_token_id]
+        ends += self._ends_of_calls
         return Sampling(
             max_new_tokens=args.max_completion_length,
             temperature=args.temperature if temperature is None else temperature,
@@ -621,7 +628,7 @@ class RolloutTrainer(Trainer):
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            eos_token_ids=tuple(sorted(ends)),
+            eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
             never=() if self.image_prompts is None else tuple(sorted(self.image_prompts.vision.placeholders)),
         )
 
@@ -962,6 +969,11 @@ class RolloutTrainer(Trainer):
     def reward_weights(self) -> torch.Tensor:
         """(F,) the weight of each reward function, those of environments among them."""
         return self.rewards.weights
+
+    @property
+    def epsilon_high(self) -> float:
+        """How far the ratio to the old policy counts above 1."""
+        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     @property
     def generation_config(self) -> GenerationConfig:

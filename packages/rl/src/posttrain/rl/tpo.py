@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.losses import normalization
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl import cpo
 from posttrain.rl.preference import Completions
 from posttrain.rl.preference_batches import PreferenceCollator
@@ -50,6 +51,7 @@ class TPOConfig(PreferenceConfig):
             yield f"label_smoothing={self.label_smoothing} has no meaning for loss_type={self.loss_type!r}; set it to 0"
 
 
+@reads_from_arguments("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
 class TPOTrainer(ReferenceFreeTrainer):
     """Trains on the reference completion of each row, and to prefer the chosen completion to the rejected.
 

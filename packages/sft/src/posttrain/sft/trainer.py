@@ -32,6 +32,7 @@ from posttrain.core.models.wrapping import base_model
 from posttrain.core.old_names import moved_arguments
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
+from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
@@ -57,6 +58,7 @@ class _Statistics(NamedTuple):
     counts: Any = ()
 
 
+@reads_from_arguments("completion_only_loss", "padding_free", "router_aux_loss_coef")
 class SFTTrainer(GeneratesText, Trainer):
     """Fine-tunes a causal language model on text, on prompts and completions, or on conversations.
 
