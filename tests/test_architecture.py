@@ -28,7 +28,8 @@ LAYERS = {
         models.embeddings models.gradient_checkpointing models.regularization
         data.completion_only models.special_tokens models.wrapping
         optim.lr_scheduler training.allocator training.memory training.nonfinite
-        training.override_checks training.plan training.durations training.loss_spikes data.host_copies
+        training.argument_attributes training.override_checks training.plan training.durations training.loss_spikes
+        data.host_copies
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline

@@ -1,6 +1,7 @@
 """Attributes of a trainer that are fields of its arguments."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,3 +51,9 @@ def test_the_end_tokens_of_the_model_come_first_and_in_its_order(tmp_path):
     )  # fmt: skip
     assert trainer.generation_config.eos_token_id == [3, 2, tiny.tokenizer().eos_token_id]
     assert torch.tensor(trainer.sampling().eos_token_ids).unique().numel() == 3
+
+
+def test_a_stand_in_can_be_made_of_a_trainer_class():
+    stand_in = Mock(spec=GRPOTrainer)
+    assert not hasattr(stand_in, "no_such_name")
+    assert "metrics" in dir(GRPOTrainer) and isinstance(stand_in, GRPOTrainer)

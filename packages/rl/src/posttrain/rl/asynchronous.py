@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
@@ -48,7 +48,13 @@ class PerThread(Generic[Value]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Value:
+    @overload
+    def __get__(self, instance: None, owner: type) -> PerThread[Value]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type | None = None) -> Value: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Value | PerThread[Value]:
+        if instance is None:  # asked of the class, as inspect and mock do
+            return self
         own = getattr(_own, self.name, None) or vars(instance).get(self.name)
         if own is None:
             raise AttributeError(self.name)
