@@ -21,11 +21,11 @@ class FromArguments:
     def __set_name__(self, owner: type, name: str) -> None:
         self.field = self.field or name
 
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else getattr(trainer.args, str(self.field))
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(instance.args, str(self.field))
 
-    def __set__(self, trainer: Any, value: Any) -> None:
-        setattr(trainer.args, str(self.field), value)
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(instance.args, str(self.field), value)
 
 
 def reads_from_arguments(*names: str, **renamed: str) -> Callable[[C], C]:
