@@ -12,20 +12,17 @@ class FromArguments:
     """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree.
 
     Args:
-        field: its name in the arguments; None: the attribute's own.
+        field: its name in the arguments.
     """
 
-    def __init__(self, field: str | None = None) -> None:
+    def __init__(self, field: str) -> None:
         self.field = field
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.field = self.field or name
-
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else getattr(instance.args, str(self.field))
+        return self if instance is None else getattr(instance.args, self.field)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        setattr(instance.args, str(self.field), value)
+        setattr(instance.args, self.field, value)
 
 
 def reads_from_arguments(*names: str, **renamed: str) -> Callable[[C], C]:
