@@ -358,7 +358,7 @@ class DPOTrainer(PreferenceTrainer):
         """The weighted sum of the losses named by ``loss_type``, (B,)."""
         args, pairs = self.args, self.pairs(chosen, rejected)
         options: dict[str, Any] = {
-            "beta": self.beta,
+            "beta": self.args.beta,
             "label_smoothing": args.label_smoothing,
             "discopop_tau": args.discopop_tau,
         }
