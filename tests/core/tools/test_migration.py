@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,20 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
         (4, "what `from trl import *` brings is not seen; import names one by one"),
         (5, "posttrain has no PPOConfig: " + absent_names.INSTEAD["PPOConfig"]),
     ]  # fmt: skip
+
+
+def test_names_that_transformers_itself_has_dropped_are_named():
+    script = """
+    from transformers import AdamW, AutoModel, Trainer
+    from transformers.deepspeed import HfDeepSpeedConfig
+    from transformers.utils import check_min_version, send_example_telemetry
+    """
+    version = metadata.version("transformers")
+    assert notes(script) == [
+        (1, f"transformers {version} has no AdamW: import it from torch.optim, or leave optimizers to the trainer"),
+        (2, f"transformers {version} has no module transformers.deepspeed"),
+        (3, f"transformers {version} has no send_example_telemetry: leave out the call"),
+    ]
 
 
 # finding_D4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -98,6 +99,38 @@ for _names, _why in {
     "profiling_context profiling_decorator": "every record has perf/ values; see docs/loop.md",
 }.items():
     INSTEAD |= dict.fromkeys(_names.split(), _why)
+
+#: What to do about names that transformers itself has dropped, a clause that follows "transformers 5 has no AdamW: ".
+GONE: dict[str, str] = {}
+for _names, _why in {
+    "AdamW": "import it from torch.optim, or leave optimizers to the trainer",
+    "send_example_telemetry": "leave out the call",
+    "is_offline_mode": "import it from huggingface_hub",
+    "is_torch_tpu_available": "call is_torch_xla_available",
+    "AutoModelForVision2Seq": "use AutoModelForImageTextToText",
+    "AutoModelWithLMHead": "use AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM",
+    "TextDataset LineByLineTextDataset LineByLineWithSOPTextDataset": "read the file with datasets; tokenize with map",
+    "GlueDataset SquadDataset glue_compute_metrics": "load the rows with datasets and the metric with evaluate",
+    "cached_path": "use huggingface_hub.hf_hub_download",
+    "ViTFeatureExtractor CLIPFeatureExtractor DetrFeatureExtractor SegformerFeatureExtractor": "use the class of that "
+    "name that ends in ImageProcessor",
+}.items():
+    GONE |= dict.fromkeys(_names.split(), _why)
+
+
+def gone_from_transformers(module: str, name: str) -> str | None:
+    """Says that the installed transformers has no `name` in `module`, and what to do; None: it has it."""
+    what = f"no {name}"
+    try:
+        found = importlib.import_module(module)
+        if name in dir(found) or hasattr(found, name):
+            return None
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            return None  # a package that transformers needs there: nothing is known of the name
+        what = f"no module {error.name}"
+    version = importlib.metadata.version("transformers")
+    return f"transformers {version} has {what}" + (f": {GONE[name]}" if name in GONE else "")
 
 
 def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2) -> Exception:

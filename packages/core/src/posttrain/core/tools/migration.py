@@ -217,7 +217,7 @@ class _Script:
             if alias.name in chosen:
                 self.classes[alias.asname or alias.name] = _Class(alias.name)
             else:
-                self._note_unknown(alias, library, alias.name)
+                self._note_unknown(alias, library, alias.name, node.module)
         stays = node.module if node.module in groups else max(groups, key=lambda module: len(groups[module]))
         added = [_statement(module, names) for module, names in sorted(groups.items()) if module != stays]
         if stays != node.module or added:
@@ -309,12 +309,16 @@ class _Script:
             self.edits += [(*self.span(node), f"posttrain.{chosen[attr]}.{attr}".encode()) for node, attr in uses]
         return moved, kept
 
-    def _note_unknown(self, node: Any, library: str, name: str) -> None:
-        """A word on a name that stays, where it is part of what posttrain replaces."""
+    def _note_unknown(self, node: Any, library: str, name: str, module: str | None = None) -> None:
+        """A word on a name that stays, where it is part of what posttrain replaces, or where transformers has dropped
+        it from `module`, so that the script would end there with any trainer.
+        """
         if library == "trl" and name in absent_names.INSTEAD:
             self.note(node, f"posttrain has no {name}: {absent_names.INSTEAD[name]}")
         elif (library == "trl" and not name.startswith("__")) or "Trainer" in name or "TrainingArguments" in name:
             self.note(node, f"posttrain has no {name}; it stays with {library}")
+        elif module is not None and (gone := absent_names.gone_from_transformers(module, name)):
+            self.note(node, gone)
 
     # ---- classes and their arguments ----
 
