@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import vision_collator
-from tests import tiny_vision
+from tests import tiny, tiny_vision
 from tests.contract.trainers import images, weights
 
 pytest.importorskip("PIL.Image")
@@ -121,3 +122,29 @@ def test_a_run_goes_on_to_the_same_bits_and_does_not_depend_on_how_its_batches_a
     size = torch.stack([(expected[k] - value).norm() for k, value in before.items()]).norm()
     for name, value in weights(other).items():
         assert (value - expected[name]).norm() < 1e-5 * size, name
+
+
+def test_rows_of_text_train_a_model_that_sees_by_its_name(family, tmp_path):
+    _, model, processor = family
+    model.save_pretrained(tmp_path / "model")
+    texts = [{"text": "which of them is red ?"}, {"text": "the first , and then the second of the others"}]
+    options = dict(max_steps=1, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to="none")
+    args = SFTConfig(str(tmp_path / "out"), save_strategy="no", disable_tqdm=True, eos_token="<|endoftext|>", **options)
+    trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=texts, processing_class=tiny_vision.tokenizer())
+    [batch] = trainer.get_train_dataloader()
+    trainer.train()
+    # transformers has a class without the vision part for some
+    assert type(trainer.model) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))
+    losses = []
+    for row in texts:
+        ids = torch.tensor([[*processor.tokenizer(row["text"])["input_ids"], 1]])
+        losses.append((*loss_of(model, {"input_ids": ids, "labels": ids})[:1], ids.numel() - 1))
+    expected = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_text_model_by_name_says_that_it_cannot_see(tmp_path):
+    tiny.causal_lm("qwen3").save_pretrained(tmp_path)
+    args = SFTConfig(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    with pytest.raises(TypeError, match=r"rows have images.*Qwen3Config.*reads text alone"):
+        SFTTrainer(str(tmp_path), args, train_dataset=rows(), processing_class=tiny_vision.FAMILIES["llava"]()[1])

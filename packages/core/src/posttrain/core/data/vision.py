@@ -18,6 +18,7 @@ from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, images_of
 from posttrain.core.data.tokenization import Span
 from posttrain.core.errors import DataError, require
 from posttrain.core.models.blank_images import always_see
+from posttrain.core.models.loading import CANNOT_SEE
 from posttrain.core.models.wrapping import base_model
 
 #: Attributes of processors and configs that hold the ids of image placeholders and their edges.
@@ -46,10 +47,7 @@ def check_model(model: torch.nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is None or getattr(config, "vision_config", None) is not None or hasattr(model, "get_image_features"):
         return
-    raise TypeError(
-        f"The rows have images, and {type(model).__name__} reads text alone. Pass a vision-language model, as "
-        "AutoModelForImageTextToText loads it, or leave the images out."
-    )
+    raise TypeError(CANNOT_SEE.format(type(model).__name__))
 
 
 def image_token_id(model: torch.nn.Module) -> int | None:

@@ -22,6 +22,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 #: The classes of transformers that load a model and what reads its rows, of text alone and with images.
 READING = ("AutoModelForCausalLM", "AutoTokenizer")
 SEEING = ("AutoModelForImageTextToText", "AutoProcessor")
+CANNOT_SEE = (
+    "The rows have images, and {} reads text alone. Pass a vision-language model, as AutoModelForImageTextToText loads "
+    "it, or leave the images out."
+)
 
 
 def load_causal_lm(
@@ -43,9 +47,12 @@ def load_causal_lm(
             by one.
         auto_class: the class to load with, or its name in transformers.
 
+    A vision-language model is loaded whole for rows of text alone, where transformers has no other class for it.
+
     Raises:
         FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
         CheckpointError: an index in the folder names files outside of it.
+        TypeError: `auto_class` sees images, and the model reads text alone.
     """
     import transformers
 
@@ -58,7 +65,29 @@ def load_causal_lm(
     check_indices(path)
     with explain_missing(path, "model"):
         loader: Any = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
-        return loader.from_pretrained(path, **kwargs)
+        try:
+            return loader.from_pretrained(path, **kwargs)
+        except ValueError:
+            if auto_class not in (READING[0], SEEING[0]) or not _is_of_the_other_kind(path, kwargs, auto_class):
+                raise
+        return getattr(transformers, SEEING[0]).from_pretrained(path, **kwargs)
+
+
+def _is_of_the_other_kind(path: str, kwargs: dict[str, Any], auto_class: str) -> bool:
+    """Whether only `SEEING` has a class for the model, which `auto_class` of `READING` could not load.
+
+    Raises:
+        TypeError: the model was to see images, and only `READING` has a class for it.
+    """
+    import transformers
+
+    where = {name: kwargs[name] for name in ("trust_remote_code", "revision", "subfolder", "token") if name in kwargs}
+    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **where)
+    reads = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if auto_class == SEEING[0] and reads and not sees:
+        raise TypeError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})")) from None
+    return auto_class == READING[0] and sees and not reads
 
 
 def load_tokenizer(
