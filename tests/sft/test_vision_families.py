@@ -146,5 +146,5 @@ def test_rows_of_text_train_a_model_that_sees_by_its_name(family, tmp_path):
 def test_a_text_model_by_name_says_that_it_cannot_see(tmp_path):
     tiny.causal_lm("qwen3").save_pretrained(tmp_path)
     args = SFTConfig(str(tmp_path / "out"), use_cpu=True, report_to="none")
-    with pytest.raises(TypeError, match=r"rows have images.*Qwen3Config.*reads text alone"):
+    with pytest.raises(ValueError, match=r"they have images.*Qwen3Config.*reads text alone"):
         SFTTrainer(str(tmp_path), args, train_dataset=rows(), processing_class=tiny_vision.FAMILIES["llava"]()[1])

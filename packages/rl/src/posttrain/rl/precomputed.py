@@ -26,8 +26,8 @@ FOLDER = "reference-logps"
 ROWS_AT_ONCE = 10_000
 SAMPLED = 512
 OF_NO_LENGTH = (
-    "{name}: precompute_ref_log_probs=True is not supported with an IterableDataset, which has no known length. Set "
-    "it to False, or load the rows with streaming=False."
+    "{name}: precompute_ref_log_probs=True is not supported with IterableDataset, which has no known length. Set it "
+    "to False, or load the rows with streaming=False."
 )
 TOO_LATE = (
     "{name}: Cannot compute reference log-probs for a dataset passed after training has begun: with "

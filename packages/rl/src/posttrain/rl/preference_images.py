@@ -42,7 +42,7 @@ def check_images(args: Any, processor: Any, model: nn.Module) -> None:
     check_processor(processor)
     check_model(model)
     problems = [
-        f"{name}={value!r} is not supported for rows with images, {reason}; leave it out"
+        f"{name}={value!r} is not supported for vision datasets (rows with images), {reason}; leave it out"
         for name, reason in (
             ("precompute_ref_log_probs", "which are read while batches are made"),
             ("num_eval_samples", "whose prompts are not answered"),

@@ -23,8 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 READING = ("AutoModelForCausalLM", "AutoTokenizer")
 SEEING = ("AutoModelForImageTextToText", "AutoProcessor")
 CANNOT_SEE = (
-    "The rows have images, and {} reads text alone. Pass a vision-language model, as AutoModelForImageTextToText loads "
-    "it, or leave the images out."
+    "The rows are vision-related: they have images, and {} reads text alone. Pass a vision-language model, as "
+    "AutoModelForImageTextToText loads it, or leave the images out."
 )
 
 
@@ -52,7 +52,7 @@ def load_causal_lm(
     Raises:
         FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
         CheckpointError: an index in the folder names files outside of it.
-        TypeError: `auto_class` sees images, and the model reads text alone.
+        ValueError: `auto_class` sees images, and the model reads text alone.
     """
     import transformers
 
@@ -77,7 +77,7 @@ def _is_of_the_other_kind(path: str, kwargs: dict[str, Any], auto_class: str) ->
     """Whether only `SEEING` has a class for the model, which `auto_class` of `READING` could not load.
 
     Raises:
-        TypeError: the model was to see images, and only `READING` has a class for it.
+        ValueError: the model was to see images, and only `READING` has a class for it.
     """
     import transformers
 
@@ -86,7 +86,7 @@ def _is_of_the_other_kind(path: str, kwargs: dict[str, Any], auto_class: str) ->
     reads = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if auto_class == SEEING[0] and reads and not sees:
-        raise TypeError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})")) from None
+        raise ValueError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})")) from None
     return auto_class == READING[0] and sees and not reads
 
 
