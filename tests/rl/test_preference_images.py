@@ -131,7 +131,9 @@ def test_a_user_with_a_loss_of_their_own_gets_the_images_of_every_row(tmp_path):
 def test_what_cannot_be_done_with_images_says_so(tmp_path):
     model, processor = tiny_vision.llava()
     for field in ({"precompute_ref_log_probs": True}, {"num_eval_samples": 2}):
-        with pytest.raises(ConfigError, match=f"{min(field)}=.* is not supported for vision datasets \\(rows with images\\)"):
+        with pytest.raises(
+            ConfigError, match=f"{min(field)}=.* is not supported for vision datasets \\(rows with images\\)"
+        ):
             DPOTrainer(
                 model, args=DPOConfig(**options(tmp_path, **field)), train_dataset=pairs(), processing_class=processor
             )

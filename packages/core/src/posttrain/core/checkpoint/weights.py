@@ -43,7 +43,7 @@ def save_weights(
         given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
         if max_shard_size is not None and not hasattr(model, "peft_config"):
             given["max_shard_size"] = max_shard_size
-        with _quiet(), _written_here(), _on_this_process(model):
+        with _quiet(), _written_here(), _on_this_process(model), sharding.plain_classes(model):
             save(str(directory), **given)
     elif state_dict is not None:
         write(state_dict, directory, type(model).__name__)

@@ -8,8 +8,9 @@ Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -33,6 +34,21 @@ def is_sharded(model: nn.Module) -> bool:
 def plain_class(model: nn.Module) -> type[nn.Module]:
     """The class of `model` before `shard` changed it."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+@contextlib.contextmanager
+def plain_classes(model: nn.Module) -> Iterator[None]:
+    """Within this context the modules of `model` have the classes from before `shard`, by whose names transformers
+    knows how a checkpoint holds their weights.
+    """
+    changed = [(module, type(module)) for module in model.modules() if plain_class(module) is not type(module)]
+    try:
+        for module, _ in changed:
+            module.__class__ = plain_class(module)
+        yield
+    finally:
+        for module, kind in changed:
+            module.__class__ = kind
 
 
 def make_mesh(

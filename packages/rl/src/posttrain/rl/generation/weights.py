@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces, whole, whole_shape
+from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating, is_float32
@@ -121,7 +121,8 @@ def as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Te
     """`weights` of `model` under the names and in the shapes of its checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, weights)
+    with sharding.plain_classes(model):
+        return revert_weight_conversion(model, weights)
 
 
 def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
