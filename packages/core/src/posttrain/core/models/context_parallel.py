@@ -29,7 +29,7 @@ from torch import nn
 from posttrain.core.data.host_copies import host_copy, send
 from posttrain.core.data.segments import Segments
 from posttrain.core.models import varlen_attention
-from posttrain.core.models.attention_blocks import Blocks, Layout, piece_by_piece
+from posttrain.core.models.attention_blocks import Blocks, Layout, in_one_type, piece_by_piece
 from posttrain.core.models.wrapping import base_model
 
 _WHOLE: ContextVar[bool] = ContextVar("whether forwards compute whole rows", default=False)
@@ -259,11 +259,7 @@ class RowSlice:
         """Softmax attention of the slice's queries to the keys of whole rows; arguments and result as of
         `varlen_attention.segment_attention`."""
         device = query.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        else:
-            dtype = functools.reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype))
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        query, key, value = in_one_type(query, key, value)
         with torch.autocast(device, enabled=False):
             both = torch.cat([key, value], -1)[0].transpose(0, 1)  # one message for both
             both = _Gather.apply(both, self.group).transpose(0, 1)[None]

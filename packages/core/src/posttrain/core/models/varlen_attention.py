@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.segments import Segments
-from posttrain.core.models.attention_blocks import Blocks, layout_of, piece_by_piece
+from posttrain.core.models.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.document_kernels import bounds_of, document_kernel
 from posttrain.core.models.wrapping import base_model, unwrap
@@ -262,11 +262,7 @@ def segment_attention(
         (1, H, N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = functools.reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype))
-    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    query, key, value = in_one_type(query, key, value)
     if window is not None and window >= max(map(sum, zip(segments.offsets, segments.lengths, strict=True))):
         window = None  # it reaches over every document
     with torch.autocast(device, enabled=False):
