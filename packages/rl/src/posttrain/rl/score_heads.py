@@ -15,14 +15,10 @@ import torch
 from torch import nn
 
 from posttrain.core.models.loading import explain_missing, load_causal_lm, missing_folder
+from posttrain.core.models.parts import sees_images
 from posttrain.core.models.wrapping import base_model
 
 TASK = "AutoModelForSequenceClassification"
-
-
-def sees_images(config: Any) -> bool:
-    """Whether a model with this config reads images."""
-    return getattr(config, "vision_config", None) is not None
 
 
 def score_class(config: Any) -> type:

@@ -13,10 +13,10 @@ from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader
 from posttrain.core.data.vision import Shown
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.loading import READING, SEEING, load_tokenizer
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.parts import sees
 from posttrain.rl.prompts import PromptCodec
 from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, same_images
-from posttrain.rl.score_heads import load_reward_model, sees_images, set_pad_token
+from posttrain.rl.score_heads import load_reward_model, set_pad_token
 
 
 class RewardModel:
@@ -123,7 +123,7 @@ def scorer(model: nn.Module, tokenizer: Any = None, trust_remote_code: bool = Fa
     Args:
         tokenizer: its tokenizer, or its processor; None: the one next to its weights.
     """
-    classes = SEEING if sees_images(base_model(model).config) else READING
+    classes = SEEING if sees(model) else READING
     tokenizer = tokenizer or load_tokenizer(model, trust_remote_code, classes[1])
     kind = ImageRewardModel if hasattr(tokenizer, "image_processor") else RewardModel
     return kind(model, tokenizer)

@@ -283,14 +283,13 @@ class SFTTrainer(GeneratesText, Trainer):
     def _load(
         self, model: nn.Module | str, tokenizer: Any, args: SFTConfig, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
+        model_class, reader_class = loading.SEEING if self._sees else loading.READING
         if isinstance(model, (str, os.PathLike)):
             options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-            auto_class = "AutoModelForImageTextToText" if self._sees else "AutoModelForCausalLM"
-            model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=auto_class, **options)
+            model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
         _refuse_other_models(model)
         if tokenizer is None:
-            auto_class = "AutoProcessor" if self._sees else "AutoTokenizer"
-            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, auto_class)
+            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, reader_class)
         if self._sees:
             check_config(args, tokenizer)
             check_model(base_model(model))

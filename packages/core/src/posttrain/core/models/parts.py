@@ -20,10 +20,14 @@ logger = logging.getLogger(__name__)
 PARTS = ("language", "vision", "both")
 
 
+def sees_images(config: Any) -> bool:
+    """Whether a model with this config has a vision part."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def sees(model: nn.Module) -> bool:
     """Whether `model` has a vision part."""
-    config = getattr(base_model(model), "config", None)
-    return getattr(config, "vision_config", None) is not None
+    return sees_images(getattr(base_model(model), "config", None))
 
 
 def part_names(model: nn.Module) -> dict[str, list[str]]:
