@@ -93,7 +93,7 @@ def train(url: str, folder: Path, bound: int, seed: int, options: argparse.Names
     return {
         "max_staleness": bound, "seed": seed, "before": before,
         "after": statistics.mean(calculator.shares(trainer.model, tokenizer, held_out, 4)),
-        "last_rewards": statistics.mean(rewards[-10:]), "steps": records.steps, "seconds": seconds,
+        "last_rewards": statistics.mean(rewards[-10:]), "rewards": rewards, "steps": records.steps, "seconds": seconds,
         "steps_per_hour": 3600 * records.steps / seconds,
         "share_waited": sum(records.seconds[name] for name in waited) / seconds,
         "share_of_sync": records.seconds["sync"] / seconds,
