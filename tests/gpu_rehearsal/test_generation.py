@@ -11,6 +11,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator
 from tests import tiny
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
+from tests.rl.test_generation_local import watch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
 
@@ -40,6 +41,27 @@ def test_completions_are_those_of_the_cpu_and_few_tokens_are_waited_for():
             assert a == pytest.approx(b, abs=1e-4)
     assert long - short <= (64 - 16) / 16, "\n".join(f"{wait.kind} {wait.stack[:3]}" for wait in gpu.waits[-long:])
     assert short <= 20  # to begin and to end a rollout
+
+
+def test_a_bounded_cache_is_within_its_bytes_and_writes_what_the_cpu_writes(monkeypatch):
+    """Rows leave and others come, and the cache grows beyond 64 tokens."""
+    prompts, sampling = [PROMPTS[i % 3] for i in range(6)], Sampling(70, eos_token_ids=tuple(range(60, 63)))
+    bound = 2 * (9 + 3 * 70)
+
+    def generated(device):
+        made = LocalGenerator(tiny.tokenizer(), max_tokens=bound if device == "cuda" else None)
+        made.sync_weights(tiny.causal_lm("qwen3", initializer_range=0.2).to(device))
+        made.generate(PROMPTS[:1], 1, Sampling(2))  # tries the model
+        return made.generate(prompts, 3, sampling, seeds=range(18))
+
+    expected, watched = generated("cpu"), watch(monkeypatch, is_fixed=None)
+    with EmulatedCuda():
+        monkeypatch.setattr(local, "LOOK_EVERY", 4)
+        done = generated("cuda")
+    assert done.ids == expected.ids and len({len(ids) for ids in done.ids}) > 3
+    config = tiny.causal_lm("qwen3").config
+    token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert 0.5 * bound * token < max(size for size, _ in watched) <= bound * token
 
 
 class Recorded(EmulatedCuda):

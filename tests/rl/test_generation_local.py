@@ -203,6 +203,71 @@ def test_generation_leaves_the_model_as_it_was():
     assert model.training and model.config._attn_implementation == before
 
 
+# ------------------------------------------------------------------------------------------------- memory of the cache
+
+
+def cache_bytes(decoding):
+    """Bytes of the storages behind the keys and values of all blocks."""
+    kept = [layers for block in decoding.blocks for layers in (block.prompts, block.own)]
+    storages = [part.untyped_storage() for layers in kept for pair in layers.values() for part in pair]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def watch(monkeypatch, is_fixed=False):
+    """(bytes of the cache, rows) behind each token that is written from now on."""
+    found, go_on = [], local._Run._go_on
+
+    def watched(run):
+        go_on(run)
+        found.append((cache_bytes(run.decoding), len(run.index)))
+
+    monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+    monkeypatch.setattr(local._Run, "_go_on", watched)
+    return found
+
+
+TOKEN = 2 * 4 * SIZE["num_hidden_layers"] * SIZE["num_key_value_heads"] * SIZE["head_dim"]  # bytes in float32
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["CPU", "as on a GPU"])
+@pytest.mark.parametrize(("length", "share"), [(256, 0.31), (1024, 0.18)])
+def test_the_cache_holds_the_prompt_of_a_group_once(length, share, is_fixed, monkeypatch):
+    made, model = make(max_position_embeddings=2048)
+    prompt, new = [5 + i % 300 for i in range(length)], 64
+    found = watch(monkeypatch, is_fixed)
+    made.generate([prompt], 8, Sampling(new), seeds=range(8))
+    mine = max(size for size, _ in found)
+    assert mine == (length + 8 * new) * TOKEN
+    out = model.generate(
+        torch.tensor([prompt] * 8), max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True
+    )
+    layers = out.past_key_values.layers
+    theirs = sum(part.untyped_storage().nbytes() for layer in layers for part in (layer.keys, layer.values))
+    assert theirs == 8 * (length + new - 1) * TOKEN and mine / theirs < share
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["CPU", "as on a GPU"])
+@pytest.mark.parametrize("new", [20, 70])  # below 64 tokens, at which the cache doubles, and above
+def test_the_cache_stays_within_its_tokens_while_rows_leave_and_others_come(new, is_fixed, monkeypatch):
+    prompts = [[50 + i for i in range(length)] for length in (120, 100, 30, 90, 110, 40, 95, 60)]
+    sampling = Sampling(new, eos_token_ids=tuple(range(30)))
+    expected = make()[0].generate(prompts, 4, sampling, seeds=range(32))
+    model, bound = make()[1], 3 * (120 + 4 * new)
+    made = LocalGenerator(tiny.tokenizer(), max_tokens=bound)
+    made.sync_weights(model)
+    problem(model)
+    found = watch(monkeypatch, is_fixed)
+    done = made.generate(prompts, 4, sampling, seeds=range(32))
+    assert done.ids == expected.ids and len({len(ids) for ids in done.ids}) > 3
+    assert max(size for size, _ in found) <= bound * TOKEN
+    # More than would fit if each completion held its prompt; one prompt is let in whatever it needs.
+    assert max(rows for _, rows in found) >= 8 > bound // (120 + new)
+    found.clear()
+    made.max_tokens = 10
+    assert made.generate(prompts[:2], 4, sampling, seeds=range(8)).ids == expected.ids[:8]
+    assert max(rows for _, rows in found) <= 4
+
+
 # ------------------------------------------------------------------------------------------------ the step of a decoder
 
 

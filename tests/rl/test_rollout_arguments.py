@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from posttrain.core.errors import ConfigError
 from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from posttrain.rl import completions as told
+from posttrain.rl.cli import of_rollouts
+from posttrain.rl.generation.block import Block
 from posttrain.rl.generation.engines import OF_THE_SERVER, make_generator
 from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
@@ -380,3 +383,45 @@ def test_the_local_engine_writes_as_many_completions_at_once_as_is_set():
     assert make_generator(None, GRPOConfig(output_dir="out", use_cpu=True)).max_rows == 256
     with pytest.raises(ValueError, match="generation_max_rows"):
         GRPOConfig(output_dir="out", generation_max_rows=0, use_cpu=True)
+
+
+def test_the_cache_of_the_local_engine_is_bounded_in_tokens():
+    args = GRPOConfig(output_dir="out", generation_cache_tokens=5000, use_cpu=True)
+    assert make_generator(None, args).max_tokens == 5000
+    assert make_generator(None, GRPOConfig(output_dir="out", use_cpu=True)).max_tokens is None
+    with pytest.raises(ValueError, match="generation_cache_tokens"):
+        GRPOConfig(output_dir="out", generation_cache_tokens=0, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ({}, 4),
+        ({"generation_max_rows": 17}, 2),
+        ({"generation_cache_tokens": 3 * (200 + 8 * 50)}, 3),
+        ({"generation_cache_tokens": 10}, 1),
+    ],
+    ids=str,
+)
+def test_the_plan_counts_a_prompt_once_for_all_its_completions(given, prompts):
+    usual = dict(output_dir="out", use_cpu=True, per_device_train_batch_size=8, steps_per_generation=4)
+    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, **given)
+    planned = of_rollouts(SimpleNamespace(config=args), 250).generated
+    assert planned == Block([200] * prompts, 8, torch.device("cpu"), max_new=50).reserved == prompts * (200 + 8 * 50)
+
+
+@pytest.mark.parametrize(
+    ("given", "planned"),
+    [
+        ({"use_vllm": True}, 0),
+        ({"generation_kwargs": {"stop": "a"}}, 4 * (200 + 8 * 50)),
+        ({"generation_kwargs": {"typical_p": 0.9}}, 32 * 250),
+        ({"cache_implementation": "static"}, 32 * 250),
+        ({"use_transformers_continuous_batching": True}, 32 * 250),
+    ],
+    ids=str,
+)
+def test_the_plan_counts_the_cache_of_the_engine_that_is_used(given, planned):
+    usual = dict(output_dir="out", use_cpu=True, per_device_train_batch_size=8, steps_per_generation=4)
+    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, **given)
+    assert of_rollouts(SimpleNamespace(config=args), 250).generated == planned

@@ -69,9 +69,23 @@ def of_rollouts(run: Run, length: int | None) -> Any:
 
     config = run.config
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
-    rows = config.per_device_train_batch_size
-    generated = 0 if config.use_vllm else rows * config.steps_per_generation * size
+    rows, generated = config.per_device_train_batch_size, _cached_tokens(config, size)
     return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated)
+
+
+def _cached_tokens(config: Any, size: int) -> int:
+    """Tokens in the cache of the engine in this process at most, for prompts and completions of `size` together."""
+    from posttrain.rl.generation.engines import shares_prompts
+
+    rows, group = config.per_device_train_batch_size * config.steps_per_generation, config.num_generations
+    if not shares_prompts(config):
+        return 0 if config.use_vllm else rows * size
+    new = min(config.max_completion_length, size)
+    each = size - new + group * new  # of a prompt with all its completions
+    groups = max(min(rows, config.generation_max_rows) // group, 1)
+    if config.generation_cache_tokens is not None:
+        groups = max(min(groups, config.generation_cache_tokens // each), 1)
+    return groups * each
 
 
 DPO = Method(

@@ -333,7 +333,8 @@ class DistillationTrainer(RolloutTrainer):
 
     def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
         tokenizer = self.codec.tokenizer
-        engine: Generator = LocalGenerator(tokenizer, self.args.generation_max_rows)
+        limits = self.args.generation_max_rows, self.args.generation_cache_tokens
+        engine: Generator = LocalGenerator(tokenizer, *limits)
         if self.image_prompts is not None:
             engine = TransformersGenerator(tokenizer)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`

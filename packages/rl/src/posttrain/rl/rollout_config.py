@@ -66,6 +66,12 @@ class GenerationArguments:
     generation_max_rows: int = opt(
         MAX_ROWS, "Completions that the local engine writes at once: memory grows with them, and the rest wait.", min=1
     )
+    generation_cache_tokens: int | None = opt(
+        None,
+        "Tokens in the local engine's cache at most: a prompt counts once for all its completions, and each of these "
+        "with max_completion_length; None: those of generation_max_rows.",
+        min=1,
+    )
     cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
     use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
     transformers_continuous_batching_config: JSONObject = opt(None, "Settings of transformers' continuous batching.")

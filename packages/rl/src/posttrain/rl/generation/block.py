@@ -6,12 +6,16 @@ prompt meet its keys in one matrix product.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import send
+
+SLOTS = 64
+"""Tokens of a row that a new cache has room for. A full one doubles, up to what a row can get."""
 
 
 class Block:
@@ -21,10 +25,12 @@ class Block:
         lengths: (P,) tokens of each prompt.
         owners: (R,) the prompt of each row.
         width: tokens of the longest prompt. step: generated tokens of each row that are in the cache.
+        room: rows that the cache has room for; some of them may have left.
+        max_new: tokens that a row gets at most.
     """
 
-    def __init__(self, lengths: Sequence[int], copies: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, lengths: Sequence[int], copies: int, device: torch.device, max_new: int = sys.maxsize) -> None:
+        self.device, self.max_new, self.room = device, max_new, len(lengths) * copies
         self._lengths = torch.tensor(lengths)  # on the CPU, where rows are placed; the device has its own
         self._owners = torch.arange(len(lengths)).repeat_interleave(copies)
         self.width, self.step, self.is_ragged = max(lengths), 0, min(lengths) < max(lengths)
@@ -45,6 +51,11 @@ class Block:
     def longest(self) -> int:
         """No row has a larger position."""
         return self.width + self.step
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that the cache has room for when it is as large as it can become: a prompt counts once."""
+        return len(self._lengths) * self.width + self.room * self.max_new
 
     @property
     def steps(self) -> torch.Tensor:
@@ -74,8 +85,11 @@ class Block:
                 keys[to, :, : self.step] = keys[source, :, : self.step]
                 values[to, :, : self.step] = values[source, :, : self.step]
         self._owners = self._owners[torch.tensor(order, dtype=torch.long)]
-        for layer, (keys, values) in self.own.items():
-            self._set_own(layer, keys[: len(order)], values[: len(order)])
+        is_loose = 2 * len(order) <= self.room  # so each row is moved about once, and half of the room is in use
+        self.room = len(order) if is_loose else self.room
+        for layer, pair in self.own.items():
+            keys, values = (part[: len(order)].clone() if is_loose else part[: len(order)] for part in pair)
+            self._set_own(layer, keys, values)
         self._drop_prompts()
         self._place_rows()
         return order
@@ -128,7 +142,8 @@ class Block:
 
     def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         rows, heads, size = like.shape
-        new = like.new_zeros(rows, heads, max(64, 2 * self.step), size)  # zeros: what is masked must be finite
+        self.room, slots = rows, min(max(SLOTS, 2 * self.step), self.max_new)
+        new = like.new_zeros(rows, heads, slots, size)  # zeros: what is masked must be finite
         if old is not None:
             new[:, :, : self.step] = old[:, :, : self.step]
         return new

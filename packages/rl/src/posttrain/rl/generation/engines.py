@@ -29,19 +29,28 @@ def make_generator(tokenizer: Any, args: Any, sees: bool = False) -> Generator:
     Raises:
         ValueError: the chosen engine does not support another setting.
     """
-    settings = {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
+    settings = _settings(args)
     if args.use_vllm:
         return _vllm(tokenizer, args, settings)
     if args.use_transformers_continuous_batching:
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
-    if args.cache_implementation:
-        settings["cache_implementation"] = args.cache_implementation
-    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows)
-    if settings or sees:
-        local = TransformersGenerator(tokenizer, settings)
+    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows, args.generation_cache_tokens)
+    if not shares_prompts(args) or sees:
+        cache = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
+        local = TransformersGenerator(tokenizer, settings | cache)
     return CopiedGenerator(local) if args.max_staleness else local
+
+
+def shares_prompts(args: Any) -> bool:
+    """Whether the engine for `args` is the local one, whose cache holds a prompt once for all its completions."""
+    others = args.use_vllm, args.use_transformers_continuous_batching, args.cache_implementation, _settings(args)
+    return not any(others)
+
+
+def _settings(args: Any) -> dict[str, Any]:
+    return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
 
 
 def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:

@@ -9,15 +9,13 @@ for the product with the keys of their prompt, and are already split by row for 
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
 
 from posttrain.core.data.host_copies import send
-from posttrain.rl.generation.block import Block, copy_numbers
-
-SLOTS = 64
-"""Tokens of a row that a new cache has room for. A full one doubles."""
+from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
 
 
 class _Grid(NamedTuple):
@@ -41,13 +39,13 @@ class _Views(NamedTuple):
 class FixedBlock(Block):
     """A `Block` whose shapes do not depend on how many tokens are written. `own` has (B, slots, D) for each layer."""
 
-    def __init__(self, lengths, copies: int, device: torch.device) -> None:
+    def __init__(self, lengths, copies: int, device: torch.device, max_new: int = sys.maxsize) -> None:
         self._shape, self._cells = (0, 0), torch.empty(0, dtype=torch.long)  # (P, copies); (R,) in P * copies
         self._grids: dict[int, _Grid] = {}  # by the number of head groups
         self._views: dict[int, _Views] = {}
         self._written = torch.zeros(1, dtype=torch.long, device=device)  # `step`, for a graph that must not change
         self._unwritten = torch.zeros(1, 1, 0, device=device)  # (1, 1, slots) -inf where nothing is written yet
-        super().__init__(lengths, copies, device)
+        super().__init__(lengths, copies, device, max_new)
 
     @property
     def steps(self) -> torch.Tensor:
@@ -80,6 +78,7 @@ class FixedBlock(Block):
         shape = len(lengths), int(owners.bincount().max())
         if shape != self._shape:
             self._shape, self._cells = shape, owners * shape[1] + copy_numbers(owners, len(lengths))
+            self.room = shape[0] * shape[1]
         self._grids, self._biases = {}, {}
         self.lengths, self.owners, self._first = (send(t, self.device) for t in (lengths, owners, lengths[owners]))
 
@@ -97,11 +96,11 @@ class FixedBlock(Block):
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take the (1, G, N, D) keys and values of the prompts, which are one after the other in N."""
         super().store(layer, keys, values)
-        places = self._shape[0] * keys.shape[1] * self._shape[1]
+        places, slots = self.room * keys.shape[1], min(SLOTS, self.max_new)
         # Zeros: what is masked must be finite.
         self.own[layer] = (
-            keys.new_zeros(places, SLOTS, keys.shape[-1]),
-            values.new_zeros(places, SLOTS, values.shape[-1]),
+            keys.new_zeros(places, slots, keys.shape[-1]),
+            values.new_zeros(places, slots, values.shape[-1]),
         )
         self._look_up(layer)
 
@@ -193,10 +192,11 @@ class FixedBlock(Block):
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)
             return
+        more = min(slots, self.max_new - slots)
         for layer, (keys, values) in self.own.items():
             self.own[layer] = (
-                torch.cat([keys, torch.zeros_like(keys)], 1),
-                torch.cat([values, torch.zeros_like(values)], 1),
+                torch.cat([keys, torch.zeros_like(keys[:, :more])], 1),
+                torch.cat([values, torch.zeros_like(values[:, :more])], 1),
             )
         self._look_up()
 

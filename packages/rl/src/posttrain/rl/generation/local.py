@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,14 +44,16 @@ class LocalGenerator:
 
     Args:
         tokenizer: decodes what is searched for stop strings.
-        max_rows: completions that are written at once: the memory of the cache grows with them. The rest wait.
+        max_rows: completions that are written at once. The rest wait.
+        max_tokens: tokens that the cache has room for, unless one prompt with its completions needs more. A prompt
+            counts once for all its completions, and each of these with as many tokens as it can get. None: no bound.
     """
 
     shares_weights = True
     model: nn.Module  # that of `sync_weights`
 
-    def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS) -> None:
-        self.tokenizer, self.max_rows = tokenizer, max_rows
+    def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS, max_tokens: int | None = None) -> None:
+        self.tokenizer, self.max_rows, self.max_tokens = tokenizer, max_rows, max_tokens
         self.fallback = TransformersGenerator(tokenizer)
         self._told = False
 
@@ -76,7 +79,7 @@ class LocalGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         with evaluating(self.model), decoding_attention(self.model), packed_head(self.model):
             run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds)
-            return run.completions(self.max_rows)
+            return run.completions(self.max_rows, self.max_tokens or sys.maxsize)
 
 
 class _Run:
@@ -97,25 +100,33 @@ class _Run:
             self.seen = torch.zeros(size, _vocabulary(model), dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
-        self.decoding = Decoding(self.device)
+        self.decoding = Decoding(self.device, max_new=longest)
         self.step = _step_of(model)
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()
 
-    def completions(self, max_rows: int) -> Completions:
+    def completions(self, max_rows: int, max_tokens: int) -> Completions:
         """Write all of them, about `max_rows` at a time; places that become free are filled with the next prompts."""
         # The longest first, so that those that are read last take least memory.
         waiting = sorted(range(len(self.prompts)), key=lambda number: len(self.prompts[number]))
         while waiting or self.rows:
-            while waiting and (not self.rows or len(self.index) + max(self.n, REFILL * max_rows) <= max_rows):
-                self._read(_next_batch(self.prompts, waiting, max((max_rows - len(self.index)) // self.n, 1)))
+            while waiting and (most := self._most(len(self.prompts[waiting[-1]]), max_rows, max_tokens)):
+                self._read(_next_batch(self.prompts, waiting, most))
             if self.rows:
                 self._go_on()
         ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
         logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
         check_logps(logps)
         return Completions(ids, logps, self.finished, is_exact=is_float32(self.model))
+
+    def _most(self, length: int, max_rows: int, max_tokens: int) -> int:
+        """How many prompts of `length` tokens may be read now; 0 while too little of the room is free."""
+        rows, tokens = max_rows - len(self.index), max_tokens - self.decoding.reserved
+        each = length + self.n * self.sampling.max_new_tokens
+        if self.rows and (rows < max(self.n, REFILL * max_rows) or tokens < max(each, REFILL * max_tokens)):
+            return 0
+        return max(min(rows // self.n, tokens // each), 1)
 
     def _read(self, numbers: list[int]) -> None:
         """Read the prompts of these numbers, and write the first token of each of their completions."""
