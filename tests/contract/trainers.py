@@ -24,6 +24,7 @@ from posttrain.rl import (
     RLOOTrainer,
     TPOTrainer,
 )
+from posttrain.rl.score_heads import with_score_head
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny, tiny_vision
@@ -276,15 +277,24 @@ def image_rows(num_rows: int) -> list[dict[str, Any]]:
 
 
 def images(trainer_class: type[Trainer], columns: str, family: str = "qwen2_5_vl", **options: Any) -> Any:
-    """Any trainer that takes images, on rows with and without them; `columns` are those that it reads."""
+    """Any trainer that takes images, on rows with and without them; `columns` are those that it reads.
+
+    A reward model gets a head, and a student a teacher of its family.
+    """
 
     def rows(number: int) -> list[dict[str, Any]]:
         return [{name: row[name] for name in ("images", *columns.split())} for row in image_rows(number)]
 
     def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
         model, processor = tiny_vision.FAMILIES[family]()
-        samples = "num_generations" in options
-        rewards = {"reward_funcs": digit_sum_of_images} if samples else {}
+        samples, more = "num_generations" in options, {}
+        if samples:
+            more["reward_funcs"] = digit_sum_of_images
+        if trainer_class is RewardTrainer:
+            torch.manual_seed(0)
+            model = with_score_head(model)
+        if trainer_class is DistillationTrainer:
+            more["teacher_model"] = tiny_vision.FAMILIES[family](seed=3)[0]
         usual = {"gradient_checkpointing": False, "learning_rate": 1e-2}
         return trainer_class(
             model=model,
@@ -293,7 +303,7 @@ def images(trainer_class: type[Trainer], columns: str, family: str = "qwen2_5_vl
             train_dataset=rows(9 if samples else ROWS),
             eval_dataset=rows(3 if samples else 7),
             callbacks=callbacks,
-            **rewards,
+            **more,
         )
 
     return make
@@ -355,6 +365,8 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "tpo-images": images(TPOTrainer, f"{PAIRS} reference", beta=0.3),
     "grpo-images": images(GRPOTrainer, "prompt", **SAMPLES),
     "rloo-images": images(RLOOTrainer, "prompt", **SAMPLES),
+    "reward-images": images(RewardTrainer, PAIRS, center_rewards_coefficient=0.01),
+    "distillation-images": images(DistillationTrainer, "prompt completion", lmbda=0.5, max_completion_length=6),
 }
 #: Those without randomness in the forward pass: their result cannot depend on how a window is cut.
 EXACT = {name: make for name, make in TRAINERS.items() if name != "dropout"}

@@ -213,7 +213,10 @@ class Environments:
         context: int | None,
     ) -> list[tuple[Sample, list[int]]]:
         """Let `samples` write their next turn. Returns each with the tokens of it."""
-        turns = [Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed) for s in samples]
+        turns = [
+            Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed, shown=s.shown)
+            for s in samples
+        ]
         most = max(map(room_of, samples), default=0)
         for limit, some in by_room(turns, most, context).items():
             go_on(some, turn, limit)

@@ -29,6 +29,7 @@ from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference import Completions, PreferenceTrainer
+from posttrain.rl.preference_batches import positions_of
 from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
 from posttrain.rl.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
@@ -110,23 +111,26 @@ class KTOCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         prompts = [row["prompt_ids"] for row in rows]
-        batch = self._lay_out(prompts, [row["completion_ids"] for row in rows])
+        positions = positions_of(rows)
+        batch = self._lay_out(prompts, [row["completion_ids"] for row in rows], positions)
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
         if self.with_kl:
             taken = others_of(prompts)  # of a stream, where each takes another's in its batch
             others = [row.get("kl_ids", rows[i]["completion_ids"]) for row, i in zip(rows, taken, strict=True)]
             if self.max_length is not None:
                 others = [o[: max(self.max_length - len(p), 1)] for p, o in zip(prompts, others, strict=True)]
-            batch["kl"] = self._lay_out(prompts, others)
+            batch["kl"] = self._lay_out(prompts, others, positions)
         for name in ("ref_logps", "ref_kl_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
         return batch
 
-    def _lay_out(self, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
+    def _lay_out(
+        self, prompts: list[Any], completions: list[Any], positions: list[torch.Tensor] | None
+    ) -> dict[str, Any]:
         groups = [(prompt, [completion]) for prompt, completion in zip(prompts, completions, strict=True)]
         if self.flat:
-            return shared_rows(groups)
+            return shared_rows(groups, positions=positions)
         return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 

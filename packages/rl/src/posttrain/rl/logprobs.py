@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ def lay_out(
     share: bool,
     pad_token_id: int = 0,
     multiple: int | None = None,
+    keys: Sequence[int] | None = None,
+    positions: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """N prompts and completions as the input of a model.
 
@@ -46,6 +49,8 @@ def lay_out(
         share: adjacent completions of the same prompt follow one copy of it, all in one row, see
             `posttrain.rl.shared_prefix`.
         multiple: pad rows to a multiple of this.
+        keys: of each prompt, where equal tokens are not equal prompts, because they show other images.
+        positions: of each prompt that is shared, see `shared_rows`.
 
     Returns:
         ``input_ids``, (N, L), or (1, L) where shared, with the model's other inputs; ``labels`` of the same shape, the
@@ -53,7 +58,7 @@ def lay_out(
         flattened predictions each completion's tokens are predicted.
     """
     if share:
-        batch = shared_rows(groups(prompts, completions))
+        batch = shared_rows(groups(prompts, completions, keys), positions=positions)
         places, labels = batch.pop("completion_places"), batch.pop("shift_labels")
         del batch["completion_mask"]
     else:
@@ -68,15 +73,12 @@ def lay_out(
 
 
 def groups(
-    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor]
+    prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], keys: Sequence[Any] | None = None
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Adjacent completions of the same prompt, as ``(prompt, completions)``."""
-    found: list[tuple[list[int], list[list[int]]]] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if not found or found[-1][0] != prompt.tolist():
-            found.append((prompt.tolist(), []))
-        found[-1][1].append(completion.tolist())
-    return found
+    """Adjacent completions of the same prompt, as ``(prompt, completions)``: of the same key, or else tokens."""
+    keys = [prompt.tolist() for prompt in prompts] if keys is None else keys
+    runs = [list(run) for _, run in groupby(range(len(prompts)), key=keys.__getitem__)]
+    return [(prompts[run[0]].tolist(), [completions[i].tolist() for i in run]) for run in runs]
 
 
 def _padded(

@@ -21,7 +21,7 @@ from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.data.images import columns_of, has_images
-from posttrain.core.data.vision import CountedBatch
+from posttrain.core.data.vision import CountedBatch, VisionProcessor
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import samples as written
 from posttrain.core.losses import normalization
@@ -118,13 +118,14 @@ class PreferenceTrainer(Trainer):
         for one in (model, ref_model) if args.disable_dropout else ():
             regularization.disable_dropout(one) if one is not None else None
         self._encoder = Encoder.of(model, tokenizer)
-        self._choose_layout(model, ref_model, args)
+        self._choose_layout(model, ref_model, args, tokenizer)
         self.data_reports: dict[str, PreferenceReport] = {}
         self._prepared: list[Any] = []
         if self._sees:
             self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
             collate = self.make_collator(tokenizer, args)
-            data_collator = image_collator(tokenizer, model, args, self.data_kind, collate, not self._own_loss)
+            layout = collate, not self._own_loss, self._shared
+            data_collator = image_collator(tokenizer, model, args, self.data_kind, *layout)
         super().__init__(
             model=model,
             args=args,
@@ -340,14 +341,14 @@ class PreferenceTrainer(Trainer):
     def loss_is_scaled(self) -> bool:
         return True
 
-    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
         """Whether prompts are shared, and the reason if not."""
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
-        self._own_loss = has_own_loss(type(self))
-        problem = varlen_attention.segments_problem(model)
-        if problem is None and ref_model is not None:
-            problem = varlen_attention.segments_problem(ref_model)
+        self._own_loss, wanted = has_own_loss(type(self)), args.shared_prefix is not False
+        example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self._sees and wanted else None
+        both = [one for one in (model, ref_model) if one is not None]
+        problem = next(filter(None, (varlen_attention.segments_problem(one, example) for one in both)), None)
         if self.router_aux_loss_coef:
             problem = "the router's auxiliary loss is that of padded rows."
         if args.torch_compile:
@@ -357,13 +358,12 @@ class PreferenceTrainer(Trainer):
         if problem and (args.shared_prefix or args.padding_free):
             name = "shared_prefix" if args.shared_prefix else "padding_free"
             raise ValueError(f"{name}=True cannot be: {problem} Set {name}=False.")
-        self._shared = problem is None and args.shared_prefix is not False
+        self._shared = problem is None and wanted
         if problem:
             logger.info("Prompts are not shared between completions: %s", problem)
         if self._shared or args.padding_free:
-            for one in (model, ref_model):
-                if one is not None:
-                    varlen_attention.enable_segments(one)
+            for one in both:
+                varlen_attention.enable_segments(one, example)
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 

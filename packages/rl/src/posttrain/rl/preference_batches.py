@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,11 @@ class SidedBatch(dict):
         return part
 
 
+def positions_of(rows: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
+    """The positions of the rows' prompts, where they have them, see `shared_rows`."""
+    return [row["positions"] for row in rows] if rows and "positions" in rows[0] else None
+
+
 @dataclass
 class PreferenceCollator:
     """Prepared pairs -> a batch of 2B completions: the chosen ones of all pairs, then the rejected ones, then others.
@@ -149,7 +154,8 @@ class PreferenceCollator:
     names: tuple[str, ...] = PAIR
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.lay_out([(row["prompt_ids"], [row[f"{name}_ids"] for name in self.names]) for row in rows])
+        groups = [(row["prompt_ids"], [row[f"{name}_ids"] for name in self.names]) for row in rows]
+        batch = self.lay_out(groups, positions_of(rows))
         size = len(self.names)
         batch = reorder(batch, [place for side in range(size) for place in range(side, size * len(rows), size)])
         for name in REFERENCE_COLUMNS:
@@ -159,8 +165,8 @@ class PreferenceCollator:
         sided.sides = size
         return sided
 
-    def lay_out(self, groups: list[tuple[Any, Any]]) -> dict[str, Any]:
+    def lay_out(self, groups: list[tuple[Any, Any]], positions: Sequence[torch.Tensor] | None = None) -> dict[str, Any]:
         """A batch of prompts with their completions."""
         if self.shared or self.flat:
-            return shared_rows(groups, share=self.shared)
+            return shared_rows(groups, self.shared, positions)
         return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)

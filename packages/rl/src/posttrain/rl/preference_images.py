@@ -26,6 +26,7 @@ from posttrain.core.data.vision import (
 )
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import ImageCopies
+from posttrain.core.models.image_positions import ImagePositions
 from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
 from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
 
@@ -174,13 +175,15 @@ class ImageCollator:
     Args:
         prepare: makes tokens. collate: lays out prepared rows, one for each completion. once: whether the tensors are
             those of the prompts, under ``image_copies``; else they are repeated for each row, as any model takes them.
-        answers: makes the completions of the rows under `OTHER_ROW`.
+        answers: makes the completions of the rows under `OTHER_ROW`. positions: numbers the positions of prompts, where
+            `collate` shares them and the model has several axes of them.
     """
 
     prepare: ImagePreparation
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     once: bool = True
     answers: AnswerPreparation | None = None
+    positions: ImagePositions | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
@@ -191,8 +194,11 @@ class ImageCollator:
             raise DataError(f"No row of a batch can be trained on ({faults}). Filter such rows, or use larger batches.")
         made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
         self._add_others(made, [row for _, row in kept])
-        batch = CountedBatch(self.collate(made))
         shown = [draft.shown or Shown("") for draft, _ in kept]
+        if self.positions is not None:
+            for row, images in zip(made, shown, strict=True):
+                row["positions"] = self.positions(images.prompt(row["prompt_ids"]))
+        batch = CountedBatch(self.collate(made))
         self._add_images(batch, shown, made)
         if "kl" in batch:  # of KTO: the same prompts with others' completions
             self._add_images(batch["kl"], shown, made)
@@ -215,11 +221,15 @@ class ImageCollator:
 
     def _add_images(self, batch: dict[str, Any], shown: list[Shown], made: list[dict[str, Any]]) -> None:
         ids = batch["input_ids"]
-        order = [row % len(shown) for row in range(len(ids))]
+        is_shared = "segments" in batch  # one row, with each prompt once
         for name in self.prepare.vision.token_inputs:
-            kinds = [row.kinds.get(name, {}) for row in shown]
-            numbers = [[kinds[i].get(token, 0) for token in row] for i, row in zip(order, ids.tolist(), strict=True)]
-            batch[name] = torch.tensor(numbers) * batch["attention_mask"]
+            kinds = {token: number for row in shown for token, number in row.kinds.get(name, {}).items()}
+            numbers = torch.tensor([[kinds.get(token, 0) for token in row] for row in ids.tolist()])
+            batch[name] = numbers if is_shared else numbers * batch["attention_mask"]
+        if is_shared:
+            batch |= join_tensors([row.tensors for row in shown])
+            return
+        order = [row % len(shown) for row in range(len(ids))]
         token = self.prepare.vision.image_token_id
         if not self.once or token is None:
             batch |= join_tensors([shown[i].tensors for i in order])
@@ -231,13 +241,23 @@ class ImageCollator:
 
 
 def image_collator(
-    processor: Any, model: nn.Module, args: Any, kind: str, collate: Callable[..., dict[str, Any]], once: bool
+    processor: Any,
+    model: nn.Module,
+    args: Any,
+    kind: str,
+    collate: Callable[..., dict[str, Any]],
+    once: bool,
+    shared: bool = False,
 ) -> ImageCollator:
-    """The collator of a trainer of preferences with these arguments, for rows with images."""
+    """The collator of a trainer of preferences with these arguments, for rows with images.
+
+    Args:
+        collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
+    """
     options = {"max_length": args.max_length, "truncation": args.truncation_mode}
     options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
     vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
     drops = args.bad_images == "drop"
     prepare = ImagePreparation(vision, reader, drops, kind=kind, **options)
     answers = AnswerPreparation(vision, reader, drops, kind=kind, **options)
-    return ImageCollator(prepare, collate, once, answers)
+    return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)

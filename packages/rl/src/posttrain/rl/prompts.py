@@ -140,10 +140,12 @@ def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Prob
         return
     if not reads_images:
         yield DataError("The prompts have images, which this trainer does not read. Leave that column out.")
-    engines = ("use_vllm", "use_transformers_continuous_batching", "max_staleness", "cache_implementation")
-    for name in engines:
+    for name in ("use_transformers_continuous_batching", "max_staleness", "cache_implementation"):
         if value := getattr(args, name):
-            yield f"{name}={value!r} is not supported for prompts with images, which the model itself generates from"
+            yield (
+                f"{name}={value!r} is not supported for prompts with images, which the model itself or vLLM generates "
+                "from; leave it out"
+            )
     if args.bad_images == "drop":
         yield "bad_images='drop' is not supported online, where rollouts have whole groups; filter such rows before"
 

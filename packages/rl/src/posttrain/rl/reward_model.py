@@ -207,7 +207,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         model = adapters.set_trained(model, peft_config, args.train_parts)
         return model, tokenizer
 
-    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any) -> None:
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
         self._shared, self.router_aux_loss_coef, self.aux_loss_enabled = False, 0.0, False
         self._own_loss = has_own_loss(type(self))
 

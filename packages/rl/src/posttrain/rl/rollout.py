@@ -37,9 +37,9 @@ from posttrain.rl import completions as records
 from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.asynchronous import Background, PerThread, Turns
 from posttrain.rl.environments import Environments, by_room, context_length, take_rollout
-from posttrain.rl.generation import Generator, Sampling
+from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import make_generator
-from posttrain.rl.generation.protocol import has_own_weights, session
+from posttrain.rl.generation.protocol import has_own_weights, reads_images, session
 from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.ledger import Ledger
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
@@ -57,7 +57,7 @@ from posttrain.rl.prompts import (
 from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
-from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, same_images
+from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, pictured, same_images
 from posttrain.rl.samples import Rollout, Sample
 
 if TYPE_CHECKING:
@@ -204,6 +204,8 @@ class RolloutTrainer(Trainer):
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
         self.generator = generator or make_generator(tokenizer, args, sees)
+        if self.image_prompts is not None:
+            self.image_prompts.keeps_images = reads_images(self.generator)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
             raise ValueError(problem)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
@@ -272,10 +274,8 @@ class RolloutTrainer(Trainer):
             prompts, version = [samples[first].prompt_ids for first in places], self._version
             rows = [first + offset for first in places for offset in range(size)]
             shown = [samples[first].shown for first in places]
-            images = RolloutImages.of(shown, prompts, self._image_token_id)
-            more = {} if images is None else {"images": images.inputs}
             seeds = [samples[row].seed for row in rows]
-            write = functools.partial(self.generator.generate, prompts, size, sampling, seeds, **more)
+            write = functools.partial(self._ask_engine, prompts, shown, size, sampling, seeds)
             # Processes that split a row each have the whole model, and must not differ by a rounding.
             done = self.dist.on_first(write) if self.dist.cp_size > 1 else write()
             for number, row in enumerate(rows):
@@ -285,6 +285,15 @@ class RolloutTrainer(Trainer):
                 sample.versions = done.versions[number] if done.versions else [version] * len(sample.ids)
                 schemas = self.environments.schemas_of(sample)
                 sample.completion = self.codec.decode(sample.prompt, sample.ids, sample.prompt_ids, schemas)
+
+    def _ask_engine(
+        self, prompts: list[list[int]], shown: list[Shown | None], size: int, sampling: Sampling, seeds: list[int]
+    ) -> Completions:
+        if reads_images(self.generator):
+            return self.generator.generate(list(map(pictured, prompts, shown)), size, sampling, seeds)
+        images = RolloutImages.of(shown, prompts, self._image_token_id)
+        more = {} if images is None else {"images": images.inputs}
+        return self.generator.generate(prompts, size, sampling, seeds, **more)
 
     def score(self, samples: list[Sample]) -> Scores:
         """What the reward functions make of `samples`."""
@@ -861,7 +870,8 @@ class RolloutTrainer(Trainer):
         multiple = self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         share, pad = self._share_prompts, self.codec.tokenizer.pad_token_id
-        return rollout.micro_batches(self.train_batch_size, share, pad, multiple)
+        positions = None if self.image_prompts is None else self.image_prompts.positions
+        return rollout.micro_batches(self.train_batch_size, share, pad, multiple, positions)
 
     def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
         size = self.num_generations_eval
@@ -943,9 +953,10 @@ class RolloutTrainer(Trainer):
         wanted = self.args.share_prompts
         if wanted is False or self.num_generations == 1 or (wanted is None and self.train_batch_size == 1):
             return False
-        problem = varlen_attention.segments_problem(self.model)
+        example = None if self.image_prompts is None else self.image_prompts.vision.example()
+        problem = varlen_attention.segments_problem(self.model, example)
         if problem is None and self.ref_model is not None:
-            problem = varlen_attention.segments_problem(self.ref_model)
+            problem = varlen_attention.segments_problem(self.ref_model, example)
         if self.router_aux_loss_coef:
             problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
         if self.args.torch_compile:
@@ -953,7 +964,7 @@ class RolloutTrainer(Trainer):
         if problem is None:
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    varlen_attention.enable_segments(model)
+                    varlen_attention.enable_segments(model, example)
             return True
         if wanted:
             raise ValueError(f"share_prompts=True cannot be had: {problem}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,15 +17,24 @@ from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, re
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, join_tensors, place_images
 from posttrain.core.errors import DataError
 from posttrain.core.models.image_features import ImageCopies
+from posttrain.core.models.image_positions import ImagePositions, SeenPrompt
 from posttrain.core.models.wrapping import base_model
+from posttrain.rl.generation.protocol import Pictured, Prompt
 from posttrain.rl.prompts import PromptCodec
 
 
 class ImagePrompts:
-    """Makes tokens of prompts with images."""
+    """Makes tokens of prompts with images.
+
+    Attributes:
+        positions: numbers their positions, where the model has several axes of them.
+        keeps_images: whether engines read the images again, see `posttrain.rl.generation.protocol.Pictured`.
+    """
+
+    keeps_images = False
 
     def __init__(self, processor: Any, model: nn.Module, reader: ImageReader, args: Any = None) -> None:
-        self.reader = reader
+        self.reader, self.positions = reader, ImagePositions.of(model)
         self.vision = (
             VisionProcessor(processor, base_model(model))
             if args is None  # of a model that is not trained
@@ -44,7 +54,10 @@ class ImagePrompts:
             found.append(self.vision.show(text, images))
             return found[0].text
 
-        return codec.encode(placed, tools, show), found[0]
+        ids, shown = codec.encode(placed, tools, show), found[0]
+        if self.keeps_images:
+            shown.pictured = Pictured(codec.encode(placed, tools), images, ids)
+        return ids, shown
 
     def encode_completion(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, completion: Any) -> list[int]:
         """The tokens of a completion that is given, as `PromptCodec.encode_completion`; its contents become parts."""
@@ -64,6 +77,14 @@ def _placed(row: Mapping[str, Any], prompt: Any) -> tuple[Any, list[Any]]:
 def same_images(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two rows hold the same images in their columns."""
     return row is other or images_of(row) == images_of(other)
+
+
+def pictured(ids: list[int], shown: Shown | None) -> Prompt:
+    """The prompt `ids`, which may go on behind what was `shown`, for an engine that reads images itself."""
+    if shown is None or shown.pictured is None or not shown.pictured.images:
+        return ids
+    prompt: Pictured = shown.pictured
+    return Pictured([*prompt.ids, *ids[len(prompt.whole) :]], prompt.images, ids)
 
 
 @dataclass(frozen=True)
@@ -113,18 +134,39 @@ class RolloutImages:
             ``image_inputs``, and ``image_copies`` for `posttrain.core.models.image_features.features_once`.
         """
         used = list(dict.fromkeys(self.prompts[row] for row in rows))
-        inputs: dict[str, torch.Tensor] = {}
-        for name, pairs in self.kinds.items():
-            numbers = torch.zeros_like(ids)
-            for token, number in pairs:
-                numbers[ids == token] = number
-            inputs[name] = numbers * mask
-        entries = {}
-        for name, tensor in self.tensors.items():
-            parts = tensor.split(self.entries[name])
-            if any(len(parts[prompt]) for prompt in used):
-                inputs[name] = torch.cat([parts[prompt] for prompt in used])
-                entries[name] = tuple(len(parts[prompt]) for prompt in used)
+        tensors = self._tensors(used)
+        inputs = {name: numbers * mask for name, numbers in self._numbers(ids).items()} | tensors
+        entries = {name: tuple(self.entries[name][prompt] for prompt in used) for name in tensors}
         order = tuple(used.index(self.prompts[row]) for row in rows)
         copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
         return {"image_inputs": CountedBatch(inputs), "image_copies": copies}
+
+    def shared_inputs(self, ids: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
+        """As `inputs`, for one row (1, N) in which adjacent completions of a prompt stand behind one copy of it."""
+        return {"image_inputs": CountedBatch(self._numbers(ids) | self._tensors(self.runs(rows)))}
+
+    def runs(self, rows: Sequence[int]) -> list[int]:
+        """The prompts of the completions `rows`, in order; of adjacent ones of the same prompt once."""
+        return [prompt for prompt, _ in groupby(self.prompts[row] for row in rows)]
+
+    def prompt(self, number: int, ids: Sequence[int]) -> SeenPrompt:
+        """The prompt of that number, with tokens `ids`."""
+        numbers = {name: values.tolist() for name, values in self._numbers(torch.tensor(ids)).items()}
+        return SeenPrompt(ids, numbers, self._tensors([number]))
+
+    def _numbers(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, pairs in self.kinds.items():
+            found[name] = torch.zeros_like(ids)
+            for token, number in pairs:
+                found[name][ids == token] = number
+        return found
+
+    def _tensors(self, prompts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The image tensors of these prompts, one after the other; without those that they have no entries of."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            parts = tensor.split(self.entries[name])
+            if any(len(parts[prompt]) for prompt in prompts):
+                found[name] = torch.cat([parts[prompt] for prompt in prompts])
+        return found

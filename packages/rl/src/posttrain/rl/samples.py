@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.core.data.vision import Shown
+from posttrain.core.models.image_positions import ImagePositions
 from posttrain.rl.logprobs import lay_out
 from posttrain.rl.rollout_images import RolloutImages
 
@@ -148,27 +149,53 @@ class Rollout:
         return len(self.prompt_lengths)
 
     def micro_batches(
-        self, size: int, share: bool = False, pad_token_id: int = 0, multiple: int | None = None
+        self,
+        size: int,
+        share: bool = False,
+        pad_token_id: int = 0,
+        multiple: int | None = None,
+        positions: ImagePositions | None = None,
     ) -> list[dict[str, Any]]:
         """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
+
+        Args:
+            positions: numbers the positions of prompts with images, where they are shared and the model has several
+                axes of them.
 
         They hold the output of `lay_out`, the fields of this class from `advantages` on that are not None, and
         ``tokens_per_row``, the mean number of trained tokens per completion of the rollout.
         """
         tokens_per_row = self.loss_mask.sum() / len(self)
         return [
-            self._part(start, min(start + size, len(self)), share, pad_token_id, multiple)
+            self._part(start, min(start + size, len(self)), share, pad_token_id, multiple, positions)
             | {"tokens_per_row": tokens_per_row}
             for start in range(0, len(self), size)
         ]
 
-    def _part(self, start: int, stop: int, share: bool, pad_token_id: int, multiple: int | None) -> dict[str, Any]:
+    def _part(
+        self,
+        start: int,
+        stop: int,
+        share: bool,
+        pad_token_id: int,
+        multiple: int | None,
+        positions: ImagePositions | None,
+    ) -> dict[str, Any]:
         rows = range(start, stop)
         prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
         completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
         width = int(self.completion_lengths[start:stop].max())
-        part = lay_out(prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple)
-        if self.images is not None:
+        layout = completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
+        if self.images is None:
+            part = lay_out(prompts, *layout)
+        elif share:
+            keys = [self.images.prompts[row] for row in rows]
+            shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
+            seen = [self.images.prompt(key, shown[key]) for key in self.images.runs(rows)]
+            part = lay_out(prompts, *layout, keys, None if positions is None else list(map(positions, seen)))
+            part |= self.images.shared_inputs(part["input_ids"], rows)
+        else:
+            part = lay_out(prompts, *layout)
             part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
         for name in (*OF_TOKENS, *OF_ROWS):
             values = getattr(self, name)

@@ -28,6 +28,7 @@ from posttrain.core.data.segments import Segments
 from posttrain.core.losses.language_modeling import shift_labels
 from posttrain.core.models import lm_head, wrapping
 from posttrain.core.models.image_features import features_once
+from posttrain.core.models.image_positions import shared_positions
 
 Ids = Sequence[int]
 #: Entries of a batch that describe the scored tokens; all others are inputs of the model.
@@ -44,12 +45,18 @@ NOT_FOR_THE_MODEL = (
 )
 
 
-def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True) -> dict[str, Any]:
+def shared_rows(
+    groups: Sequence[tuple[Ids, Sequence[Ids]]],
+    share: bool = True,
+    positions: Sequence[torch.Tensor] | None = None,
+) -> dict[str, Any]:
     """A batch of one flattened row, without padding.
 
     Args:
         groups: each a prompt and its completions; K completions in all.
         share: False repeats the prompt before each completion.
+        positions: of each prompt that is shared, as `posttrain.core.models.image_positions.ImagePositions` numbers
+            them; None where a token's position is how many are before it.
 
     Returns:
         ``input_ids`` (1, N), ``shift_labels`` (1, N), the token predicted at each position, -100 for none;
@@ -62,6 +69,7 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
     lengths: list[int] = []
     parents: list[int] = []
     places: list[range] = []
+    segments_of_groups: list[tuple[int, list[int]]] = []
 
     def add(tokens: Ids, predicted: Ids, parent: int) -> None:
         ids.extend(tokens)
@@ -75,6 +83,8 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
             parent = len(lengths)
             add(prompt[:-1], [IGNORE_INDEX] * (len(prompt) - 1), -1)
         before = prompt[-1:] if share else prompt
+        behind: list[int] = []
+        segments_of_groups.append((lengths[-1] if parent >= 0 else 0, behind))
         for completion in completions:
             tokens = [*before, *completion[:-1]]
             scored = completion if before else completion[1:]
@@ -83,13 +93,17 @@ def shared_rows(groups: Sequence[tuple[Ids, Sequence[Ids]]], share: bool = True)
             start = len(ids) + len(tokens) - len(scored)
             places.append(range(start, start + len(scored)))
             add(tokens, [*[IGNORE_INDEX] * (len(tokens) - len(scored)), *scored], parent)
+            behind.append(len(tokens))
     row = torch.tensor([ids])
+    inputs = Segments(tuple(lengths), tuple(parents)).model_inputs(row.shape)
+    if positions is not None:
+        inputs["position_ids"] = shared_positions(positions, segments_of_groups)
     return {
         "completion_mask": pad_rows([[1] * len(place) for place in places], 0),
         "completion_places": pad_rows(places, 0),
         "input_ids": row,
         "shift_labels": torch.tensor([labels]),
-        **Segments(tuple(lengths), tuple(parents)).model_inputs(row.shape),
+        **inputs,
     }
 
 

@@ -18,6 +18,7 @@ from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, images_of
 from posttrain.core.data.tokenization import Span
 from posttrain.core.errors import DataError, require
 from posttrain.core.models.blank_images import always_see
+from posttrain.core.models.image_positions import ImageExample, SeenPrompt
 from posttrain.core.models.loading import CANNOT_SEE
 from posttrain.core.models.wrapping import base_model
 
@@ -28,6 +29,8 @@ PLACEHOLDERS = (
 )  # fmt: skip
 #: A text that stands in for a turn, to see what a chat template puts after it.
 ENDS_HERE = "posttrain8c2e"
+#: Words around the image with which a model is tried.
+WORDS = "The quick brown fox jumps over the lazy dog"
 #: What a processor makes of a text that is not a number for each token.
 NOT_OF_TOKENS = ("input_ids", "attention_mask", "text_replacement_offsets")
 
@@ -143,7 +146,8 @@ class Shown:
 
     text: what is tokenized. places: of each image, where its placeholder stood and what stands there now, in
     characters. tensors: the processor's, for this row's images. ids: tokens that stand for images, never trained on.
-    kinds: of each input with a number for each token, the token ids whose number is not 0.
+    kinds: of each input with a number for each token, the token ids whose number is not 0. pictured: the same for an
+    engine that reads images itself, where one does.
     """
 
     text: str
@@ -151,6 +155,7 @@ class Shown:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     ids: frozenset[int] = frozenset()
     kinds: dict[str, dict[int, int]] = field(default_factory=dict)
+    pictured: Any = None
 
     def position(self, place: int) -> int:
         """Where the character at `place` of the text without image tokens is now."""
@@ -169,6 +174,10 @@ class Shown:
     def numbers(self, ids: Sequence[int]) -> dict[str, list[int]]:
         """The inputs besides the tokens that have a number for each, such as ``token_type_ids``."""
         return {name: [kinds.get(token, 0) for token in ids] for name, kinds in self.kinds.items()}
+
+    def prompt(self, ids: Sequence[int]) -> SeenPrompt:
+        """The tokens `ids` of a prompt with these images."""
+        return SeenPrompt(ids, self.numbers(ids), self.tensors)
 
 
 class VisionProcessor:
@@ -257,8 +266,19 @@ class VisionProcessor:
 
     def blank(self) -> dict[str, torch.Tensor]:
         """The tensors of one small grey image."""
+        return self._show_blank().tensors
+
+    def example(self) -> ImageExample | None:
+        """What a model can be tried with: a blank image between words; None if no word stands for an image."""
+        if getattr(self.processor, "image_token", None) is None:
+            return None
+        shown = self._show_blank(WORDS, WORDS)
+        ids, words = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (shown.text, WORDS))
+        return ImageExample(shown.prompt(ids), words)
+
+    def _show_blank(self, before: str = "", after: str = "") -> Shown:
         image = require("PIL.Image", "pillow", why="rows with images").new("RGB", (32, 32), (128, 128, 128))
-        return self.show(self.processor.image_token, [image]).tensors
+        return self.show(before + self.processor.image_token + after, [image])
 
     def _ids_in(self, offsets: Sequence[Mapping[str, Any]]) -> frozenset[int]:
         """The special tokens among those that stand for images."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from posttrain.core.data.segments import Segments
 from posttrain.core.models.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.document_kernels import bounds_of, document_kernel
+from posttrain.core.models.image_positions import ImageExample, ImagePositions, shared_positions
 from posttrain.core.models.wrapping import base_model, unwrap
 
 if TYPE_CHECKING:
@@ -39,26 +41,30 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def enable_segments(model: nn.Module) -> None:
+def enable_segments(model: nn.Module, example: ImageExample | None = None) -> None:
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
-    Registers an attention function with transformers and sets it as ``segments_<previous one>``.
+    Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
+    for its decoder of text.
 
     Raises:
         ValueError: for a problem from `segments_problem`.
     """
-    if problem := segments_problem(model):
+    if problem := segments_problem(model, example):
         raise ValueError(problem)
-    _set_implementation(base_model(model), PREFIX + _underlying(model))
+    _set_implementation(_reader(base_model(model)), PREFIX + _underlying(model))
 
 
-def segments_problem(model: nn.Module) -> str | None:
+def segments_problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
     """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
 
     Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a
     shared prompt must be those of each text alone. On a GPU, packed documents have a kernel of their own and are tried
     once more by themselves. Call it in the precision of training: kernels differ by it. The answer is remembered for as
     long as the model lives.
+
+    Args:
+        example: of a model that sees, what it is tried with instead. Without one, such a model has a problem.
     """
     base = base_model(model)
     name = type(base).__name__
@@ -67,9 +73,9 @@ def segments_problem(model: nn.Module) -> str | None:
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
         return "The model is compiled, and would be compiled anew for each batch."
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    if config.is_encoder_decoder or (_reader(base) is not base and example is None):
         return f"{name} does not read one row of text alone."
-    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    if unknown := sorted({*(getattr(_reader(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
@@ -83,15 +89,20 @@ def segments_problem(model: nn.Module) -> str | None:
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key = device.type, _underlying(model), autocast
     if key not in tried:
-        tried[key] = _try(unwrap(model), base)
+        tried[key] = _try(unwrap(model), base, _texts(base) if example is None else _prompts(base, example))
     return tried[key]
 
 
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
 
 
+def _reader(base: PretrainedModel) -> PretrainedModel:
+    """The part of `base` whose attention reads segments: all of it, or the decoder of text of a model that sees."""
+    return base if base.config.get_text_config() is base.config else base.get_decoder()
+
+
 def _underlying(model: nn.Module) -> str:
-    return (base_model(model).config._attn_implementation or "eager").removeprefix(PREFIX)
+    return (_reader(base_model(model)).config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
 def _set_implementation(base: PretrainedModel, name: str) -> None:
@@ -112,58 +123,106 @@ def _register(underlying: str) -> None:
     AttentionMaskInterface.register(PREFIX + underlying, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """The same tokens alone and as segments of one row.
+
+    segments: of the row. row: inputs of a forward of it, besides those of `Segments.model_inputs`, some of which they
+    replace. alone: inputs of a forward of one text for each segment: it, behind what it continues.
+    """
+
+    segments: Segments
+    row: dict[str, torch.Tensor]
+    alone: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, parents: tuple[int, ...], pieces: Mapping[str, list[list[int]]]) -> _Trial:
+        """That of segments with these `parents`, and of each input its numbers for each segment's tokens."""
+        segments = Segments(tuple(map(len, pieces["input_ids"])), parents)
+        chains = [[*segments.ancestors(i), i] for i in range(len(parents))]
+        texts = {
+            name: [torch.tensor([number for i in chain for number in numbers[i]]) for chain in chains]
+            for name, numbers in pieces.items()
+        }
+        row = {name: torch.tensor([sum(numbers, [])]) for name, numbers in pieces.items()}
+        # A causal model's padding on the right is seen by nothing.
+        alone = {name: nn.utils.rnn.pad_sequence(rows, batch_first=True) for name, rows in texts.items()}
+        return cls(segments, row, alone)
+
+    def to(self, device: torch.device) -> _Trial:
+        """With all inputs on `device`."""
+        row, alone = ({n: t.to(device) for n, t in inputs.items()} for inputs in (self.row, self.alone))
+        return replace(self, row=row, alone=alone)
+
+
+def _texts(base: PretrainedModel) -> _Trial:
+    lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2)
+    row = torch.arange(1, 1 + sum(lengths)).mul(7).remainder(base.config.vocab_size)
+    return _Trial.of(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
+
+
+def _prompts(base: PretrainedModel, example: ImageExample) -> _Trial:
+    """Two prompts with an image, the first with two completions behind it and the second with one."""
+    prompt, words = example.prompt, list(example.words)
+    first, other, more = words[:5], words[:1:-1], words[:2]
+    later = replace(prompt, ids=[*more, *prompt.ids], numbers={n: [0, 0, *k] for n, k in prompt.numbers.items()})
+    pieces = {"input_ids": [list(prompt.ids), first, other, list(later.ids), other]}
+    for name, numbers in prompt.numbers.items():
+        pieces[name] = [list(numbers), [0] * len(first), [0] * len(other), list(later.numbers[name]), [0] * len(other)]
+    trial = _Trial.of((-1, 0, 0, -1, 3), pieces)
+    trial.row.update({name: torch.cat([tensor] * 2) for name, tensor in prompt.tensors.items()})
+    trial.alone.update({name: torch.cat([tensor] * 5) for name, tensor in prompt.tensors.items()})
+    if (positions := ImagePositions.of(base)) is not None:
+        groups = [(len(prompt.ids), [len(first), len(other)]), (len(later.ids), [len(other)])]
+        trial.row["position_ids"] = shared_positions(map(positions, (prompt, later)), groups)
+    return trial
+
+
 @torch.no_grad()
-def _try(model: nn.Module, base: PretrainedModel) -> str | None:
-    name, before = type(base).__name__, base.config._attn_implementation
-    parameter = next(base.parameters())
-    lengths, parents, texts = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2), ((0,), (1,), (1, 2), (1, 3), (1, 2, 4))
-    segments = Segments(lengths, parents)
-    row = torch.arange(1, 1 + segments.num_tokens, device=parameter.device).mul(7).remainder(base.config.vocab_size)
-    pieces = row.split(lengths)
-    alone = torch.zeros(
-        len(texts), max(sum(lengths[i] for i in text) for text in texts), dtype=row.dtype, device=row.device
-    )
-    for line, text in zip(alone, texts, strict=True):  # a causal model's padding on the right is seen by nothing
-        whole = torch.cat([pieces[i] for i in text])
-        line[: len(whole)] = whole
+def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
+    name, reader, parameter = type(base).__name__, _reader(base), next(base.parameters())
+    before, segments, trial = reader.config._attn_implementation, trial.segments, trial.to(parameter.device)
+    alone, lengths = trial.alone["input_ids"], segments.lengths
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        expected = _scores(model(input_ids=alone, use_cache=False))
-        _set_implementation(base, PREFIX + before.removeprefix(PREFIX))
-        if base.config._attn_implementation == before and not before.startswith(PREFIX):
+        expected = _scores(model(**trial.alone, use_cache=False))
+        _set_implementation(reader, PREFIX + before.removeprefix(PREFIX))
+        if reader.config._attn_implementation == before and not before.startswith(PREFIX):
             return f"{name} does not look its attention up in transformers' AttentionInterface."
-        found = _logits_of(model, row, segments)
-        if row.is_cuda:
-            sizes = [sum(lengths[i] for i in text) for text in texts]
-            packed = torch.cat([line[:length] for line, length in zip(alone, sizes, strict=True)])
-            documents = _logits_of(model, packed, Segments.documents(sizes)).float().split(sizes)
+        found = _logits_of(model, trial.row, segments)
+        if alone.is_cuda and reader is base:
+            sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
+            packed = torch.cat([line[:size] for line, size in zip(alone, sizes, strict=True)])
+            documents = _logits_of(model, {"input_ids": packed[None]}, Segments.documents(sizes)).float().split(sizes)
     except Exception as error:  # any model may fail here, and is then trained without segments
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
         for module in training:
             module.training = True
-        if base.config._attn_implementation != before:
-            base.set_attn_implementation(before)
-    if found.shape[0] != len(row) or expected.shape[:2] != alone.shape:
-        return f"{name} gives logits for {tuple(found.shape[:1])} of {len(row)} tokens."
+        if reader.config._attn_implementation != before:
+            reader.set_attn_implementation(before)
+    if found.shape[0] != segments.num_tokens or expected.shape[:2] != alone.shape:
+        return f"{name} gives logits for {tuple(found.shape[:1])} of {segments.num_tokens} tokens."
     parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
     wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
-    if row.is_cuda:
+    if alone.is_cuda and reader is base:
         gaps = [(part - line[: len(part)]).abs().max() for part, line in zip(documents, expected.float(), strict=True)]
         wrong = max(wrong, float(torch.stack(gaps).max()))
     wrong /= float(expected.abs().max().clamp_min(1e-12))
-    exact = parameter.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(row.device.type)
+    exact = parameter.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(parameter.device.type)
     if not wrong < (5e-5 if exact else 5e-2):
         return (
             f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of "
-            "each text alone. Recurrent and convolution layers and learned sums over the whole row cannot."
+            "each text alone. Recurrent and convolution layers and learned sums over the whole row cannot, and neither "
+            "can tokens of an image that see those behind them."
         )
     return None
 
 
-def _logits_of(model: nn.Module, row: torch.Tensor, segments: Segments) -> torch.Tensor:
-    return _scores(model(input_ids=row[None], use_cache=False, **segments.model_inputs((1, len(row)), row.device)))[0]
+def _logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor], segments: Segments) -> torch.Tensor:
+    ids = inputs["input_ids"]
+    return _scores(model(**segments.model_inputs(ids.shape, ids.device) | inputs, use_cache=False))[0]
 
 
 def _scores(output: Any) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -26,7 +29,8 @@ class Sampling:
         repetition_penalty: divides positive logits of tokens seen before, and multiplies negative ones; 1: none.
         stop: strings after which a completion ends; they stay in it.
         eos_token_ids: tokens after which a completion ends; they stay in it.
-        never: tokens that are never drawn, such as those that stand for images.
+        never: tokens that are never drawn, such as those that stand for images. Log-probabilities of vLLM are among the
+            other tokens alone, if it was started to scale them.
     """
 
     max_new_tokens: int
@@ -62,11 +66,51 @@ class Completions:
     versions: list[list[int]] | None = None
 
 
+@dataclass(frozen=True)
+class Pictured:
+    """A prompt with images, as engines take it that read them with a processor of their own.
+
+    Attributes:
+        ids: its tokens, with one that stands for each image. images: decoded PIL images, in their order.
+        whole: the tokens that the model reads, with those of the images.
+    """
+
+    ids: list[int]
+    images: Sequence[Any]
+    whole: list[int]
+
+    @functools.cached_property
+    def urls(self) -> list[str]:
+        """The images as data URLs, without loss."""
+        return [f"data:image/png;base64,{base64.b64encode(_png(image)).decode()}" for image in self.images]
+
+    def check(self, read: Sequence[int] | None, who: str) -> None:
+        """Raise ValueError where the engine `who` has read other tokens than `whole`."""
+        if read is not None and list(read) == self.whole:
+            return
+        raise ValueError(
+            f"{who} reads a prompt with {len(self.images)} images as {len(read or ())} tokens, and the trainer as "
+            f"{len(self.whole)} (they differ): its processor has other settings. Serve the model's own folder with the "
+            "processor that is passed as processing_class."
+        )
+
+
+def _png(image: Any) -> bytes:
+    held = io.BytesIO()
+    image.save(held, "png", compress_level=1)
+    return held.getvalue()
+
+
+Prompt = Sequence[int] | Pictured
+"""A prompt as an engine takes it: token ids, or more where it shows images."""
+
+
 class Generator(Protocol):
     """An engine that generates.
 
-    Optional: ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be
-    gathered; ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
+    Optional: ``reads_images = True``, if it takes prompts that are `Pictured`;
+    ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be gathered;
+    ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
     completions go on under the new weights; ``version``, which is set to the optimizer step before each `sync_weights`;
     and ``session()``, see `session`.
     """
@@ -91,6 +135,11 @@ class Generator(Protocol):
 def has_own_weights(generator: Generator) -> bool:
     """Whether `generator` writes with a copy of the weights, and not with the model that is trained."""
     return bool(getattr(generator, "has_own_weights", False))
+
+
+def reads_images(generator: Generator) -> bool:
+    """Whether `generator` takes prompts that are `Pictured`."""
+    return bool(getattr(generator, "reads_images", False))
 
 
 def updates_in_flight(generator: Generator) -> bool:

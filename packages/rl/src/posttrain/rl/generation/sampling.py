@@ -113,6 +113,11 @@ def check_logps(completions: Sequence[Sequence[float]]) -> None:
             )
 
 
+def never(sampling: Sampling) -> dict[int, float] | None:
+    """What vLLM adds to logits so that tokens are never drawn; None for nothing."""
+    return dict.fromkeys(sampling.never, -100.0) or None
+
+
 def filters(sampling: Sampling) -> bool:
     """Whether some tokens are made less probable than the model finds them."""
     asked = 0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1

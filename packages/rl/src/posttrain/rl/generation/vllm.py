@@ -22,8 +22,8 @@ from torch import nn
 
 from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
-from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
+from posttrain.rl.generation.sampling import filters, never
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
@@ -37,6 +37,10 @@ FORBIDDEN, UNKNOWN = 403, 404
 NO_VERSIONS = (
     "The vLLM server at %s does not say which weights wrote a token: all tokens of a completion count as written by "
     "those with which it began. Start it with --enable-scale-out to know."
+)
+NO_IMAGES = (
+    "The vLLM server at {} takes no prompts with images. Use `vllm serve` of vLLM 0.32 or newer, started with "
+    "--enable-scale-out, on the model that is trained."
 )
 ATTEMPTS = 3
 """Times that weights are sent, if a server is lost meanwhile and comes back."""
@@ -69,13 +73,11 @@ class Dialect(Protocol):
     @property
     def is_writing(self) -> bool: ...
 
-    def write(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Written]:
+    def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """`n` completions of each prompt."""
         ...
 
-    def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
+    def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
         """A completion by `server`."""
         ...
 
@@ -105,7 +107,7 @@ class VLLMServerGenerator:
         version: a number for the weights of the next sync.
     """
 
-    has_own_weights = True
+    has_own_weights = reads_images = True
     version = 0
 
     def __init__(
@@ -197,16 +199,21 @@ class VLLMServerGenerator:
         return self._syncs > 1 and any(is_fresh(server) for server in self.servers)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
         """See `Generator.generate`. Log-probabilities are returned if only the temperature changes them.
 
         The completions of a prompt are one request, and their seeds count up from that of the first.
+
+        Raises:
+            ValueError: a prompt shows images, and the server does not take them or reads them otherwise.
         """
+        if any(isinstance(prompt, Pictured) for prompt in prompts) and not isinstance(self._dialect, VLLMServers):
+            raise ValueError(NO_IMAGES.format(self.servers[0].url))
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
-        plain = not filters(sampling) if self._scaled else sampling.temperature == 1
+        plain = not filters(replace(sampling, never=())) if self._scaled else sampling.temperature == 1
         found = completions(done, with_logps=plain)
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)
@@ -320,9 +327,7 @@ class VLLMServers:
             "vllm_weight_folder."
         )
 
-    def write(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Written]:
+    def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """See `Dialect.write`."""
         done: list[list[Written] | None] = [None] * len(prompts)
         while left := [place for place, group in enumerate(done) if group is None]:
@@ -356,14 +361,14 @@ class VLLMServers:
             ) from why
         logger.warning("%s: the other servers do its part until the next sync.", why)
 
-    def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
+    def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
         """See `Dialect.write_on`. A server that was lost is in use again."""
         done = self._ask(server, prompt, 1, sampling, seed)[0]
         self._busy.add(server)
         return done
 
     def _complete(
-        self, prompt: Sequence[int], n: int, sampling: Sampling, seed: int
+        self, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> tuple[Server, list[Written] | ConnectionError]:
         """(the server that was asked, what it wrote or why it could not)."""
         with self._busy.least(n) as server:
@@ -374,13 +379,16 @@ class VLLMServers:
                     raise
                 return server, error
 
-    def _ask(self, server: Server, prompt: Sequence[int], n: int, sampling: Sampling, seed: int) -> list[Written]:
-        if self._says_versions:
+    def _ask(self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> list[Written]:
+        pictured = isinstance(prompt, Pictured)
+        if self._says_versions or pictured:
             try:
                 return self._ask_with_versions(server, prompt, n, sampling, seed)
             except Refused as error:
                 if error.code not in (FORBIDDEN, UNKNOWN):
                     raise
+                if isinstance(prompt, Pictured):
+                    raise ValueError(NO_IMAGES.format(server.url)) from error
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
         choices = server.call("/v1/completions", self.options | {
@@ -389,6 +397,7 @@ class VLLMServers:
             "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
             "include_stop_str_in_output": True, "seed": seed % 2**62, "logprobs": 0, "return_token_ids": True,
+            "logit_bias": never(sampling),
         }, retries=RETRIES)["choices"]  # fmt: skip
         choices.sort(key=lambda choice: choice["index"])
         return [
@@ -396,23 +405,32 @@ class VLLMServers:
         ]
 
     def _ask_with_versions(
-        self, server: Server, prompt: Sequence[int], n: int, sampling: Sampling, seed: int
+        self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> list[Written]:
         """As `_ask`, by the interface that says which weights wrote each token."""
-        choices = server.call("/inference/v1/generate", {
-            "model": self.names[server.url], "token_ids": list(prompt), "sampling_params": self.options | {
+        pictured = isinstance(prompt, Pictured)
+        answer = server.call("/inference/v1/generate", (_shown(prompt) if pictured else {"token_ids": list(prompt)}) | {
+            "model": self.names[server.url], "sampling_params": self.options | {
                 "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
                 "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0,
                 "repetition_penalty": sampling.repetition_penalty, "stop": list(sampling.stop),
                 "stop_token_ids": list(sampling.eos_token_ids), "include_stop_str_in_output": True,
-                "seed": seed % 2**62, "logprobs": 0,
+                "seed": seed % 2**62, "logprobs": 0, "logit_bias": never(sampling),
             },
-        }, retries=RETRIES)["choices"]  # fmt: skip
-        choices.sort(key=lambda choice: choice["index"])
+        }, retries=RETRIES)  # fmt: skip
+        if isinstance(prompt, Pictured):
+            prompt.check(answer.get("prompt_token_ids"), f"The vLLM server at {server.url}")
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         sent = self._send is not None and not isinstance(self._send, AdapterFolder)
         if sent and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
             raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
         return [_stamped(choice) for choice in choices]
+
+
+def _shown(prompt: Pictured) -> dict[str, Any]:
+    """The fields of a request that say what the prompt is; the server is to answer with the tokens that it reads."""
+    parts = [{"type": "image_url", "url": url} for url in prompt.urls]
+    return {"token_ids": prompt.ids, "content_parts": parts, "return_token_ids": True}
 
 
 def _spans(choice: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import nn
 from posttrain.core.distributed.environment import local_rank, rank, world_size
 from posttrain.core.errors import require
 from posttrain.core.models.wrapping import base_model
-from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import filters
+from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
+from posttrain.rl.generation.sampling import filters, never
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
@@ -30,7 +30,7 @@ from posttrain.rl.generation.weights import PROBE, Weights, Written, check, comp
 class _Request:
     """The request of one completion, with its own sampling options: processes may be at different turns."""
 
-    prompt: list[int]
+    prompt: Prompt
     sampling: Sampling
     seed: int
 
@@ -48,7 +48,7 @@ class VLLMColocatedGenerator:
         ValueError: `group_size` does not divide the processes.
     """
 
-    has_own_weights = True
+    has_own_weights = reads_images = True
     _model: nn.Module  # that of `sync_weights`
 
     def __init__(
@@ -109,7 +109,7 @@ class VLLMColocatedGenerator:
                 self._has_weights = False
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
         """See `Generator.generate`.
 
@@ -120,9 +120,9 @@ class VLLMColocatedGenerator:
                 return self.generate(prompts, n, sampling, seeds)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        rows = [list(prompt) for prompt in prompts for _ in range(n)]
+        rows = [prompt for prompt in prompts for _ in range(n)]
         done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
-        return completions(done, with_logps=not filters(sampling))
+        return completions(done, with_logps=not filters(replace(sampling, never=())))
 
     def _start(self, model: nn.Module) -> Any:
         vllm = require("vllm", "vllm", "use_vllm=True")
@@ -196,10 +196,13 @@ class VLLMColocatedGenerator:
         if not requests:
             return []
         outputs = self._llm.generate(
-            [{"prompt_token_ids": request.prompt} for request in requests],
+            [_prompt_of(request) for request in requests],
             sampling_params=[self._params(request) for request in requests],
             use_tqdm=False,
         )
+        for request, output in zip(requests, outputs, strict=True):
+            if isinstance(request.prompt, Pictured):
+                request.prompt.check(output.prompt_token_ids, "The vLLM in this process")
         return [_written(output.outputs[0]) for output in outputs]
 
     def _params(self, request: _Request) -> Any:
@@ -212,12 +215,21 @@ class VLLMColocatedGenerator:
             "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
             "include_stop_str_in_output": True, "logprobs": 0, "seed": request.seed % 2**63,
+            "logit_bias": never(sampling),
         } | self.options  # fmt: skip
         if isinstance(wanted := usual.get("structured_outputs"), dict):
             from vllm.sampling_params import StructuredOutputsParams
 
             usual["structured_outputs"] = StructuredOutputsParams(**wanted)
         return SamplingParams(**usual)
+
+
+def _prompt_of(request: _Request) -> dict[str, Any]:
+    """vLLM's prompt."""
+    if isinstance(request.prompt, Pictured):
+        pictures = {"image": list(request.prompt.images)} if request.prompt.images else {}
+        return {"prompt_token_ids": request.prompt.ids} | ({"multi_modal_data": pictures} if pictures else {})
+    return {"prompt_token_ids": list(request.prompt)}
 
 
 def _reload(llm: Any, weights: Weights) -> None:

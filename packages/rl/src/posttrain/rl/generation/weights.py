@@ -227,7 +227,7 @@ def _merged(layer: PretrainedModel) -> dict[str, torch.Tensor]:
 
 def any_prompt(model: nn.Module) -> list[int]:
     """Arbitrary token ids."""
-    size = base_model(model).config.vocab_size
+    size = base_model(model).config.get_text_config().vocab_size
     return [(37 * place + 5) % size for place in range(8)]
 
 
