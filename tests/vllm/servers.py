@@ -16,8 +16,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
-from tests import tiny
+from tests import tiny, tiny_vision
 
 SIZE = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM knows heads of 32
 ENVIRONMENT = {
@@ -42,6 +43,21 @@ def save(folder: Path, made=None) -> Path:
     """Write a model and its tokenizer as vLLM reads them."""
     (model() if made is None else made).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def seeing(seed: int = 0, **options):
+    """(a vision-language model that vLLM can serve on the CPU, its processor)."""
+    sight = {name: SIZE[name] for name in ("hidden_size", "num_attention_heads")}
+    with patch.dict(tiny_vision.TEXT, SIZE | options), patch.dict(tiny_vision.SIGHT, sight):
+        model, processor = tiny_vision.llava(seed)
+    return model.eval(), processor
+
+
+def save_seeing(folder: Path) -> Path:
+    """Write a model that sees, with its processor."""
+    for part in seeing():
+        part.save_pretrained(folder)
     return folder
 
 
