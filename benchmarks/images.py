@@ -3,12 +3,13 @@
     python benchmarks/images.py                        every task
     python benchmarks/images.py --tasks grpo-smolvlm   some
 
-Counted are matrix products, attention and convolutions of two optimizer steps on the CPU, forward and backward, with
-generation, of GRPO with 8 completions of 8 tokens of one prompt.
+Counted are matrix products, attention and convolutions of two optimizer steps on the CPU, forward and backward, of GRPO
+with 8 completions of 8 tokens of one prompt, with generation, and of DPO with 4 pairs of different prompts, whose
+answers have about as many tokens.
 
 The models have the widths and layers of SmolVLM-256M and Qwen2.5-VL-3B in proportion, an eighth of each, and four
-patches for a token. How many times fewer operations all of it takes depends on the tower's share, because both
-libraries read the tokens of a prompt once for each completion in the language model; for the tower alone it does not.
+patches for a token. An image has 64 x 64 pixels: how many times fewer operations all of it takes grows with the tokens
+of the prompt, which TRL reads once for each completion; for the tower alone it does not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-TASKS = ("grpo-smolvlm", "grpo-qwen2_5_vl")
+TASKS = ("grpo-smolvlm", "grpo-qwen2_5_vl", "dpo-smolvlm", "dpo-qwen2_5_vl")
+ANSWERS = {"chosen": "It is a red one", "rejected": "There is none at all"}
 STEPS, PIXELS = 2, 64
 
 
@@ -49,13 +51,16 @@ def model_of(family: str) -> tuple[Any, Any]:
     return tiny._qwen("Qwen2_5_VL", tiny.MROPE, sight, 0, "Qwen2_5_VLProcessor")
 
 
-def rows_of() -> Any:
+def rows_of(method: str) -> Any:
     from datasets import Dataset
 
     from tests import tiny_vision
 
     sides = {"width": PIXELS, "height": PIXELS}
-    rows = [{"prompt": [{"role": "user", "content": "Is it red ?"}]} for _ in range(8)]
+    row = {"prompt": [{"role": "user", "content": "Is it red ?"}]}
+    if method == "dpo":
+        row |= {name: [{"role": "assistant", "content": text}] for name, text in ANSWERS.items()}
+    rows = [row] * 8
     columns = Dataset.from_list(rows)
     return columns.add_column("images", [[_png(tiny_vision.image(i, **sides))] for i in range(8)]).cast_column(
         "images", _images()
@@ -91,7 +96,7 @@ def measure(contestant: str, task: str) -> dict[str, int]:
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         import trl as library
     torch.set_num_threads(1)
-    family = task.partition("-")[2]
+    method, _, family = task.partition("-")
     model, processor = model_of(family)
     model.set_attn_implementation("eager")  # whose products are counted one by one
     with tempfile.TemporaryDirectory() as folder:
@@ -99,9 +104,13 @@ def measure(contestant: str, task: str) -> dict[str, int]:
             output_dir=folder, max_steps=STEPS, learning_rate=1e-6, bf16=False, save_strategy="no", report_to="none",
             disable_tqdm=True, gradient_checkpointing=False, use_cpu=True,
         )  # fmt: skip
-        parts = {"model": model, "train_dataset": rows_of(), "processing_class": processor}
-        common |= {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 8}
-        trainer = library.GRPOTrainer(**parts, reward_funcs=reward, args=library.GRPOConfig(**common))
+        parts = {"model": model, "train_dataset": rows_of(method), "processing_class": processor}
+        if method == "grpo":
+            common |= {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 8}
+            trainer = library.GRPOTrainer(**parts, reward_funcs=reward, args=library.GRPOConfig(**common))
+        else:
+            common |= {"per_device_train_batch_size": 4, "max_length": None}
+            trainer = library.DPOTrainer(**parts, args=library.DPOConfig(**common))
         with FlopCounterMode(display=False) as counter:
             trainer.train()
     towers = {"visual", "vision_model", "vision_tower"}

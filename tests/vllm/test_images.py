@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling

@@ -203,7 +203,8 @@ class RolloutTrainer(Trainer):
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
-        self.generator = generator or make_generator(tokenizer, args, sees)
+        example = self.image_prompts.vision.example() if self.image_prompts is not None else None
+        self.generator = generator or make_generator(tokenizer, args, example)
         if self.image_prompts is not None:
             self.image_prompts.keeps_images = reads_images(self.generator)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
@@ -292,7 +293,7 @@ class RolloutTrainer(Trainer):
         if reads_images(self.generator):
             return self.generator.generate(list(map(pictured, prompts, shown)), size, sampling, seeds)
         images = RolloutImages.of(shown, prompts, self._image_token_id)
-        more = {} if images is None else {"images": images.inputs}
+        more = {} if images is None else {"images": images}
         return self.generator.generate(prompts, size, sampling, seeds, **more)
 
     def score(self, samples: list[Sample]) -> Scores:

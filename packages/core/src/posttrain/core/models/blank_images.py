@@ -20,7 +20,8 @@ from posttrain.core.models.wrapping import base_model
 def always_see(model: nn.Module, blank: Mapping[str, torch.Tensor]) -> None:
     """Show `model` the image tensors `blank` whenever it is called without any, until the process ends.
 
-    Calls with a cache of keys and values, as in generation, are left alone. Copies of the model do the same.
+    Calls with a cache of keys and values, and those of a generation engine, are left alone. Copies of the model do the
+    same.
 
     Args:
         model: a vision-language model, wrapped or not; sharded later.
@@ -55,7 +56,7 @@ class _Blank:
 
     def look(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = {name for name, value in kwargs.items() if value is not None}
-        self.is_due = not given & (self.blank.keys() | {"past_key_values"})
+        self.is_due = not given & (self.blank.keys() | {"past_key_values", "decoding"})
 
     def add(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self.is_due:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class ImageExample:
 
     prompt: SeenPrompt
     words: Sequence[int]
+
+    def prompts(self) -> tuple[SeenPrompt, SeenPrompt]:
+        """Two prompts of other lengths with that image."""
+        before = self.words[:2]
+        numbers = {name: [*[0] * len(before), *row] for name, row in self.prompt.numbers.items()}
+        return self.prompt, replace(self.prompt, ids=[*before, *self.prompt.ids], numbers=numbers)
 
 
 class ImagePositions:

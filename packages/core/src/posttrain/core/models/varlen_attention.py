@@ -29,7 +29,7 @@ from posttrain.core.models.attention_blocks import Blocks, in_one_type, layout_o
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.document_kernels import bounds_of, document_kernel
 from posttrain.core.models.image_positions import ImageExample, ImagePositions, shared_positions
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, text_part, unwrap
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
@@ -52,7 +52,7 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     """
     if problem := segments_problem(model, example):
         raise ValueError(problem)
-    _set_implementation(_reader(base_model(model)), PREFIX + _underlying(model))
+    _set_implementation(text_part(base_model(model)), PREFIX + _underlying(model))
 
 
 def segments_problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
@@ -73,9 +73,9 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
         return "The model is compiled, and would be compiled anew for each batch."
-    if config.is_encoder_decoder or (_reader(base) is not base and example is None):
+    if config.is_encoder_decoder or (text_part(base) is not base and example is None):
         return f"{name} does not read one row of text alone."
-    if unknown := sorted({*(getattr(_reader(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
@@ -96,13 +96,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
 
 
-def _reader(base: PretrainedModel) -> PretrainedModel:
-    """The part of `base` whose attention reads segments: all of it, or the decoder of text of a model that sees."""
-    return base if base.config.get_text_config() is base.config else base.get_decoder()
-
-
 def _underlying(model: nn.Module) -> str:
-    return (_reader(base_model(model)).config._attn_implementation or "eager").removeprefix(PREFIX)
+    return (text_part(base_model(model)).config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
 def _set_implementation(base: PretrainedModel, name: str) -> None:
@@ -163,9 +158,8 @@ def _texts(base: PretrainedModel) -> _Trial:
 
 def _prompts(base: PretrainedModel, example: ImageExample) -> _Trial:
     """Two prompts with an image, the first with two completions behind it and the second with one."""
-    prompt, words = example.prompt, list(example.words)
-    first, other, more = words[:5], words[:1:-1], words[:2]
-    later = replace(prompt, ids=[*more, *prompt.ids], numbers={n: [0, 0, *k] for n, k in prompt.numbers.items()})
+    (prompt, later), words = example.prompts(), list(example.words)
+    first, other = words[:5], words[:1:-1]
     pieces = {"input_ids": [list(prompt.ids), first, other, list(later.ids), other]}
     for name, numbers in prompt.numbers.items():
         pieces[name] = [list(numbers), [0] * len(first), [0] * len(other), list(later.numbers[name]), [0] * len(other)]
@@ -180,7 +174,7 @@ def _prompts(base: PretrainedModel, example: ImageExample) -> _Trial:
 
 @torch.no_grad()
 def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
-    name, reader, parameter = type(base).__name__, _reader(base), next(base.parameters())
+    name, reader, parameter = type(base).__name__, text_part(base), next(base.parameters())
     before, segments, trial = reader.config._attn_implementation, trial.segments, trial.to(parameter.device)
     alone, lengths = trial.alone["input_ids"], segments.lengths
     training = [module for module in model.modules() if module.training]

@@ -46,6 +46,11 @@ def base_model(model: nn.Module) -> PretrainedModel:
     return unwrap(inner.get_base_model()) if is_peft_model(inner) else inner
 
 
+def text_part(base: PretrainedModel) -> PretrainedModel:
+    """The part of `base`, a model of transformers, that reads text: all of it, or the decoder of a model that sees."""
+    return base if base.config.get_text_config() is base.config else base.get_decoder()
+
+
 def configs(model: nn.Module) -> list[Any]:
     """The configs that forwards of `model` read: its own, and the copy that the decoder of some models has."""
     base, found = base_model(model), [getattr(model, "config", None)]

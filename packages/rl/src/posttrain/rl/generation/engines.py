@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain.core.models.image_positions import ImageExample
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Generator
@@ -20,11 +21,13 @@ OF_THE_SERVER = (
 )  # fmt: skip
 
 
-def make_generator(tokenizer: Any, args: Any, sees: bool = False) -> Generator:
+def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = None) -> Generator:
     """The engine for `args`, a `posttrain.rl.rollout_config.GenerationArguments`.
 
-    The local engine, unless another is set or an option is set that only transformers' generate supports, or the model
-    `sees` images.
+    The local engine, unless another is set or an option is set that only transformers' generate supports.
+
+    Args:
+        example: of a model that sees images, what it is tried with.
 
     Raises:
         ValueError: the chosen engine does not support another setting.
@@ -36,8 +39,8 @@ def make_generator(tokenizer: Any, args: Any, sees: bool = False) -> Generator:
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
-    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows, args.generation_cache_tokens)
-    if not shares_prompts(args) or sees:
+    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows, args.generation_cache_tokens, example)
+    if not shares_prompts(args):
         cache = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
         local = TransformersGenerator(tokenizer, settings | cache)
     return CopiedGenerator(local) if args.max_staleness else local

@@ -25,7 +25,7 @@ from torch import nn
 
 from posttrain.core.data.segments import Segments
 from posttrain.core.models.varlen_attention import layer_window, segment_attention
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, text_part
 from posttrain.rl.generation.block import Block
 from posttrain.rl.generation.fixed_block import FixedBlock
 
@@ -37,15 +37,17 @@ IMPLEMENTATION = "posttrain_decoding"
 
 @contextlib.contextmanager
 def decoding_attention(model: nn.Module) -> Iterator[None]:
-    """Within this context the forward of `model` takes ``decoding``, and must be given it."""
-    base = base_model(model)
-    before = base.config._attn_implementation
+    """Within this context the forward of `model` takes ``decoding``, and must be given it; of a model that sees, its
+    decoder of text does.
+    """
+    reader = text_part(base_model(model))
+    before = reader.config._attn_implementation
     _register()
-    base.set_attn_implementation(IMPLEMENTATION)
+    reader.set_attn_implementation(IMPLEMENTATION)
     try:
         yield
     finally:
-        base.set_attn_implementation(before)
+        reader.set_attn_implementation(before)
 
 
 @functools.cache

@@ -10,22 +10,28 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import send
+from posttrain.core.data.vision import join_tensors
+from posttrain.core.models.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.core.models.lm_head import packed_head
 from posttrain.core.models.varlen_attention import LAYER_TYPES
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
-from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
+from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.transformers import TransformersGenerator, ends_with_stop, evaluating, is_float32
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +53,20 @@ class LocalGenerator:
         max_rows: completions that are written at once. The rest wait.
         max_tokens: tokens that the cache has room for, unless one prompt with its completions needs more. A prompt
             counts once for all its completions, and each of these with as many tokens as it can get. None: no bound.
+        example: of a model that sees, what it is tried with.
     """
 
     shares_weights = True
     model: nn.Module  # that of `sync_weights`
 
-    def __init__(self, tokenizer: Any, max_rows: int = MAX_ROWS, max_tokens: int | None = None) -> None:
-        self.tokenizer, self.max_rows, self.max_tokens = tokenizer, max_rows, max_tokens
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_rows: int = MAX_ROWS,
+        max_tokens: int | None = None,
+        example: ImageExample | None = None,
+    ) -> None:
+        self.tokenizer, self.max_rows, self.max_tokens, self.example = tokenizer, max_rows, max_tokens, example
         self.fallback = TransformersGenerator(tokenizer)
         self._told = False
 
@@ -64,28 +77,37 @@ class LocalGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        images: PromptImages | None = None,
     ) -> Completions:
-        """See `Generator.generate`."""
+        """See `Generator.generate`.
+
+        Args:
+            images: those of the prompts.
+        """
         if not prompts:
             return Completions([], [], [])
-        why = problem(self.model)
+        why = problem(self.model, None if images is None else self.example)
         if why is not None:
             if not self._told:
                 logger.info("Completions come from transformers' generate, which is slower: %s", why)
                 self._told = True
-            return self.fallback.generate(prompts, n, sampling, seeds)
+            return self.fallback.generate(prompts, n, sampling, seeds, images)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         with evaluating(self.model), decoding_attention(self.model), packed_head(self.model):
-            run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds)
+            run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds, images)
             return run.completions(self.max_rows, self.max_tokens or sys.maxsize)
 
 
 class _Run:
     """One call of `generate`: the completions that wait, those that are written, and what has been written."""
 
-    def __init__(self, model, tokenizer, prompts, n, sampling: Sampling, seeds) -> None:
+    def __init__(self, model, tokenizer, prompts, n, sampling: Sampling, seeds, images=None) -> None:
         self.model, self.tokenizer, self.prompts, self.n, self.sampling = model, tokenizer, prompts, n, sampling
         parameter = next(model.parameters())
         self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
@@ -100,6 +122,8 @@ class _Run:
             self.seen = torch.zeros(size, _vocabulary(model), dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
+        self.prompts_read = _PromptsRead.of(model, prompts, images)
+        self.shifts = self.prompts_read.shifts(n, self.device)
         self.decoding = Decoding(self.device, max_new=longest)
         self.step = _step_of(model)
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
@@ -132,7 +156,7 @@ class _Run:
         """Read the prompts of these numbers, and write the first token of each of their completions."""
         lengths = [len(self.prompts[number]) for number in numbers]
         with self.decoding.read(lengths, self.n) as block:
-            logits = read_prompts(self.model, self.decoding, [self.prompts[number] for number in numbers])
+            logits = read_prompts(self.model, self.decoding, self.prompts_read.inputs(numbers))
         self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
         self.looked.append(0)
         index = send(torch.tensor(self.rows[-1]), self.device)
@@ -144,6 +168,8 @@ class _Run:
         blocks = self.decoding.blocks
         newest = self.tokens[self.index, _joined([block.steps for block in blocks])]
         positions = _joined([block.positions for block in blocks])
+        if self.shifts is not None:
+            positions = positions + self.shifts[self.index]
         logits = _logits(self.model, self.step, self.decoding, newest, positions)
         for block in blocks:
             block.advance()
@@ -225,16 +251,59 @@ def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int)
     return batch
 
 
-def read_prompts(model: nn.Module, decoding: Decoding, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """(P, V) logits behind the last token of each prompt. Within `Decoding.read`."""
-    device = decoding.device
-    row = send(torch.tensor([[token for prompt in prompts for token in prompt]]), device)
-    positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts]).unsqueeze(0)
-    last = send(torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1, device)
+@dataclass(frozen=True)
+class _PromptsRead:
+    """What a model reads of prompts.
+
+    Attributes:
+        prompts: the prompts. positions: of each, (A, P + 1) where the model numbers them on A axes; None: it counts.
+    """
+
+    prompts: Sequence[SeenPrompt]
+    positions: list[torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, prompts: Sequence[Sequence[int]], images: PromptImages | None) -> _PromptsRead:
+        if images is None:
+            return cls([SeenPrompt(prompt) for prompt in prompts])
+        return cls.seen(model, [images.prompt(images.prompts[i], list(prompt)) for i, prompt in enumerate(prompts)])
+
+    @classmethod
+    def seen(cls, model: nn.Module, prompts: Sequence[SeenPrompt]) -> _PromptsRead:
+        count = ImagePositions.of(model)
+        return cls(prompts, None if count is None else list(map(count, prompts)))
+
+    def shifts(self, copies: int, device: torch.device) -> torch.Tensor | None:
+        """(P * copies,) by how much the positions behind each prompt differ from the number of tokens before them."""
+        if self.positions is None:
+            return None
+        found = [int(row[0, -1]) - len(one.ids) for row, one in zip(self.positions, self.prompts, strict=True)]
+        return send(torch.tensor(found).repeat_interleave(copies), device)
+
+    def inputs(self, numbers: Sequence[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(tokens of each of these prompts, inputs of the model that reads them in one row)."""
+        some = [self.prompts[number] for number in numbers]
+        inputs = {"input_ids": torch.tensor([[token for one in some for token in one.ids]])}
+        for name in some[0].numbers:
+            inputs[name] = torch.tensor([[number for one in some for number in one.numbers[name]]])
+        if self.positions is None:
+            inputs["position_ids"] = torch.cat([torch.arange(len(one.ids)) for one in some]).unsqueeze(0)
+        else:
+            inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
+        return [len(one.ids) for one in some], inputs | join_tensors([one.tensors for one in some])
+
+
+def read_prompts(
+    model: nn.Module, decoding: Decoding, prompts: tuple[list[int], dict[str, torch.Tensor]]
+) -> torch.Tensor:
+    """(P, V) logits behind the last token of each prompt, as `_PromptsRead.inputs` has them. Within `Decoding.read`."""
+    lengths, inputs = prompts
+    inputs = {name: send(tensor, decoding.device) for name, tensor in inputs.items()}
+    last = send(torch.tensor(lengths).cumsum(0) - 1, decoding.device)
     options = {}
     if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
         options["logits_to_keep"] = last
-    logits = model(input_ids=row, position_ids=positions, use_cache=False, decoding=decoding, **options).logits[0]
+    logits = model(**inputs, use_cache=False, decoding=decoding, **options).logits[0]
     return logits if options else logits[last]
 
 
@@ -245,11 +314,14 @@ def _vocabulary(model: nn.Module) -> int:
 # ----------------------------------------------------------------------------------------------- whether it can be done
 
 
-def problem(model: nn.Module) -> str | None:
+def problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
     """Why `model` cannot generate here, as a sentence; None if it can.
 
     Tests the cache with two prompts and two completions each, of which one leaves: the logits must equal those of the
     whole texts. The result is cached while the model exists.
+
+    Args:
+        example: of a model that sees, what the prompts are made of. Without one, such a model has a problem.
     """
     base = base_model(model)
     name, config = type(base).__name__, getattr(base, "config", None)
@@ -257,17 +329,17 @@ def problem(model: nn.Module) -> str | None:
         return f"{name} is no model of transformers, whose attention can be replaced."
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
         return f"{name} overrides generate."
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    if config.is_encoder_decoder or (text_part(base) is not base and example is None):
         return f"{name} does not read one row of text alone."
-    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
     parameter = next(base.parameters())
     if parameter.device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, config._attn_implementation
+    key = parameter.device.type, text_part(base).config._attn_implementation
     if key not in tried:
-        tried[key] = _try(unwrap(model), name, parameter)
+        tried[key] = _try(unwrap(model), name, parameter, _Trial.of(base, example))
     return tried[key]
 
 
@@ -275,20 +347,19 @@ _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKe
 
 
 @torch.no_grad()
-def _try(model: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
-    base, device = base_model(model), parameter.device
+def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) -> str | None:
+    base, device = text_part(base_model(model)), parameter.device
     before = base.config._attn_implementation
-    texts = _texts(base.config.vocab_size)
     try:
         with evaluating(model):
             expected = []
-            for text in texts:
-                logits = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
-                expected.append(logits[-4:].float())
+            for text in trial.texts():
+                inputs = {name: tensor.to(device) for name, tensor in text.items()}
+                expected.append(model(**inputs, use_cache=False).logits[0, -_NEW - 1 :].float())
             with decoding_attention(model):
                 if base.config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
-                found = _written(model, texts, device)
+                found = _written(model, trial, device)
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
     finally:
@@ -314,8 +385,8 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
         return None
     step = DecoderStep.of(model)
     if step is not None and key not in tried:
-        texts = _texts(base_model(model).config.vocab_size)
-        gap = _gap(_written(model, texts, parameter.device), _written(model, texts, parameter.device, step))
+        trial = _Trial.of(base_model(model))
+        gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
         tried[key] = gap < _tolerance(parameter)
         return step if tried[key] else None
     return step
@@ -325,10 +396,29 @@ _HAVE_STEPS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKey
 _NEW = 3
 
 
-def _texts(vocabulary: int) -> list[list[int]]:
-    """Two completions of each of two prompts, with it."""
-    prompts = [[(7 * i + 3) % vocabulary for i in range(7)], [(5 * i + 2) % vocabulary for i in range(4)]]
-    return [prompts[i // 2] + [(11 * i + 3 * j + 1) % vocabulary for j in range(_NEW)] for i in range(4)]
+@dataclass(frozen=True)
+class _Trial:
+    """Two prompts, and two completions of `_NEW` tokens of each."""
+
+    read: _PromptsRead
+    completions: list[list[int]]
+
+    @classmethod
+    def of(cls, base: PretrainedModel, example: ImageExample | None = None) -> _Trial:
+        if example is not None:
+            words = [*example.words, *example.words]
+            return cls(_PromptsRead.seen(base, example.prompts()), [words[i : i + _NEW] for i in range(4)])
+        size = base.config.vocab_size
+        prompts = [[(7 * i + 3) % size for i in range(7)], [(5 * i + 2) % size for i in range(4)]]
+        completions = [[(11 * i + 3 * j + 1) % size for j in range(_NEW)] for i in range(4)]
+        return cls(_PromptsRead([SeenPrompt(prompt) for prompt in prompts]), completions)
+
+    def texts(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The inputs of each completion behind its prompt, alone."""
+        for number, completion in enumerate(self.completions):
+            prompt = self.read.prompts[number // 2]
+            numbers = {name: torch.tensor([[*row, *[0] * _NEW]]) for name, row in prompt.numbers.items()}
+            yield {"input_ids": torch.tensor([[*prompt.ids, *completion]]), **numbers, **prompt.tensors}
 
 
 def _tolerance(parameter: torch.Tensor) -> float:
@@ -342,17 +432,18 @@ def _gap(expected: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor]) -> f
     return wrong / (max(float(logits.abs().max()) for logits in expected.values()) or 1.0)
 
 
-def _written(model, texts, device, step: DecoderStep | None = None) -> dict[tuple[int, int], torch.Tensor]:
+def _written(model, trial: _Trial, device, step: DecoderStep | None = None) -> dict[tuple[int, int], torch.Tensor]:
     """The logits of each (text, step) after that many tokens. The third text leaves after the first token."""
     decoding, rows = Decoding(device), [0, 1, 2, 3]
     found: dict[tuple[int, int], torch.Tensor] = {}
-    prompts = [texts[2 * i][:-_NEW] for i in range(2)]
-    with decoding.read([len(prompt) for prompt in prompts], 2) as block:
+    prompts, shifts = trial.read.inputs([0, 1]), trial.read.shifts(2, device)
+    with decoding.read(prompts[0], 2) as block:
         logits = read_prompts(model, decoding, prompts)
     found |= {(row, 0): logits[row // 2].float() for row in rows}
     for place in range(_NEW):
-        tokens = torch.tensor([texts[row][len(prompts[row // 2]) + place] for row in rows], device=device)
-        logits = _logits(model, step, decoding, tokens, block.positions)
+        tokens = torch.tensor([trial.completions[row][place] for row in rows], device=device)
+        positions = block.positions if shifts is None else block.positions + shifts[rows]
+        logits = _logits(model, step, decoding, tokens, positions)
         block.advance()
         found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}
         if place == 0:

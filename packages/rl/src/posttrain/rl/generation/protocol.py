@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+
+from posttrain.core.models.image_positions import SeenPrompt
 
 MAX_ROWS = 256
 """Completions that a local engine writes at once, unless one prompt needs more."""
@@ -103,6 +106,25 @@ def _png(image: Any) -> bytes:
 
 Prompt = Sequence[int] | Pictured
 """A prompt as an engine takes it: token ids, or more where it shows images."""
+
+
+class PromptImages(Protocol):
+    """The images of prompts, for engines that generate with the model itself.
+
+    Attributes:
+        prompts: of each prompt, the number of what it shows.
+    """
+
+    @property
+    def prompts(self) -> Sequence[int]: ...
+
+    def prompt(self, number: int, ids: Sequence[int]) -> SeenPrompt:
+        """What is shown under that number, behind the tokens `ids`."""
+        ...
+
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
+        """What a model reads besides (B, T) `ids` with their attention `mask`: the prompts `rows`."""
+        ...
 
 
 class Generator(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.wrapping import base_model, unwrap
-from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class TransformersGenerator:
         n: int,
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
-        images: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], dict[str, Any]] | None = None,
+        images: PromptImages | None = None,
     ) -> Completions:
         """See `Generator.generate`. Prompts of different lengths are padded on the left.
 
         Args:
-            images: those of the prompts, as `posttrain.rl.rollout_images.RolloutImages.inputs`.
+            images: those of the prompts.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
@@ -69,7 +69,7 @@ class TransformersGenerator:
         inputs = {"input_ids": ids, "attention_mask": mask}
         more: dict[str, Any] = {}
         if images is not None:
-            more = images(ids.cpu(), mask.cpu(), [i for i in range(len(prompts)) for _ in range(n)])
+            more = images.inputs(ids.cpu(), mask.cpu(), [i for i in range(len(prompts)) for _ in range(n)])
             inputs |= {name: tensor.to(device) for name, tensor in more["image_inputs"].items()}
         with evaluating(model), features_once(model, more.get("image_copies"), inputs) as shown:
             output = self._generate(model, shown, sampling, drawing)
