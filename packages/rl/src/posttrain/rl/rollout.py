@@ -203,10 +203,8 @@ class RolloutTrainer(Trainer):
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
-        example = self.image_prompts.vision.example() if self.image_prompts is not None else None
+        example = None if self.image_prompts is None else self.image_prompts.example
         self.generator = generator or make_generator(tokenizer, args, example)
-        if self.image_prompts is not None:
-            self.image_prompts.keeps_images = reads_images(self.generator)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
             raise ValueError(problem)
         self.reference = self._make_reference(fresh_adapter=peft_config is not None)
@@ -608,7 +606,8 @@ class RolloutTrainer(Trainer):
             is_new = asked != read or (self.image_prompts is not None and not same_images(sample.row, before))
             read, before = asked, sample.row
             if is_new and self.image_prompts is not None:
-                ids, shown = self.image_prompts.encode(self.codec, sample.row, *asked)
+                again = reads_images(self.generator)
+                ids, shown = self.image_prompts.encode(self.codec, sample.row, *asked, keeps_images=again)
             elif is_new:
                 ids = self.codec.encode(*asked)
             sample.prompt_ids, sample.shown = list(ids), shown
@@ -954,7 +953,7 @@ class RolloutTrainer(Trainer):
         wanted = self.args.share_prompts
         if wanted is False or self.num_generations == 1 or (wanted is None and self.train_batch_size == 1):
             return False
-        example = None if self.image_prompts is None else self.image_prompts.vision.example()
+        example = None if self.image_prompts is None else self.image_prompts.example
         problem = varlen_attention.segments_problem(self.model, example)
         if problem is None and self.ref_model is not None:
             problem = varlen_attention.segments_problem(self.ref_model, example)

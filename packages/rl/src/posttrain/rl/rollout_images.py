@@ -5,6 +5,7 @@ Each prompt's images are read once, kept once in a rollout and its checkpoint, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +18,7 @@ from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, re
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, join_tensors, place_images
 from posttrain.core.errors import DataError
 from posttrain.core.models.image_features import ImageCopies
-from posttrain.core.models.image_positions import ImagePositions, SeenPrompt
+from posttrain.core.models.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Pictured, Prompt
 from posttrain.rl.prompts import PromptCodec
@@ -28,10 +29,7 @@ class ImagePrompts:
 
     Attributes:
         positions: numbers their positions, where the model has several axes of them.
-        keeps_images: whether engines read the images again, see `posttrain.rl.generation.protocol.Pictured`.
     """
-
-    keeps_images = False
 
     def __init__(self, processor: Any, model: nn.Module, reader: ImageReader, args: Any = None) -> None:
         self.reader, self.positions = reader, ImagePositions.of(model)
@@ -41,8 +39,18 @@ class ImagePrompts:
             else VisionProcessor.of_run(processor, model, args)
         )
 
-    def encode(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any) -> tuple[list[int], Shown]:
+    @functools.cached_property
+    def example(self) -> ImageExample | None:
+        """What a model is tried with."""
+        return self.vision.example()
+
+    def encode(
+        self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any, keeps_images: bool = False
+    ) -> tuple[list[int], Shown]:
         """(tokens, images) of a prompt.
+
+        Args:
+            keeps_images: for engines that read them again, see `posttrain.rl.generation.protocol.Pictured`.
 
         Raises:
             DataError: an image cannot be read, or has no place.
@@ -55,7 +63,7 @@ class ImagePrompts:
             return found[0].text
 
         ids, shown = codec.encode(placed, tools, show), found[0]
-        if self.keeps_images:
+        if keeps_images:
             shown.pictured = Pictured(codec.encode(placed, tools), images, ids)
         return ids, shown
 
