@@ -71,7 +71,7 @@ def test_a_run_goes_on_to_the_same_bits(kind, config, tmp_path):
 
 
 def test_engines_without_images_are_refused(tmp_path):
-    with pytest.raises((ConfigError, ValueError), match="use_vllm=True is not supported for prompts with images"):
-        make(tmp_path, use_vllm=True)
+    with pytest.raises((ConfigError, ValueError), match="max_staleness=1 is not supported for prompts with images"):
+        make(tmp_path, max_staleness=1)
     with pytest.raises((ConfigError, ValueError), match="bad_images='drop' is not supported online"):
         make(tmp_path, bad_images="drop")

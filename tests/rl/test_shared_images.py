@@ -9,6 +9,7 @@ from posttrain.core.data.vision import VisionProcessor
 from posttrain.core.models.image_positions import ImagePositions
 from posttrain.core.models.varlen_attention import enable_segments, segments_problem
 from posttrain.rl import DPOConfig, DPOTrainer
+from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.logprobs import completion_logps
 from posttrain.rl.preference_batches import PreferenceCollator
 from posttrain.rl.preference_images import image_collator
@@ -84,6 +85,35 @@ def test_groups_behind_one_prompt_have_the_log_probabilities_and_gradients_of_se
         found.append((logps.detach(), gradients(trainer.model, weighed.sum())))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
     assert_equal_gradients(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", tiny_vision.FAMILIES)
+def test_completions_behind_one_prompt_are_those_of_transformers_generate(name, tmp_path, monkeypatch):
+    if name in ("pixtral", "mistral3"):
+        pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
+    trainer, read, written = make(tmp_path, name), [], []
+    decoder = trainer.model.get_decoder()
+    for engine in (trainer.generator, TransformersGenerator(trainer.codec.tokenizer)):
+        samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
+        for seed, sample in enumerate(samples):
+            sample.seed = seed
+        engine.sync_weights(trainer.model)
+        monkeypatch.setattr(trainer, "generator", engine)
+        tokens = []
+        hook = decoder.register_forward_pre_hook(
+            lambda module, args, kwargs, tokens=tokens: tokens.append(kwargs["inputs_embeds"].shape[:2].numel()),
+            with_kwargs=True,
+        )
+        trainer.generate(samples, trainer.sampling())
+        hook.remove()
+        read.append(sum(tokens))
+        written.append([(sample.ids, sample.logps) for sample in samples])
+    for (ids, logps), (expected_ids, expected_logps) in zip(*written, strict=True):
+        assert ids == expected_ids and logps == pytest.approx(expected_logps, abs=1e-4)
+    distinct = sum(len(sample.prompt_ids) for sample in samples[::2])
+    if name in SHARING:
+        assert read[0] - distinct <= len(prompts()) * 2 * trainer.args.max_completion_length + 2 * len(prompts())
+    assert read[0] < read[1] or name in REASONS
 
 
 @pytest.mark.parametrize("name", REASONS)
