@@ -167,7 +167,8 @@ def test_every_row_lends_its_completion_once_and_to_another_prompt(number):
 
 def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
     model, processor = tiny_vision.qwen2_5_vl()
-    trainer = KTOTrainer(model, args=KTOConfig(**options(tmp_path)), train_dataset=pairs(), processing_class=processor)
+    args = KTOConfig(**options(tmp_path, shared_prefix=False))  # a row for each
+    trainer = KTOTrainer(model, args=args, train_dataset=pairs(), processing_class=processor)
     rows, collate = rows_with_images(pairs(), "unpaired_preference", "train"), trainer.data_collator
     alone = [collate([rows[i]])["kl"] for i in range(len(rows))]
     together = collate([rows[i] for i in range(len(rows))])["kl"]

@@ -13,7 +13,9 @@ from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from tests import tiny_vision
 from tests.vllm import servers
 
-ENGINE = {"enforce_eager": True, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
+ENGINE = {
+    "enforce_eager": True, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}, "model_impl": "transformers",
+}  # fmt: skip
 
 
 def prompts():

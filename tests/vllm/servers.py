@@ -31,6 +31,7 @@ FLAGS = [
     "--weight-transfer-config", '{"backend": "gloo"}', "--enable-scale-out",
 ]  # fmt: skip
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
+SEEING = ["--limit-mm-per-prompt", '{"image": 2}', "--model-impl", "transformers"]  # vLLM's own need torchvision
 SECONDS = 600
 
 

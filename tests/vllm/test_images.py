@@ -22,9 +22,11 @@ LARGEST = 1e-5
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
+    if there := os.environ.get("POSTTRAIN_VLLM_SEEING"):  # the port of one that runs
+        yield f"http://127.0.0.1:{there}"
+        return
     folder = tmp_path_factory.mktemp("seeing")
-    flags = [*servers.FLAGS, "--limit-mm-per-prompt", '{"image": 2}']
-    with servers.server(servers.save_seeing(folder), flags) as address:
+    with servers.server(servers.save_seeing(folder), servers.FLAGS + servers.SEEING) as address:
         yield address
 
 
