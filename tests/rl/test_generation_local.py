@@ -312,11 +312,11 @@ def test_an_adapter_is_part_of_the_step(precision):
     if precision == "bfloat16":
         model.bfloat16()
     with torch.no_grad(), torch.autocast("cpu", enabled=precision == "autocast"), decoding_attention(model):
-        texts = local._texts(384)
-        expected = local._written(model, texts, torch.device("cpu"))
-        found = local._written(model, texts, torch.device("cpu"), DecoderStep.of(model))
+        trial = local._Trial.of(model.get_base_model())
+        expected = local._written(model, trial, torch.device("cpu"))
+        found = local._written(model, trial, torch.device("cpu"), DecoderStep.of(model))
         with model.disable_adapter():
-            without = local._written(model, texts, torch.device("cpu"))
+            without = local._written(model, trial, torch.device("cpu"))
     assert local._gap(expected, found) < (1e-5 if precision == "float32" else 4e-2)
     assert local._gap(expected, without) > 0.2
 
