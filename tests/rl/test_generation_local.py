@@ -10,6 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.models import lm_head
+from posttrain.core.models.image_positions import SeenPrompt
 from posttrain.rl.generation import Sampling, local
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import Decoding, decoding_attention
@@ -379,7 +380,8 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
     def logits(compiled):
         decoding, found = Decoding(torch.device("cpu"), is_fixed=True), []
         with decoding.read(list(prompts), 2) as block:
-            local.read_prompts(model, decoding, [[5 + i for i in range(length)] for length in prompts])
+            read = local._PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
+            local.read_prompts(model, decoding, read.inputs([0, 1]))
         step = DecoderStep.of(model)
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step

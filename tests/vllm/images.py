@@ -13,9 +13,7 @@ from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from tests import tiny_vision
 from tests.vllm import servers
 
-ENGINE = {
-    "enforce_eager": True, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}, "model_impl": "transformers",
-}  # fmt: skip
+ENGINE = {"enforce_eager": True, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
 
 
 def prompts():
@@ -67,7 +65,7 @@ def assert_trained(trainer) -> None:
     assert 0 < trainer.evaluate()["eval_reward"] < 1
 
 
-def main(out: Path) -> None:
+def main(out: Path, implementation: str) -> None:
     folder = servers.save_seeing(out / "model")
     from transformers import LlavaForConditionalGeneration
 
@@ -77,7 +75,7 @@ def main(out: Path) -> None:
         disable_tqdm=True, temperature=0.9, num_generations_eval=2, use_vllm=True, gradient_checkpointing=False,
     )  # fmt: skip
     model, processor = LlavaForConditionalGeneration.from_pretrained(folder), servers.seeing()[1]
-    engine = VLLMColocatedGenerator(ENGINE)
+    engine = VLLMColocatedGenerator(ENGINE | {"model_impl": implementation})
     trainer = GRPOTrainer(model, spread, args, prompts() * 3, prompts(), processor, generator=engine)
     assert_trained(trainer)
     engine.sync_weights(trained(trainer.model))
@@ -85,4 +83,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -25,6 +25,12 @@ from posttrain.rl.generation.sampling import filters, never
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
+SHARED_CODE = (
+    "vLLM serves this model by transformers' own code, and has replaced how {} is called, which is the trainer's model's "
+    "too: hooks of the trainer would not run. Use vllm_mode='server', or a model and vllm_model_impl for which vLLM has "
+    "code of its own (for some models that see it needs torchvision)."
+)
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -141,7 +147,11 @@ class VLLMColocatedGenerator:
             "logprobs_mode": "processed_logprobs",
             "dtype": str(next(base.parameters()).dtype).removeprefix("torch."),
         }
-        return vllm.LLM(**settings | self.engine)
+        calls = {type(module): type(module).__call__ for module in model.modules()}
+        llm = vllm.LLM(**settings | self.engine)
+        if changed := sorted(kind.__name__ for kind, call in calls.items() if kind.__call__ is not call):
+            raise ValueError(SHARED_CODE.format(", ".join(changed)))
+        return llm
 
     def _set_environment(self) -> None:
         """The launcher's variables that vLLM reads, for a single process without a launcher."""
