@@ -26,9 +26,9 @@ from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
 
 SHARED_CODE = (
-    "vLLM serves this model by transformers' own code, and has replaced how {} is called, which is the trainer's model's "
-    "too: hooks of the trainer would not run. Use vllm_mode='server', or a model and vllm_model_impl for which vLLM has "
-    "code of its own (for some models that see it needs torchvision)."
+    "vLLM serves this model by transformers' own code, and has replaced how {} is called, which is the trainer's "
+    "model's too: its hooks would not run. Use vllm_mode='server', or a model and vllm_model_impl for which vLLM has "
+    "code of its own (for models that see it needs torchvision)."
 )
 
 
