@@ -15,6 +15,7 @@ of the prompt, which TRL reads once for each completion; for the tower alone it 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -110,6 +111,7 @@ def measure(contestant: str, task: str) -> dict[str, int]:
             trainer = library.GRPOTrainer(**parts, reward_funcs=reward, args=library.GRPOConfig(**common))
         else:
             common |= {"per_device_train_batch_size": 4, "max_length": None}
+            parts["ref_model"] = copy.deepcopy(model)  # TRL cannot load one that has no name
             trainer = library.DPOTrainer(**parts, args=library.DPOConfig(**common))
         trainer.train()  # what is done once is not counted
         with FlopCounterMode(display=False) as counter:
