@@ -289,7 +289,8 @@ class RolloutTrainer(Trainer):
         self, prompts: list[list[int]], shown: list[Shown | None], size: int, sampling: Sampling, seeds: list[int]
     ) -> Completions:
         if reads_images(self.generator):
-            return self.generator.generate(list(map(pictured, prompts, shown)), size, sampling, seeds)
+            given: Any = list(map(pictured, prompts, shown))
+            return self.generator.generate(given, size, sampling, seeds)
         images = RolloutImages.of(shown, prompts, self._image_token_id)
         more = {} if images is None else {"images": images}
         return self.generator.generate(prompts, size, sampling, seeds, **more)

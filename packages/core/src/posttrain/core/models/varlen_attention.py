@@ -216,7 +216,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
 
 def _logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor], segments: Segments) -> torch.Tensor:
     ids = inputs["input_ids"]
-    return _scores(model(**segments.model_inputs(ids.shape, ids.device) | inputs, use_cache=False))[0]
+    return _scores(model(**segments.model_inputs(ids.shape, ids.device) | dict(inputs), use_cache=False))[0]
 
 
 def _scores(output: Any) -> torch.Tensor:

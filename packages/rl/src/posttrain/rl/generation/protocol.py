@@ -69,6 +69,12 @@ class Completions:
     versions: list[list[int]] | None = None
 
 
+NO_IMAGES = (
+    "The vLLM server at {} takes no prompts with images. Use `vllm serve` of vLLM 0.32 or newer, started with "
+    "--enable-scale-out, on the model that is trained."
+)
+
+
 @dataclass(frozen=True)
 class Pictured:
     """A prompt with images, as engines take it that read them with a processor of their own.

@@ -15,7 +15,7 @@ import torch
 
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import require
-from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.generation.protocol import NO_IMAGES, Pictured, Prompt, Sampling
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.transformers import ends_with_stop
 from posttrain.rl.generation.weights import Weights, Written
@@ -49,7 +49,7 @@ class TrlServer:
         self.regex = (self.options.pop("structured_outputs", None) or {}).get("regex")
         self._reads_ids = True
 
-    def write_on(self, server: Server, prompt: Sequence[int], sampling: Sampling, seed: int) -> Written:
+    def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
         """See `Dialect.write_on`."""
         return self.write([prompt], 1, sampling, [seed])[0]
 
@@ -62,14 +62,15 @@ class TrlServer:
         self._send(weights, self.server)
         self.server.call("/reset_prefix_cache/", {}, empty=True)
 
-    def write(
-        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Written]:
+    def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """See `Dialect.write`.
 
         Raises:
-            ValueError: the server accepts texts only and would tokenize a prompt differently.
+            ValueError: the server accepts texts only and would tokenize a prompt differently, or a prompt shows images.
         """
+        plain = [list(prompt) for prompt in prompts if not isinstance(prompt, Pictured)]
+        if len(plain) < len(prompts):
+            raise ValueError(NO_IMAGES.format(self.server.url))
         request = {
             "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
@@ -82,7 +83,7 @@ class TrlServer:
                 "include_stop_str_in_output": True,
             },
         }  # fmt: skip
-        answer = self._generate([list(prompt) for prompt in prompts], request)
+        answer = self._generate(plain, request)
         ids = [list(row) for row in answer["completion_ids"]]
         logps: list[Any] = [[_plain(value) for value in row] for row in answer.get("logprobs") or ()]
         ended = [self._has_ended(row, sampling) for row in ids]

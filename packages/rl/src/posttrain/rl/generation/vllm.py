@@ -22,7 +22,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
-from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
+from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import filters, never
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
@@ -37,10 +37,6 @@ FORBIDDEN, UNKNOWN = 403, 404
 NO_VERSIONS = (
     "The vLLM server at %s does not say which weights wrote a token: all tokens of a completion count as written by "
     "those with which it began. Start it with --enable-scale-out to know."
-)
-NO_IMAGES = (
-    "The vLLM server at {} takes no prompts with images. Use `vllm serve` of vLLM 0.32 or newer, started with "
-    "--enable-scale-out, on the model that is trained."
 )
 ATTEMPTS = 3
 """Times that weights are sent, if a server is lost meanwhile and comes back."""
@@ -208,8 +204,6 @@ class VLLMServerGenerator:
         Raises:
             ValueError: a prompt shows images, and the server does not take them or reads them otherwise.
         """
-        if any(isinstance(prompt, Pictured) for prompt in prompts) and not isinstance(self._dialect, VLLMServers):
-            raise ValueError(NO_IMAGES.format(self.servers[0].url))
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
@@ -380,8 +374,7 @@ class VLLMServers:
                 return server, error
 
     def _ask(self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> list[Written]:
-        pictured = isinstance(prompt, Pictured)
-        if self._says_versions or pictured:
+        if self._says_versions or isinstance(prompt, Pictured):
             try:
                 return self._ask_with_versions(server, prompt, n, sampling, seed)
             except Refused as error:
@@ -391,6 +384,7 @@ class VLLMServers:
                     raise ValueError(NO_IMAGES.format(server.url)) from error
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
+        assert not isinstance(prompt, Pictured)  # whose server answers, or refuses it
         choices = server.call("/v1/completions", self.options | {
             "model": self.names[server.url], "prompt": list(prompt), "n": n, "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
@@ -408,8 +402,7 @@ class VLLMServers:
         self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> list[Written]:
         """As `_ask`, by the interface that says which weights wrote each token."""
-        pictured = isinstance(prompt, Pictured)
-        answer = server.call("/inference/v1/generate", (_shown(prompt) if pictured else {"token_ids": list(prompt)}) | {
+        answer = server.call("/inference/v1/generate", _shown(prompt) | {
             "model": self.names[server.url], "sampling_params": self.options | {
                 "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
                 "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0,
@@ -427,8 +420,10 @@ class VLLMServers:
         return [_stamped(choice) for choice in choices]
 
 
-def _shown(prompt: Pictured) -> dict[str, Any]:
-    """The fields of a request that say what the prompt is; the server is to answer with the tokens that it reads."""
+def _shown(prompt: Prompt) -> dict[str, Any]:
+    """The fields of a request that say what the prompt is; with images, the server answers with what it has read."""
+    if not isinstance(prompt, Pictured):
+        return {"token_ids": list(prompt)}
     parts = [{"type": "image_url", "url": url} for url in prompt.urls]
     return {"token_ids": prompt.ids, "content_parts": parts, "return_token_ids": True}
 
