@@ -1,11 +1,17 @@
 """A loss given as a dict of its terms: each is logged under its name, exactly as the loss is."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from posttrain.core import Trainer
 from posttrain.core.losses.normalization import split_terms
+from tests import tiny
 from tests.contract.trainers import causal_lm
+from tests.programs import together
 
 
 class Scaled(Trainer):
@@ -96,3 +102,77 @@ def test_a_sum_with_its_own_count_is_averaged_over_the_window_however_it_is_cut(
         assert [r["grad_norm"] for r in cut.state.log_history if "grad_norm" in r] == pytest.approx(norms, rel=1e-4)
         for a, b in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+#: Rows of which one has no even label: batches of 3 hold other shares of what is counted.
+LENGTHS = (3, 12, 5, 9, 2, 14, 6)
+
+
+def ragged_rows(seed):
+    rows = [
+        {name: value[:length] for name, value in row.items()}
+        for row, length in zip(tiny.token_rows(len(LENGTHS), seed=seed), LENGTHS, strict=True)
+    ]
+    rows[4]["labels"] = [7] * len(rows[4]["labels"])
+    return rows
+
+
+def by_hand(model, rows):
+    """The mean over the even labels of all rows, one row at a time."""
+    total = count = 0.0
+    for row in rows:
+        ids, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])[None]
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        with torch.no_grad():
+            (nll, number) = Pairs.compute_loss(None, model, batch)
+        total, count = total + nll.item(), count + number.item()
+    return total / count
+
+
+def evaluated(folder, trainer_class, size, **changes):
+    trainer = causal_lm(trainer_class)(folder, max_steps=2, per_device_eval_batch_size=size, **changes)
+    trainer.eval_dataset, trainer.train_dataset = ragged_rows(seed=1), ragged_rows(seed=2)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.model.eval()
+    expected = by_hand(trainer.model, trainer.eval_dataset)
+    trained = trainer.train().training_loss
+    return [before, expected, trained, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("trainer_class", [Pairs, PairsWithCount])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_an_evaluation_divides_all_sums_by_all_counts(trainer_class, size, tmp_path):
+    before, expected, *_ = evaluated(tmp_path, trainer_class, size)
+    assert before == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("trainer_class", [Pairs, PairsWithCount])
+def test_sums_with_counts_of_two_processes_are_those_of_one(trainer_class, tmp_path):
+    alone = evaluated(tmp_path / "alone", trainer_class, 7, per_device_train_batch_size=6)
+    done = together(2, [__file__, str(tmp_path), trainer_class.__name__])
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == pytest.approx(alone, rel=1e-5)
+
+
+def test_nothing_counted_is_no_loss_and_no_step(tmp_path):
+    class Nothing(Pairs):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            (total, _), outputs = super().compute_loss(model, inputs, True)
+            pair = (total * 0, torch.zeros((), dtype=torch.long))
+            return (pair, outputs) if return_outputs else pair
+
+    trainer = causal_lm(Nothing)(tmp_path, max_steps=1)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert trainer.evaluate()["eval_loss"] != trainer.evaluate()["eval_loss"]  # NaN: a mean over nothing
+
+
+if __name__ == "__main__":  # two processes, started by the test above
+    torch.set_num_threads(1)
+    found = evaluated(
+        f"{sys.argv[1]}/pair", globals()[sys.argv[2]], 2, per_device_train_batch_size=1, gradient_accumulation_steps=3
+    )
+    (Path(sys.argv[1]) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

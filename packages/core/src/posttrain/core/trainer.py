@@ -362,7 +362,9 @@ class Trainer(HFCompat):
         window, losses = run.splitter.run(
             window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), self._undo_point
         )
-        losses = self._objective.divide(losses, run.parameters, num_items, self.dist.sum, self._why_no_counts)
+        losses, num_items = self._objective.divide(
+            losses, run.parameters, num_items, self.dist.sum, self._why_no_counts
+        )
         loss = sum(losses[1:], start=losses[0])
         grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
             run.parameters, self.args.max_grad_norm, self.optimizer
@@ -421,7 +423,7 @@ class Trainer(HFCompat):
             loss = loss * self._loss_scale
         if self._objective.terms is not None:
             self._objective.keep_terms(weight, 0 if pipeline.is_filler(inputs) else self._loss_scale)
-        if self._may_go_backward(loss, items):
+        if self._may_go_backward(loss, items if is_mean else None):
             self.dist.backward(loss)
         return loss.detach()
 
@@ -436,7 +438,8 @@ class Trainer(HFCompat):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of one micro-batch, shape (). The usual method to override.
 
-        It may also be a pair ``(sum, count)`` of this micro-batch: the trainer divides by all counts of the window.
+        It may also be a pair ``(sum, count)`` of this micro-batch: the trainer divides by all counts of the window, and
+        of an evaluation.
         A dict ``{"loss": ..., "kl": ...}`` may take the loss' place: its other values, terms of the loss in the same
         scale, are logged under their names.
 
@@ -683,6 +686,7 @@ class Trainer(HFCompat):
                 dataloader,
                 lambda inputs: self.prediction_step(model, inputs, loss_only, ignore_keys),
                 count_items=self.count_items,
+                weight=self._objective.take_weight,
                 metrics=metrics,
                 keep=not loss_only,
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
@@ -713,12 +717,16 @@ class Trainer(HFCompat):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
         inputs = self.prepare_inputs(inputs)
-        compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
         with self.compute_loss_context_manager():
             return eval_loop.predict_batch(
-                model, inputs, compute_loss, loss_only=prediction_loss_only, label_names=self.label_names,
-                can_return_loss=self.can_return_loss, ignore_keys=ignore_keys,
+                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only,
+                label_names=self.label_names, can_return_loss=self.can_return_loss, ignore_keys=ignore_keys,
             )  # fmt: skip
+
+    def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:
+        """`compute_loss` for an evaluation batch, which returns a mean, for a `prediction_step` of your own: terms of
+        a dict are logged, and counts of pairs ``(sum, count)`` kept as its weight."""
+        return self._objective.in_evaluation(self.compute_loss, self.count_items(inputs), self.metrics.add)
 
     # ------------------------------------------------------------------------------------------------ log and save
 

@@ -295,7 +295,7 @@ class KTOTrainer(PreferenceTrainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards (B,), verdicts (B,))."""
         inputs = self.prepare_inputs(inputs)
-        compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs))
+        compute_loss = self.evaluation_loss(inputs)
         options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(

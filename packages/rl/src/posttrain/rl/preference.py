@@ -24,7 +24,6 @@ from posttrain.core.data.images import columns_of, has_images
 from posttrain.core.data.vision import CountedBatch, VisionProcessor
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import samples as written
-from posttrain.core.losses import normalization
 from posttrain.core.models import adapters, embeddings, lm_head, loading, regularization, varlen_attention, wrapping
 from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.state import TrainOutput
@@ -302,8 +301,7 @@ class PreferenceTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
         inputs = self.prepare_inputs(inputs)
-        pairs = self.count_items(inputs)
-        compute_loss = normalization.with_items(self.compute_loss, pairs)
+        pairs, compute_loss = self.count_items(inputs), self.evaluation_loss(inputs)
         options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(

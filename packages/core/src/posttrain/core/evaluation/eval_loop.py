@@ -248,6 +248,7 @@ def run(
     count_items: Callable[[Any], torch.Tensor | int],
     metrics: Metrics,
     keep: bool,
+    weight: Callable[[torch.Tensor | int], torch.Tensor | int] = lambda items: items,
     is_filler: Callable[[Any], bool] = lambda inputs: False,
     preprocess_logits: Callable[[Any, Any], Any] | None = None,
     batch_metrics: _Streamed | _Called | None = None,
@@ -272,6 +273,7 @@ def run(
         predict: ``inputs -> (loss, logits, labels)``.
         metrics: collects the loss and all other metrics added during the pass.
         keep: store predictions and labels.
+        weight: called after each `predict` with its items; the weight of its loss.
         is_filler: batches that only keep processes in step and have no weight.
         preprocess_logits: ``(logits, labels) -> what to store instead of the logits``.
         batch_metrics: gets each batch with predictions and labels, see `by_batch`; nothing is stored unless
@@ -295,10 +297,11 @@ def run(
         items, here = count_items(inputs), count_rows(inputs)
         shown = inputs.get(main_input) if "inputs" in include else None
         loss, logits, labels = predict(inputs)
+        counted = weight(items)
         if not filler:
             rows += here
-            if loss is not None:
-                metrics.add("loss", loss if items else 0.0, items)  # of a batch without one label the mean is NaN
+            if loss is not None:  # of a batch without one label the mean is NaN
+                metrics.add("loss", loss if items or counted is not items else 0.0, counted)
             if preprocess_logits is not None and logits is not None:
                 logits = preprocess_logits(logits, labels)
             losses = torch.as_tensor(loss).repeat(here) if "loss" in include and loss is not None else None

@@ -16,7 +16,6 @@ from torch import nn
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop, generate
 from posttrain.core.logging import samples as written
-from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 
@@ -95,7 +94,7 @@ class GeneratesText(Trainer):
         if not self._generation.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self.prepare_inputs(inputs)
-        compute_loss = normalization.with_items(self.compute_loss, self.count_items(inputs), self.metrics.add)
+        compute_loss = self.evaluation_loss(inputs)
         chosen = generate.options(self._generation, gen_kwargs, model, None) if gen_kwargs else self._gen_kwargs
         place: dict[str, Any] = {
             "label_names": self.label_names,

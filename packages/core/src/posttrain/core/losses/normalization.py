@@ -5,6 +5,7 @@ nothing is labelled) are counted before the first forward. A `compute_loss` eith
 or a mean over its own micro-batch, which is then weighted by the micro-batch's share of the items. Both give the
 gradient of the mean over the whole window, however it is split. It may also return ``(sum, count)``: then the
 gradients of the window are divided by the sum of these counts over all micro-batches and processes, once they exist.
+An evaluation divides the sum of its sums by the sum of its counts in the same way.
 
 A loss without that argument returns a mean, ``loss_is_scaled_for_ga`` declares it, and the trainers' own losses are
 known. Otherwise `posttrain.core.losses.scale_check` measures it.
@@ -46,8 +47,9 @@ class Objective:
         #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
         self._of_window: dict[str, torch.Tensor] = {}
-        # Of losses that came as (sum, count): the last count, and those of the window.
+        # Of losses that came as (sum, count): the last count, in training and in evaluation, and those of the window.
         self._count: torch.Tensor | None = None
+        self._evaluated: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
@@ -77,10 +79,10 @@ class Objective:
     ) -> tuple[torch.Tensor, bool]:
         """(loss, whether it is a mean over this micro-batch alone)."""
         loss = compute_loss(model, inputs, **({"num_items_in_batch": num_items} if self.takes_count else {}))
-        if num_items is not None and (pair := as_pair(loss)) is not None:
+        if (pair := as_pair(loss)) is not None:
             total, self._count = pair
             self.terms = {}
-            return total / num_items, False
+            return (mean_of(*pair) if num_items is None else total / num_items.clamp(min=1)), False
         return self._scalar(loss), num_items is None or self.may_be_mean
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
@@ -110,24 +112,42 @@ class Objective:
         num_items: torch.Tensor | None,
         total: Callable[[torch.Tensor], torch.Tensor],
         why_not: Callable[[], str | None] = lambda: None,
-    ) -> list[torch.Tensor]:
-        """The shares of a window's loss. Where the losses came as (sum, count), they and the gradients are divided by
-        the sum of the counts instead of by `num_items`.
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """(the shares of a window's loss, the items that they are a mean over). Where the losses came as (sum, count),
+        they and the gradients are divided by the sum of the counts instead of by `num_items`.
 
         Args:
             total: the sum of a tensor over all processes.
             why_not: gives the reason why gradients cannot be divided here, as a sentence.
         """
-        if self._counts is None or num_items is None:
-            return losses
+        if self._counts is None:
+            return losses, num_items
+        if num_items is None:  # the only micro-batch, which was divided by its count
+            return losses, self._counts
         if (problem := why_not()) is not None:
             raise ValueError(f"compute_loss returned (sum, count), and {problem} Return sum / num_items_in_batch.")
         counts = total(self._counts)
-        factor = torch.where(counts > 0, num_items / counts, 0.0)
+        factor = torch.where(counts > 0, num_items.clamp(min=1) / counts, 0.0)
         for parameter in parameters:
             if parameter.grad is not None:
                 getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)().mul_(factor)
-        return [loss * factor for loss in losses]
+        return [loss * factor for loss in losses], counts
+
+    def in_evaluation(
+        self, compute_loss: Callable[..., Any], num_items: torch.Tensor | int, log: Callable[[str, Any, Any], None]
+    ) -> Callable[..., Any]:
+        """`compute_loss` for one evaluation batch, see `with_items`; `take_weight` tells how many items its loss is a
+        mean over."""
+
+        def keep(count: torch.Tensor) -> None:
+            self._evaluated = count
+
+        return with_items(compute_loss, num_items, log, keep)
+
+    def take_weight(self, items: torch.Tensor | int) -> torch.Tensor | int:
+        """The weight of the last evaluation batch: its own count, where its loss came as (sum, count), else `items`."""
+        count, self._evaluated = self._evaluated, None
+        return items if count is None else count
 
     def _scalar(self, loss: Any) -> torch.Tensor:
         if isinstance(loss, torch.Tensor):
@@ -170,6 +190,11 @@ def as_pair(loss: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return loss[0].reshape(()), scalar(count.reshape(()), loss[0].device)
 
 
+def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """``total / count``, shape (); 0 where nothing was counted."""
+    return total / torch.where(count > 0, count, torch.inf)
+
+
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, a dict that has it under ``"loss"``,
     or (sum, count), whose quotient it is.
@@ -182,7 +207,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if isinstance(loss, torch.Tensor):
         return (loss if loss.ndim == 0 else loss.mean()), {}
     if (pair := as_pair(loss)) is not None:
-        return pair[0] / pair[1].clamp(min=1), {}
+        return mean_of(*pair), {}
     if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
         what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
         raise TypeError(
@@ -325,17 +350,21 @@ def with_items(
     compute_loss: Callable[..., Any],
     num_items: torch.Tensor | int,
     log: Callable[[str, Any, Any], None] = lambda name, value, weight: None,
+    keep_count: Callable[[torch.Tensor], None] = lambda count: None,
 ) -> Callable[..., Any]:
-    """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict.
+    """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict or a pair.
 
     Args:
         log: called with (name, mean over the batch, items) for each term of a dict.
+        keep_count: called with the count of a (sum, count), shape ().
     """
 
     def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
         result = call(model, inputs, **options)
         loss, outputs = result if options.get("return_outputs") else (result, None)
-        if (isinstance(loss, Mapping) and "loss" in loss) or as_pair(loss) is not None:
+        if (pair := as_pair(loss)) is not None:
+            keep_count(pair[1])
+        if (isinstance(loss, Mapping) and "loss" in loss) or pair is not None:
             loss, terms = split_terms(loss)
             for name, value in terms.items():
                 log(name, value if num_items else 0.0, num_items)
