@@ -27,7 +27,7 @@ LAYERS = {
         losses.distillation losses.language_modeling losses.normalization models.attention_blocks models.block_mask
         models.embeddings models.gradient_checkpointing models.regularization
         data.completion_only models.special_tokens models.wrapping
-        optim.lr_scheduler training.allocator training.memory training.nonfinite
+        optim.greedy_lr optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.argument_attributes training.override_checks training.plan training.durations training.loss_spikes
         data.host_copies
     """.split(),

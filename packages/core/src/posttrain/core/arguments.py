@@ -32,7 +32,7 @@ from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.models.ema import EMAArguments
 from posttrain.core.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
-from posttrain.core.optim import lr_scheduler
+from posttrain.core.optim import lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training import durations
@@ -130,7 +130,8 @@ class RunArguments:
     max_duration: str | None = opt(
         None,
         "Length of the run with its unit, instead of the two above and max_time: 500st (optimizer steps), 2ep "
-        "(epochs), 90min or 2h, or 10Mtok (input tokens: ends the run that the others plan).",
+        "(epochs), 90min or 2h, or 10Mtok (input tokens, which the learning rate then follows; the two above may end "
+        "the run earlier).",
     )
     label_smoothing_factor: float = opt(
         0.0, "Share of the target spread evenly over all classes; more makes a less certain model.", min=0, below=1
@@ -223,6 +224,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def _normalize(self) -> None:
         if self.max_duration is not None:
             self._take_duration(*durations.parse(self.max_duration))
+        if isinstance(self.warmup_steps, str):
+            self._count_tokens()
         self.do_eval = self.do_eval or self.eval_strategy != "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
@@ -273,6 +276,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to "
                 "'loss'"
             )
+        yield from schedule.problems(self)
 
     def _take_duration(self, value: float, unit: str) -> None:
         """Set what `max_duration` stands for."""
@@ -282,15 +286,19 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             self.num_train_epochs, self.max_steps = value, -1
         elif unit == "seconds":
             self.max_time = value
-        elif self.include_num_input_tokens_seen == "no":
+        else:
+            self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        if self.include_num_input_tokens_seen == "no":
             self.include_num_input_tokens_seen = "all"  # counted at each step
 
     def _take_interval(self, name: str, value: float, unit: str) -> None:
         """Set what a `name` such as ``500st`` or ``10Mtok`` stands for."""
         if unit == "steps":
             setattr(self, name, int(value))
-        elif unit == "tokens" and self.include_num_input_tokens_seen == "no":
-            self.include_num_input_tokens_seen = "all"  # counted at each step
+        elif unit == "tokens":
+            self._count_tokens()
 
     @property
     def goes_by_time(self) -> bool:
@@ -303,6 +311,17 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         """Input tokens after which a run ends; infinity where `max_duration` names none."""
         value, unit = durations.parse(self.max_duration) if self.max_duration else (math.inf, "tokens")
         return value if unit == "tokens" else math.inf
+
+    @property
+    def epochs_of_stream(self) -> float | None:
+        """Passes over data without a known length that a run without `max_steps` makes: infinitely many where tokens or
+        time end it. None: `max_duration` does not say, or the schedule needs a number of steps."""
+        unit = durations.parse(self.max_duration).unit if self.max_duration else None
+        if unit == "tokens":
+            return math.inf
+        if unit is None or self.lr_scheduler_type not in lr_scheduler.ENDLESS:
+            return None
+        return self.num_train_epochs if unit == "epochs" else math.inf
 
     def _problems_of_comparing_checkpoints(self, asker: str) -> Iterator[str]:
         """Every saved checkpoint must have been evaluated."""

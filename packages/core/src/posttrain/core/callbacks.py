@@ -307,11 +307,14 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_training_stop = True
 
     def on_epoch_end(self, args, state, control, **kwargs):
+        # The last step of a run that ends with its stream shows only now.
+        last = state.known_steps is None and state.epoch >= state.num_train_epochs
         if args.logging_strategy == "epoch":
             control.should_log = True
-        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
+        evaluates = args.eval_strategy == "epoch" or (last and args.eval_strategy == "steps")
+        if evaluates and args.eval_delay <= (state.epoch if args.eval_strategy == "epoch" else state.global_step):
             control.should_evaluate = True
-        if args.save_strategy == "epoch":
+        if args.save_strategy == "epoch" or (last and args.save_strategy == "steps"):
             control.should_save = True
 
 
@@ -399,7 +402,8 @@ class ProgressCallback(TrainerCallback):
         if state.is_world_process_zero:
             from tqdm.auto import tqdm
 
-            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step")
+            options = {"initial": state.global_step, "dynamic_ncols": True, "unit": "step"}
+            self.training_bar = tqdm(total=state.known_steps, **options)
 
     def on_step_end(self, args, state, control, **kwargs):
         # Drawing takes as long as a small step, so it happens a few times a second.

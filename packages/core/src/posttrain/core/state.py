@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from posttrain.core.errors import CheckpointError
-from posttrain.core.training.plan import as_steps
+from posttrain.core.training.plan import NEVER, as_steps
 
 TRACKER_RUNS = "tracker_runs.json"
 
@@ -48,7 +48,7 @@ class TrainerState:
     Attributes:
         epoch: passes over the data done, as a fraction.
         global_step: completed optimizer steps.
-        max_steps: total optimizer steps of this run.
+        max_steps: total optimizer steps of this run; 2**31 where nobody knows them, see `known_steps`.
         logging_steps, eval_steps, save_steps: intervals in optimizer steps, after ratios were resolved; 2**31 for those
             in epochs, tokens or time.
         num_input_tokens_seen: tokens in all batches so far, over all processes, if counting is on.
@@ -99,6 +99,11 @@ class TrainerState:
                     self.stateful_callbacks[name] = entry
                 else:
                     self.stateful_callbacks[name] = (present if isinstance(present, list) else [present]) + [entry]
+
+    @property
+    def known_steps(self) -> int | None:
+        """`max_steps`; None where tokens, time or a stream of unknown length end the run."""
+        return None if self.max_steps >= NEVER else self.max_steps
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""

@@ -54,7 +54,7 @@ from posttrain.core.models import (
     special_tokens,
     wrapping,
 )
-from posttrain.core.optim import builder, lr_scheduler
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import (
     allocator,
@@ -70,7 +70,7 @@ from posttrain.core.training import (
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.memory import MemoryTracker, explain_shortage
 from posttrain.core.training.oom import BatchSplitter
-from posttrain.core.training.plan import Plan, Progress, as_steps, check_intervals, make_plan, windows
+from posttrain.core.training.plan import Plan, Progress, as_steps, check_intervals, make_plan, steps_left, windows
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.run import RunState
 
@@ -315,7 +315,8 @@ class Trainer(HFCompat):
     def make_plan(self, loader: Any) -> Plan:
         """How many optimizer steps the run has; see `posttrain.core.training.plan`."""
         args, length = self.args, len(loader) if pipeline.has_length(loader) else None
-        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
+        epochs = args.num_train_epochs
+        return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
 
     def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
         """`plan` for resuming from `checkpoint`, whose optimizer steps may have held another number of rows."""
@@ -377,8 +378,10 @@ class Trainer(HFCompat):
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must see each step
             applied = self.dist.optimizer_step(self.optimizer)
         self._fire("on_optimizer_step")
-        if applied and not lr_scheduler.follows_a_metric(self.lr_scheduler):
-            self.lr_scheduler.step()
+        if self.args.include_num_input_tokens_seen != "no":  # the schedule may follow them, and callbacks may stop
+            self.store_flos()
+        if applied:
+            schedule.step(self.lr_scheduler, self.state.num_input_tokens_seen)
         for parameter in run.parameters:
             parameter.grad = None
         if run.ema is not None:
@@ -628,14 +631,8 @@ class Trainer(HFCompat):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make ``self.lr_scheduler`` unless one was given."""
         if self.lr_scheduler is None:
-            args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
-            warmup = lr_scheduler.warmup_steps(args, num_training_steps)
-            options = dict(args.lr_scheduler_kwargs or {})
-            if args.lr_scheduler_type in lr_scheduler.FOLLOW_A_METRIC and args.greater_is_better:
-                options.setdefault("mode", "max")
-            self.lr_scheduler = self._made_scheduler = lr_scheduler.build(
-                args.lr_scheduler_type, optimizer, warmup, num_training_steps, **options
-            )
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self._made_scheduler = schedule.make(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:
@@ -882,8 +879,9 @@ class Trainer(HFCompat):
         size = loader.rows_per_turn and f"about {loader.rows_per_turn / self.dist.world_size:.1f}"
         shape = (size or self.train_batch_size, plan.accumulation, self.dist.world_size)
         logger.info(
-            "Training %s parameters for %d steps of %s x %d x %d rows (batch x accumulation x processes)%s.",
-            f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}", plan.max_steps,
+            "Training %s parameters for %s of %s x %d x %d rows (batch x accumulation x processes)%s.",
+            f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}",
+            f"{args.max_duration}, in steps" if plan.is_open else f"{plan.max_steps} steps",
             *shape, f", from step {first}" if first else "",
         )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
@@ -1006,6 +1004,8 @@ class Trainer(HFCompat):
         return nonfinite.FiniteGuard(policy, args.max_nonfinite_steps, report, total, spikes=spikes)
 
     def _number_of_saves(self, plan: Plan) -> int:
+        if plan.is_open:
+            return 1  # as many as one may be sure of
         every = {"steps": as_steps(self.args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
         return -(-plan.max_steps // max(every.get(str(self.args.save_strategy)) or plan.max_steps, 1))
 
@@ -1074,6 +1074,12 @@ class Trainer(HFCompat):
                 "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
                 "larger max_steps or num_train_epochs.", step, plan.max_steps,
             )  # fmt: skip
+        elif (seen := self.state.num_input_tokens_seen) >= self.args.max_tokens:
+            logger.warning(
+                "The checkpoint has read %d tokens and the run ends with max_duration=%r: nothing is left to train. To "
+                "train on, set a larger max_duration.", seen, self.args.max_duration,
+            )  # fmt: skip
+            return range(0)
         return epochs
 
     # ------------------------------------------------------------------------------------------------ a run: a step
@@ -1198,8 +1204,6 @@ class Trainer(HFCompat):
         if state.global_step == run.first_step + 1 and preemption.may_save(self.args):
             self.checkpoints.check_optimizer_state(self.optimizer)
         state.epoch = plan.epoch_at(run.progress.epoch, run.progress.batches, state.global_step)
-        if self.args.include_num_input_tokens_seen != "no":  # callbacks may stop at a budget of tokens
-            self.store_flos()
         every = self.args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0:
             self.dist.empty_cache()
@@ -1228,6 +1232,8 @@ class Trainer(HFCompat):
         if not is_left and not (is_cut and progress.batches > 0):
             progress.epoch_ended, progress.batches = True, 0
             self.run.loader.set_epoch(progress.epoch + 1)
+            if plan.is_open:  # a stream's epoch has no fractions
+                self.state.epoch = progress.epoch + 1.0
         self._fire("on_epoch_end")
         self._agree()
         if is_left and self.control.should_save:
@@ -1302,7 +1308,7 @@ class Trainer(HFCompat):
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
         logs |= self.run.guard.logged()
-        logs |= self.clock.performance(step - progress.last_logged, self.state.max_steps - step)
+        logs |= self.clock.performance(step - progress.last_logged, steps_left(self.state, self.args.max_tokens))
         progress.last_logged = step
         self.log(logs)
         self._agree()

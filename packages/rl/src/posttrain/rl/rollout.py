@@ -400,7 +400,8 @@ class RolloutTrainer(Trainer):
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
         args, parts = self.args, self.args.steps_per_generation * self.num_iterations
         length = len(loader) * parts if pipeline.has_length(loader) else None
-        return make_plan(length, args.gradient_accumulation_steps, args.num_train_epochs, args.max_steps)
+        epochs = args.num_train_epochs
+        return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""

@@ -39,7 +39,7 @@ COMMANDS = {
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
-    "resume_from_checkpoint": None, "max_duration": None, "report_to": "none", "push_to_hub": False,
+    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
     "check_saved_model": True,
 }  # fmt: skip
 # Then one more, from the checkpoint.
@@ -155,9 +155,12 @@ def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
 
 def _smoke(method: Any, run: Any) -> None:
     """Train two optimizer steps on a few rows in a temporary folder, read the model back, resume and train a third."""
+    from posttrain.core.training import durations
+
     folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
     evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
-    run.config = dataclasses.replace(run.config, output_dir=str(folder), **SMOKE, **evaluate)
+    duration = durations.if_tokens(run.config.max_duration)  # the schedule follows it
+    run.config = dataclasses.replace(run.config, output_dir=str(folder), max_duration=duration, **SMOKE, **evaluate)
     run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
     try:
         for changes in ({}, SMOKE_RESUME):

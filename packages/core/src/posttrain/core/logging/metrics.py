@@ -223,14 +223,14 @@ class Clock:
         """Seconds since the clock was made."""
         return time.perf_counter() - self._started
 
-    def performance(self, steps: int, steps_left: int) -> dict[str, float]:
+    def performance(self, steps: int, steps_left: float | None) -> dict[str, float]:
         """The ``perf/`` values of a log record since the last one, then reset.
 
         Times of phases are in seconds, peaks of memory in MiB and since the process began, ``perf/mfu`` is the share of
         the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
         Args:
-            steps: optimizer steps since the last record. steps_left: optimizer steps to the end of the run.
+            steps: optimizer steps since the last record. steps_left: to the end of the run; None: nobody knows.
         """
         if self._laps:
             self._laps[-1][2].synchronize()
@@ -243,10 +243,9 @@ class Clock:
         self._last, self._phases, self._tokens, self._slots, self._flops = now, {}, 0.0, 0.0, 0.0
         # Evaluations and saves are not part of a step's own speed, but they are part of the time that is left.
         training = max(seconds - phases.get("eval", 0.0) - phases.get("save", 0.0), 1e-9)
-        values = {
-            "perf/step_seconds": training / max(steps, 1),
-            "perf/time_left_seconds": seconds / max(steps, 1) * steps_left,
-        }
+        values = {"perf/step_seconds": training / max(steps, 1)}
+        if steps_left is not None:
+            values["perf/time_left_seconds"] = seconds / max(steps, 1) * steps_left
         if slots:
             values |= {"perf/tokens_per_second": tokens / training, "perf/real_token_share": tokens / slots}
         if flops and self._peak_flops:

@@ -80,8 +80,10 @@ class RunReportCallback(ClosingCallback):
             logging.getLogger("posttrain").addHandler(self._messages)
 
     def on_train_end(self, args, state, control, **kwargs):
-        how = "finished" if state.global_step >= state.max_steps else "stopped"
-        self._write(f"{how} after {state.global_step:,} of {state.max_steps:,} steps")
+        known, at_its_end = state.known_steps, state.num_input_tokens_seen >= args.max_tokens
+        at_its_end |= state.global_step >= state.max_steps or (known is None and state.epoch >= state.num_train_epochs)
+        of_all = "" if known is None or state.num_input_tokens_seen >= args.max_tokens else f" of {known:,}"
+        self._write(f"{'finished' if at_its_end else 'stopped'} after {state.global_step:,}{of_all} steps")
 
     def close(self) -> None:
         """Write the page if training ends by an error: else `on_train_end` does."""

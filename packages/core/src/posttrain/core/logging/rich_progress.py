@@ -40,7 +40,7 @@ class RichProgressCallback(TrainerCallback):
 
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         self._bars = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn())
-        self._training = self._bars.add_task("Training", total=state.max_steps, completed=state.global_step)
+        self._training = self._bars.add_task("Training", total=state.known_steps, completed=state.global_step)
         self._live = Live(self._drawing(), refresh_per_second=4)
         self._live.start()
 

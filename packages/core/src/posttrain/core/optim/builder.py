@@ -79,7 +79,7 @@ class OptimizerArguments:
             yield from _layerwise_problems(self, name)
         if name in ("schedule_free_adamw", "schedule_free_sgd"):
             warmup = getattr(self, "warmup_steps", 0)
-            if 0 < warmup < 1 and getattr(self, "max_steps", 0) <= 0:
+            if isinstance(warmup, str) or (0 < warmup < 1 and getattr(self, "max_steps", 0) <= 0):
                 yield (
                     f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
                     f"a number of steps instead of {warmup}, or set max_steps"

@@ -1,29 +1,32 @@
 """The registry of learning-rate schedules.
 
 Each curve is a function of the number s of completed optimizer steps and is multiplied with the peak learning rate. W
-is the number of warm-up steps and N the length of the run. By default the warm-up is s / W.
+is the number of warm-up steps and N the length of the run. By default the warm-up is s / W. In
+`posttrain.core.optim.schedule` all three may count input tokens instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import ConfigError, did_you_mean
-
-logger = logging.getLogger(__name__)
+from posttrain.core.optim.greedy_lr import GreedyLR
+from posttrain.core.training import durations
 
 #: Schedules that are stepped by the metric of an evaluation.
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+#: Schedules for which the length of the run need not be known.
+ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", *FOLLOW_A_METRIC)
 
 Curve = Callable[[int], float]
 WSD_SHAPES: dict[str, Callable[[float], float]] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
@@ -237,113 +240,6 @@ def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
     raise ValueError(f"give either min_lr, a learning rate, or min_lr_rate, a share of the peak; {given} given")
 
 
-# ------------------------------------------------------------------------------------- schedules that follow a metric
-
-
-class GreedyLR(ReduceLROnPlateau):
-    """Lower the learning rate while a metric does not improve, and raise it while it does.
-
-    GreedyLR, 2025, https://arxiv.org/abs/2512.14527. Stepped with a metric after each evaluation.
-
-    Args:
-        mode: ``"min"`` where a smaller metric is better, else ``"max"``.
-        factor: the rate is multiplied by it to go down and divided by it to go up; below 1.
-        patience: evaluations in a row without (or with) improvement before a change.
-        threshold, threshold_mode: by how much a metric must beat the best, ``"abs"`` or ``"rel"`` to it.
-        cooldown, warmup: evaluations that are not counted after the rate was lowered or raised.
-        min_lr, max_lr: bounds of the rate, or a list with one for each parameter group.
-        eps: smaller changes are not applied.
-        verbose: log each change.
-        smooth, window_size: use the mean of the last `window_size` metrics.
-        reset_start: reset everything after this many attempts to lower the rate at its lower bound.
-    """
-
-    warmup_counter: int
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        mode: Literal["min", "max"] = "min",
-        factor: float = 0.95,
-        patience: int = 10,
-        threshold: float = 1e-6,
-        threshold_mode: Literal["rel", "abs"] = "abs",
-        cooldown: int = 0,
-        warmup: int = 0,
-        min_lr: float | list[float] = 1e-3,
-        max_lr: float | list[float] = 1.0,
-        eps: float = 1e-8,
-        verbose: bool = False,
-        smooth: bool = False,
-        window_size: int = 50,
-        reset_start: int = 500,
-    ) -> None:
-        self.warmup, self.verbose = warmup, verbose
-        self.smooth, self.window_size = smooth, window_size
-        self.window: list[float] = []
-        self.reset_start = self.resets_in = reset_start
-        self.initial_lrs = [group["lr"] for group in optimizer.param_groups]
-        super().__init__(optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps)
-        self.max_lrs = list(max_lr) if isinstance(max_lr, (list, tuple)) else [max_lr] * len(self.min_lrs)
-        if len(self.max_lrs) != len(self.min_lrs):
-            raise ValueError(f"max_lr holds {len(self.max_lrs)} rates for {len(self.min_lrs)} parameter groups")
-
-    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as in torch's own
-        current = float(metrics)
-        if self.smooth:
-            self.window = [*self.window, current][-self.window_size :]
-            current = sum(self.window) / len(self.window)
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        if self.cooldown_counter or self.warmup_counter:
-            if self.cooldown_counter:
-                self.cooldown_counter -= 1
-            else:
-                self.warmup_counter -= 1
-            self.num_bad_epochs = self.num_good_epochs = 0
-        elif self._is_better(current, self.best):
-            self.best = current
-            self.num_good_epochs, self.num_bad_epochs = self.num_good_epochs + 1, 0
-            if self.num_good_epochs > self.patience:
-                self._raise()
-                self.warmup_counter, self.num_good_epochs = self.warmup, 0
-        else:
-            self.num_good_epochs, self.num_bad_epochs = 0, self.num_bad_epochs + 1
-            if self.num_bad_epochs > self.patience:
-                self._lower()
-                self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def _raise(self) -> None:
-        for group, highest in zip(self.optimizer.param_groups, self.max_lrs, strict=True):
-            self._change(group, min(group["lr"] / self.factor, highest), direction=1)
-        self.resets_in = self.reset_start
-
-    def _lower(self) -> None:
-        groups = self.optimizer.param_groups
-        for group, lowest in zip(groups, self.min_lrs, strict=True):
-            self._change(group, max(group["lr"] * self.factor, lowest), direction=-1)
-        if all(group["lr"] <= lowest for group, lowest in zip(groups, self.min_lrs, strict=True)):
-            self.resets_in -= 1
-            if self.resets_in <= 0:
-                self._start_afresh()
-
-    def _change(self, group: dict[str, Any], rate: float, direction: int) -> None:
-        if direction * (rate - group["lr"]) > self.eps:
-            if self.verbose:
-                logger.info("GreedyLR: evaluation %d, learning rate %.4g -> %.4g", self.last_epoch, group["lr"], rate)
-            group["lr"] = rate
-
-    def _start_afresh(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
-            group["lr"] = rate
-        self._reset()
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.num_good_epochs = self.warmup_counter = 0
-        self.resets_in, self.window = self.reset_start, []
-
-
 # ------------------------------------------------------------------------------------------------------------- by name
 
 
@@ -371,11 +267,14 @@ class ScheduleArguments:
         "linear", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
     )
     lr_scheduler_kwargs: Resolved[dict | str | None, dict[str, Any] | None] = opt(
-        None, "Options of that curve, as a dict or a JSON object, such as a `min_lr_rate` or `num_decay_steps`."
+        None,
+        "Options of that curve, as a dict or a JSON object, such as a `min_lr_rate` or `num_decay_steps`, which may be "
+        "a text such as 10Mtok (input tokens) where the schedule follows tokens.",
     )
-    warmup_steps: float = opt(
+    warmup_steps: float | str = opt(
         0,
-        "Optimizer steps over which the learning rate rises to its peak; below 1, a share of all steps.",
+        "Optimizer steps over which the learning rate rises to its peak; below 1, a share of the run; or such as "
+        "10Mtok (input tokens), where max_duration counts tokens or the curve needs no end.",
         min=0,
         old_flags=("warmup_ratio",),
     )
@@ -384,14 +283,20 @@ class ScheduleArguments:
         if isinstance(self.lr_scheduler_kwargs, dict):
             # YAML 1.1 reads 1e-6, without a point, as a string.
             self.lr_scheduler_kwargs = {key: _number(value) for key, value in self.lr_scheduler_kwargs.items()}
+        self.warmup_steps = _number(self.warmup_steps)
+        with contextlib.suppress(ValueError):  # which `_problems` tells
+            if isinstance(self.warmup_steps, str) and (given := durations.parse(self.warmup_steps)).unit == "steps":
+                self.warmup_steps = int(given.value)
 
     def _problems(self) -> Iterator[str]:
         name, options = _plain(self.lr_scheduler_type), self.lr_scheduler_kwargs or {}
         if not isinstance(options, dict):
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
-            yield from problems(name, options, lr=getattr(self, "learning_rate", 1.0))
-        if self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
+            yield from problems(name, in_tokens(options), lr=getattr(self, "learning_rate", 1.0))
+        if isinstance(self.warmup_steps, str):
+            yield from _problems_of_length("warmup_steps", self.warmup_steps)
+        elif self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
             yield (
                 f"warmup_steps={self.warmup_steps} must be whole above 1; below 1 it is a share of all optimizer steps"
             )
@@ -411,9 +316,34 @@ def register(name: str) -> Callable[[Any], Any]:
 
 
 def warmup_steps(args: Any, num_training_steps: int) -> int:
-    """Warm-up steps in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up."""
+    """Warm-up steps in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up.
+
+    Raises:
+        ValueError: it counts tokens.
+    """
     given = args.warmup_steps
+    if isinstance(given, str):
+        raise ValueError(f"warmup_steps={given!r} counts tokens, and a number of steps is needed here. Give one.")
     return int(given) if given >= 1 else math.ceil(num_training_steps * given)
+
+
+def in_tokens(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with their texts such as ``10Mtok`` as numbers of tokens."""
+    found = dict(options)
+    for name, value in options.items():
+        if isinstance(value, str) and not list(_problems_of_length(name, value)):
+            found[name] = int(durations.parse(value).value)
+    return found
+
+
+def _problems_of_length(name: str, text: str) -> Iterator[str]:
+    try:
+        unit = durations.parse(text).unit
+    except ValueError as problem:
+        yield f"{name}={problem}"
+    else:
+        if unit != "tokens":
+            yield f"{name}={text!r} counts {unit}; give a number of optimizer steps, or of tokens such as 10Mtok"
 
 
 def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
@@ -453,7 +383,13 @@ def _needs_metrics(kind: Any) -> bool:
 
 
 def build(
-    name: str, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, **options: Any
+    name: str,
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    *,
+    scheduler_class: type[LambdaLR] = LambdaLR,
+    **options: Any,
 ) -> LRScheduler:
     """The scheduler called `name`. Step it once per optimizer step; metric schedules with the metric after an
     evaluation.
@@ -461,6 +397,7 @@ def build(
     Args:
         name: a key of `SCHEDULES`.
         num_warmup_steps, num_training_steps: steps of the warm-up and of the whole run, which includes it.
+        scheduler_class: steps a curve.
         options: of the schedule, by name.
 
     Raises:
@@ -476,7 +413,7 @@ def build(
         raise ConfigError("schedules", wrong)
     if isinstance(schedule, type):
         return schedule(optimizer, **options)
-    return LambdaLR(optimizer, schedule(num_warmup_steps, num_training_steps, **_peak(schedule, lr), **options))
+    return scheduler_class(optimizer, schedule(num_warmup_steps, num_training_steps, **_peak(schedule, lr), **options))
 
 
 def _options(schedule: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.core.cli import parse, registry
 from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
+from posttrain.core.training import durations
 
 USAGE = """usage: posttrain bench <method> [run.yaml ...] [--bench_steps N] [--bench_warmup N] [--name value ...]
 
@@ -27,7 +28,7 @@ posttrain plan estimates the memory without making a step."""
 CHANGES: dict[str, Any] = {
     "logging_steps": 1, "logging_strategy": "steps", "logging_first_step": True, "eval_strategy": "no",
     "eval_on_start": False, "save_strategy": "no", "load_best_model_at_end": False, "save_top_k": None,
-    "push_to_hub": False, "report_to": "none", "report": False, "resume_from_checkpoint": None, "max_duration": None,
+    "push_to_hub": False, "report_to": "none", "report": False, "resume_from_checkpoint": None,
     "overwrite_output_dir": True, "remote_dir": None, "include_num_input_tokens_seen": "all", "disable_tqdm": True,
 }  # fmt: skip
 TIME_LEFT = "perf/time_left_seconds"
@@ -55,7 +56,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     method = registry.first_named(words, "bench")
     asked = read(method, words[1:])
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
-        asked.config = dataclasses.replace(asked.config, output_dir=folder, max_steps=warmup + steps, **CHANGES)
+        changes = CHANGES | {"max_duration": durations.if_tokens(asked.config.max_duration)}
+        asked.config = dataclasses.replace(asked.config, output_dir=folder, max_steps=warmup + steps, **changes)
         method.run(asked)
         if asked.config.process_index == 0:
             print("\n".join(lines(Path(folder) / "log.jsonl", warmup)))

@@ -41,6 +41,7 @@ _NOTES = {
     "gradient_accumulation_steps": "rows continue at the same position",
     "num_train_epochs": "the schedule is the new run's",
     "max_steps": "the schedule is the new run's",
+    "max_duration": "the schedule is the new run's",
 }
 _REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens")
 

@@ -1,7 +1,7 @@
 """Lengths with a unit: ``500st`` (optimizer steps), ``2ep`` (epochs), ``10Mtok`` (input tokens), ``90min``.
 
 A run may end after one (``max_duration``), and save, evaluate and log once for each (``save_steps``, ``eval_steps``,
-``logging_steps``).
+``logging_steps``). The learning rate follows tokens where ``max_duration`` or ``warmup_steps`` counts them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def parse(text: str) -> Duration:
     if float(number) == 0 or (thousands and unit != "tok") or (UNITS[unit] == "steps" and not number.isdigit()):
         raise ValueError(f"{text!r} must be a number above 0 with a unit, such as 500st, 2ep, 10Mtok, 90min or 2h")
     return Duration(float(number) * THOUSANDS[thousands] * SECONDS.get(unit, 1), UNITS[unit])
+
+
+def if_tokens(text: str | None) -> str | None:
+    """`text` if it counts tokens, else None."""
+    return text if text is not None and parse(text).unit == "tokens" else None
 
 
 class Passing:

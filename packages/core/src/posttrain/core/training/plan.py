@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 #: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
 NEVER = 2**31
+#: What to set for data without a known length.
+END_OF_STREAM = (
+    "Set max_steps; or max_duration in tokens, such as '100Mtok', which the schedule then follows; or max_duration in "
+    "epochs or time with lr_scheduler_type='constant_with_warmup', which needs no end."
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Plan:
     Attributes:
         accumulation: micro-batches of one optimizer step; an epoch's last window may hold fewer.
         batches_per_epoch: micro-batches each process draws in an epoch; None where the data has no known length.
-        max_steps: optimizer steps after which the run ends.
+        max_steps: optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it.
         num_epochs: the maximum number of started epochs.
     """
 
@@ -42,6 +47,11 @@ class Plan:
             return None
         return max(math.ceil(self.batches_per_epoch / self.accumulation), 1)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody knows how many optimizer steps the run has."""
+        return self.max_steps >= NEVER
+
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, micro-batches of it already drawn) after `step` optimizer steps; needs a known length."""
         if self.steps_per_epoch is None:
@@ -52,7 +62,7 @@ class Plan:
     def epoch_at(self, epoch: int, batches: int, step: int) -> float:
         """The epoch as a fraction, `batches` micro-batches into epoch number `epoch`, after `step` optimizer steps."""
         if self.batches_per_epoch is None:
-            return step / self.max_steps
+            return float(epoch) if self.is_open else step / self.max_steps
         return epoch + min(batches, self.batches_per_epoch) / max(self.batches_per_epoch, 1)
 
 
@@ -86,11 +96,21 @@ class Progress:
         return self.loss_sum / self.loss_count if self.loss_count else math.nan if had_losses else 0.0
 
 
-def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs: float, max_steps: int) -> Plan:
+def make_plan(
+    batches_per_epoch: int | None,
+    accumulation: int,
+    num_train_epochs: float,
+    max_steps: int,
+    epochs_of_stream: float | None = None,
+) -> Plan:
     """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.
 
+    Args:
+        epochs_of_stream: of data without a known length: passes after which a run without `max_steps` ends, infinity
+            where something else ends it; None: such a run is refused.
+
     Raises:
-        ValueError: the data has no known length and no `max_steps` is set, or there is no batch.
+        ValueError: the data has no known length and nothing ends the run, or there is no batch.
     """
     if batches_per_epoch == 0:
         raise ValueError(
@@ -98,12 +118,14 @@ def make_plan(batches_per_epoch: int | None, accumulation: int, num_train_epochs
             "only, incomplete batch. Give more rows, or a smaller per_device_train_batch_size."
         )
     if batches_per_epoch is None:
-        if max_steps <= 0:
+        if max_steps <= 0 and epochs_of_stream is None:
             raise ValueError(
                 "The training data has no known length (it is iterable without __len__), so the number of optimizer "
-                "steps cannot be computed from num_train_epochs. Set max_steps."
+                f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-        return Plan(accumulation, None, max_steps, sys.maxsize)
+        if max_steps > 0 or epochs_of_stream is None or math.isinf(epochs_of_stream):
+            return Plan(accumulation, None, max_steps if max_steps > 0 else NEVER, sys.maxsize)
+        return Plan(accumulation, None, NEVER, math.ceil(epochs_of_stream))
     steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
     if max_steps > 0:
         return Plan(accumulation, batches_per_epoch, max_steps, math.ceil(max_steps / steps_per_epoch))
@@ -143,8 +165,21 @@ def as_steps(interval: float | str, max_steps: int) -> int:
     return max(math.ceil(interval * max_steps), 1) if interval < 1 else int(interval)
 
 
+def steps_left(state: Any, max_tokens: float) -> float | None:
+    """Optimizer steps to the end of a run, estimated where `max_tokens` ends it; None: nobody knows.
+
+    Args:
+        state: its `TrainerState`.
+    """
+    left, seen = state.max_steps - state.global_step, state.num_input_tokens_seen
+    by_tokens = state.global_step * max(max_tokens - seen, 0) / seen if seen else math.inf
+    if state.max_steps >= NEVER:
+        return None if math.isinf(by_tokens) else by_tokens
+    return min(left, by_tokens)
+
+
 def check_intervals(plan: Plan, args: Any) -> None:
-    """Reject intervals of epochs where the data has no known length.
+    """Reject intervals of epochs where the data has no known length, and shares of a run without one.
 
     Raises:
         ValueError: naming the argument.
@@ -155,4 +190,10 @@ def check_intervals(plan: Plan, args: Any) -> None:
             raise ValueError(
                 f"{name}={interval!r} counts epochs, but the training data has no known length (it is iterable without "
                 "__len__). Count steps (500), tokens (10Mtok) or time (30min)."
+            )
+        by_steps = getattr(args, name.replace("_steps", "_strategy")) == "steps"
+        if plan.is_open and by_steps and isinstance(interval, float) and interval < 1:
+            raise ValueError(
+                f"{name}={interval} is a share of all optimizer steps, whose number nobody knows, since the training "
+                "data has no known length. Count steps (500), tokens (10Mtok) or time (30min)."
             )

@@ -26,6 +26,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import adapters, loading, quantization
 from posttrain.core.optim import builder
+from posttrain.core.training.plan import END_OF_STREAM
 
 Problem = str | Exception
 
@@ -244,11 +245,12 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"{by_length} has no effect on a stream ({type(rows).__name__}), whose "
                 "rows come in their own order: leave it out, or pass rows that can be read by index"
             )
-    if rows is not None and args.max_steps <= 0 and not isinstance(rows, Mapping) and pipeline.is_stream(rows):
+    ends = args.max_steps > 0 or args.epochs_of_stream is not None
+    if rows is not None and not ends and not isinstance(rows, Mapping) and pipeline.is_stream(rows):
         if not pipeline.has_length(rows) and parts.is_ours("get_train_dataloader", "make_plan"):
             yield ValueError(
                 f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of optimizer "
-                "steps cannot be computed from num_train_epochs. Set max_steps."
+                f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
 
 

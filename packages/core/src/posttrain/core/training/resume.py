@@ -14,6 +14,7 @@ from posttrain.core.checkpoint.foreign import Taken
 from posttrain.core.checkpoint.manifest import is_foreign
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
+from posttrain.core.optim import schedule
 from posttrain.core.state import TrainerState
 from posttrain.core.training.plan import Plan, resumed
 from posttrain.core.training.run import RunState
@@ -88,8 +89,8 @@ def without_position(
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has made no step yet
-            for _ in range(step):
-                lr_scheduler.step()
+            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedule.TokenLR) else step):
+                schedule.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
     data = _seek(run, plan, state) if plan.steps_per_epoch is not None and skips_data else "starts from the beginning"
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
