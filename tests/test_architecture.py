@@ -50,7 +50,7 @@ LAYERS = {
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate evaluation.win_rate
         training.hf_compat training.hyperparameter_search
     """.split(),
-    3: ["tools"],
+    3: ["tools", "testing"],
 }
 # Folders whose modules are named one by one above. Their own __init__ holds a docstring, or gathers public names.
 FOLDERS = {"data", "evaluation", "logging", "losses", "models", "training"}

@@ -274,7 +274,8 @@ class Trainer(HFCompat):
         """Train from the start, or go on from a checkpoint bit for bit, also where a callback had stopped the run.
 
         Args:
-            resume_from_checkpoint: a checkpoint directory, or True for the newest whole one in ``args.output_dir``.
+            resume_from_checkpoint: a checkpoint directory; True for the newest whole one in ``args.output_dir``; "auto"
+                for that, or a start from the beginning where there is none.
             trial: the trial of a hyperparameter search that this run belongs to.
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
@@ -373,6 +374,7 @@ class Trainer(HFCompat):
         clock.lap("forward_backward")
         self._fire("on_pre_optimizer_step")
         run.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
+        run.group_rates = builder.rates_of_groups(self.optimizer)
         may_step, applied = self._may_step(window, losses, loss, grad_norm, num_items), True
         run.is_stepping = True  # until the step is counted, no checkpoint can be written
         if may_step or self.dist.scaler is not None:  # a loss scaler skips by itself, and must see each step
@@ -1307,7 +1309,7 @@ class Trainer(HFCompat):
         progress.add_losses(*pairs["loss"])
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
-        logs |= self.run.guard.logged()
+        logs |= self.run.group_rates | self.run.guard.logged()
         logs |= self.clock.performance(step - progress.last_logged, steps_left(self.state, self.args.max_tokens))
         progress.last_logged = step
         self.log(logs)

@@ -81,7 +81,11 @@ class CheckpointArguments:
     restore_callback_states_from_checkpoint: bool = opt(
         True, "When resuming, restore the callbacks' states instead of using their constructor arguments."
     )
-    resume_from_checkpoint: str | None = opt(None, "Folder of the checkpoint to resume from.")
+    resume_from_checkpoint: str | None = opt(
+        None,
+        "Folder of the checkpoint to resume from; true: the newest whole one in output_dir; auto: that, or a start "
+        "from the beginning where there is none, so that one command starts a run and goes on with it.",
+    )
     allow_pickle: bool = opt(
         False,
         "When resuming from a checkpoint of transformers' Trainer or of TRL, read files with Python objects in them, "
@@ -135,9 +139,15 @@ class CheckpointArguments:
         wanted = asked_for(self.resume_from_checkpoint)
         if wanted and getattr(self, "should_save", True) and not is_url(wanted):
             try:
-                Store(vars(self)["output_dir"], remote).look_for(wanted)
+                store = Store(vars(self)["output_dir"], remote)
+                if wanted != AUTO or store.has_begun():
+                    store.look_for(wanted == AUTO or wanted)
             except (CheckpointError, TypeError) as error:
                 yield type(error)(f"resume_from_checkpoint={self.resume_from_checkpoint!r}: {error}")
+
+
+#: `resume_from_checkpoint` of a run that resumes if it has begun.
+AUTO = "auto"
 
 
 def asked_for(resume_from_checkpoint: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, rng, sharded, weights
+from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.models import ema, wrapping
@@ -96,6 +97,10 @@ class CheckpointManager:
         if wanted is None:
             wanted = asked_for(self.args.resume_from_checkpoint)
         self._on_savers(self.store.clean)
+        if wanted == AUTO:
+            wanted = self.dist.on_main(self.store.has_begun, "the look for checkpoints")
+            if not wanted:
+                logger.info("%s holds no checkpoint yet: the run starts from the beginning.", self.args.output_dir)
         if wanted:
             return self.dist.on_main(lambda: self.store.resolve(wanted), "the check of the checkpoint")
         if self.store.checkpoints() and not self.args.overwrite_output_dir:

@@ -260,6 +260,10 @@ class Store:
             self._check(path)
         return path
 
+    def has_begun(self) -> bool:
+        """Whether the run has left a checkpoint, whole or damaged, here or in its remote folder."""
+        return bool(self.checkpoints()) or (self.remote is not None and bool(self.remote.whole()))
+
     def look_for(self, resume_from_checkpoint: bool | str | Path) -> None:
         """Raise what `resolve` would, as far as it shows without reading a file whole, or fetching or deleting one."""
         path = self.output_dir if isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)

@@ -369,3 +369,13 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
         total += moments * sum(parameter.nbytes for parameter in group["params"])
     return total
+
+
+def rates_of_groups(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all rates are equal.
+
+    Rates that are tensors are left out, for reading one may wait for the device.
+    """
+    groups = optimizer.param_groups
+    rates = {f"learning_rate/{g.get('name', i)}": g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], float)}
+    return rates if len(set(rates.values())) > 1 else {}

@@ -36,6 +36,7 @@ class RunState:
         records_before_evaluation: length of the log history while an evaluation may be interrupted.
         memory: metrics of the memory that training took, once it is done.
         callbacks_may_differ: callbacks may ask for something on one process alone.
+        group_rates: the learning rates of the last step by parameter group, where they differ.
     """
 
     plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
@@ -54,6 +55,7 @@ class RunState:
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     callbacks_may_differ: bool = False
+    group_rates: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_inside_epoch(self) -> bool:
