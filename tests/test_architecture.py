@@ -44,7 +44,7 @@ LAYERS = {
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
         models.clone_template models.context_parallel models.document_kernels models.image_features
-        models.padding_masks models.image_positions logging.profiling
+        models.padding_masks models.image_positions logging.parameter_monitor logging.profiling
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate evaluation.win_rate

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
     from posttrain.core.evaluation.win_rate import WinRateCallback
+    from posttrain.core.logging.parameter_monitor import ParameterMonitorCallback
     from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
@@ -89,6 +90,7 @@ _HOMES = {
     "config": ("opt",),
     "models.arguments": ("ModelConfig",),
     "models.clone_template": ("clone_chat_template", "setup_chat_format"),
+    "logging.parameter_monitor": ("ParameterMonitorCallback",),
     "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback"),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.scripts": (

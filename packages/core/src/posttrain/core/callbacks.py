@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from posttrain.core.data.samplers import is_sized
@@ -27,6 +27,10 @@ EVENTS = (
 #: Their callbacks set the flags of the control alike on all processes.
 KNOWN_PACKAGES = {"posttrain", "transformers"}
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+#: `log_metric` of the trainer whose event is being called.
+_log_of_event: Callable[..., None] | None = None
 
 
 class TrainerCallback:
@@ -56,6 +60,19 @@ class TrainerCallback:
     """
 
     may_fail = False
+
+    def log_metric(self, name: str, value: Any, weight: Any = 1) -> None:
+        """In an event: log the mean of `value` in the next record, as `Trainer.log_metric` does.
+
+        Raises:
+            RuntimeError: no trainer is calling a callback.
+        """
+        if _log_of_event is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.log_metric({name!r}, ...) was called outside of an event, where no trainer is "
+                "known. Call it in a method such as on_step_end."
+            )
+        _log_of_event(name, value, weight)
 
     def on_init_end(self, args, state, control, **kwargs): ...
     def on_train_begin(self, args, state, control, **kwargs): ...
@@ -120,6 +137,8 @@ class CallbackHandler:
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
+        #: What callbacks log with, see `TrainerCallback.log_metric`.
+        self.log_metric: Callable[..., None] | None = None
         self._listed: list[Any] = []  # the list for which the cache is valid
         self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:
@@ -192,27 +211,34 @@ class CallbackHandler:
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Call every callback that implements `event`, in order; returns the resulting control."""
-        for callback in self._listening(event):
-            try:
-                answer = getattr(callback, event)(
-                    args,
-                    state,
-                    control,
-                    model=self.model,
-                    processing_class=self.processing_class,
-                    optimizer=self.optimizer,
-                    lr_scheduler=self.lr_scheduler,
-                    train_dataloader=self.train_dataloader,
-                    eval_dataloader=self.eval_dataloader,
-                    **kwargs,
-                )
-            except Exception as error:
-                if not self._goes_on(callback, event, state, error):
-                    raise
-                continue
-            if answer is not None:
-                control = _apply(answer, control, f"{type(callback).__name__}.{event}")
+        global _log_of_event
+        before, _log_of_event = _log_of_event, self.log_metric  # an event may lead to another trainer's
+        try:
+            for callback in self._listening(event):
+                control = self._call(callback, event, args, state, control, kwargs)
+        finally:
+            _log_of_event = before
         return control
+
+    def _call(self, callback: Any, event: str, args: Any, state: TrainerState, control: TrainerControl, kwargs: Any):
+        try:
+            answer = getattr(callback, event)(
+                args,
+                state,
+                control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **kwargs,
+            )
+        except Exception as error:
+            if not self._goes_on(callback, event, state, error):
+                raise
+            return control
+        return control if answer is None else _apply(answer, control, f"{type(callback).__name__}.{event}")
 
     def _goes_on(self, callback: Any, event: str, state: TrainerState, error: Exception) -> bool:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""

@@ -181,6 +181,7 @@ class Trainer(HFCompat):
         self.control = TrainerControl()
         builtin = [*DEFAULT_CALLBACKS, *trackers.tracker_callbacks(args.report_to)]
         self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
+        self.callback_handler.log_metric = _weakly(self, "log_metric")
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = self._new_state()
         setup.close()
