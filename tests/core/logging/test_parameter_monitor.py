@@ -54,13 +54,13 @@ class Counts(TrainerCallback):
         self.log_metric("substeps", 1.0)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.log_metric("step", state.global_step)
+        self.log_metric("count", state.global_step)
 
 
 def test_callbacks_log_the_mean_over_the_steps_of_a_record(tmp_path):
     _, records = trained(
         tmp_path, Counts(), logging_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=4
     )
-    assert records[0]["step"] == 1.5 and records[0]["substeps"] == 1.0
+    assert records[0]["count"] == 1.5 and records[0]["substeps"] == 1.0
     with pytest.raises(RuntimeError, match="outside of an event.*on_step_end"):
         Counts().log_metric("step", 1)
