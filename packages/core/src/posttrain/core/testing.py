@@ -96,9 +96,9 @@ def classifier(num_labels: int = 3, seed: int = 0, **overrides: Any) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
     size: dict[str, Any] = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    size |= dict(num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0)
+    size |= dict(num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0, num_labels=num_labels)
     torch.manual_seed(seed)
-    config = BertConfig(num_labels=num_labels, **(size | dict(attention_probs_dropout_prob=0.0) | overrides))
+    config = BertConfig(**(size | dict(attention_probs_dropout_prob=0.0) | overrides))
     return BertForSequenceClassification(config)
 
 
