@@ -114,6 +114,27 @@ def test_log_probabilities_are_those_of_the_whole_text(arch):
         assert logps == pytest.approx(teacher_forced(model, PROMPTS[i // 3], ids, 0.7), abs=1e-5)
 
 
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["CPU", "as on a GPU"])
+def test_tokens_are_as_frequent_as_the_model_finds_them_probable(is_fixed, monkeypatch):
+    """Pearson's chi-squared of the third token: how often it was the first, the second, ... most probable one."""
+    monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+    made, model = make()
+    prompts, n = [PROMPTS[1], PROMPTS[3]], 300
+    ids = torch.tensor(made.generate(prompts, n, Sampling(3, temperature=0.8), seeds=range(2 * n)).ids)
+    with torch.no_grad():
+        logits = [model(torch.cat([torch.tensor([prompt] * n), rows[:, :2]], 1)).logits[:, -1]
+                  for prompt, rows in zip(prompts, ids.split(n), strict=True)]  # fmt: skip
+    sizes = [1, 1, 2, 4, 8, 16, 32, 320]  # tokens of each class, the most probable ones first
+
+    def chi_squared(temperature):
+        ordered, order = (torch.cat(logits).double() / temperature).softmax(-1).sort(dim=-1, descending=True)
+        expected = torch.stack([part.sum() for part in ordered.split(sizes, 1)])
+        drawn = torch.stack([part.sum() for part in (order == ids[:, 2:]).split(sizes, 1)])
+        return float(((drawn - expected) ** 2 / expected).sum())
+
+    assert chi_squared(0.8) < 24.3 < chi_squared(1.0)  # one in a thousand exceeds 24.3 at 7 degrees of freedom
+
+
 def test_a_completion_is_that_of_its_seed_whatever_is_written_beside_it():
     sampling = Sampling(12, eos_token_ids=tuple(range(60)))
     together = make()[0].generate(PROMPTS, 2, sampling, seeds=range(10))
