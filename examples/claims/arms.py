@@ -90,9 +90,11 @@ def column(figures: dict[str, list[Figures]], arm: str, name: str) -> list[float
     return [found[name] for found in figures[arm]]
 
 
-def differences(figures: dict[str, list[Figures]], arm: str, other: str, name: str) -> list[float]:
-    """`arm` minus `other`, seed by seed."""
-    pairs = zip(column(figures, arm, name), column(figures, other, name), strict=True)
+def differences(
+    figures: dict[str, list[Figures]], arm: str, other: str, name: str, other_name: str | None = None
+) -> list[float]:
+    """`arm` minus `other`, seed by seed: their figure `name`, or that of `other` with another name."""
+    pairs = zip(column(figures, arm, name), column(figures, other, other_name or name), strict=True)
     return [a - b for a, b in pairs]
 
 

@@ -26,7 +26,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Sampling
 
 ARMS = ("exact", "ignored", "truncated")
-SETTINGS = {"bits": 4, "updates": 40, "batch": 256, "learning_rate": 3e-4, "problems": 400}
+SETTINGS = {"bits": 4, "updates": 120, "batch": 256, "learning_rate": 5e-4, "problems": 800}
 SMOKE = {"epochs": 0.2, "updates": 1, "batch": 16, "problems": 10}
 
 
@@ -64,7 +64,8 @@ def measure(
     problems: int,
     epochs: float = arithmetic.EPOCHS,
 ) -> arms.Figures:
-    """Accuracy of drawn answers to held-out problems, with the policy's own weights; and how far the engine is off."""
+    """Accuracy of drawn answers to held-out problems, with the policy's own weights; and how far the engine is off, in
+    nats a token in the mean, where training looks at it."""
     known, tokenizer, new, held_out = arithmetic.fine_tuned(seed, epochs)
     held_out = held_out.select(range(problems))
     before = look(known, tokenizer, held_out)[0]
@@ -84,18 +85,20 @@ def measure(
         value for record in log for name, value in record.items() if name == "sampling/sampling_logp_difference/mean"
     ]
     after = look(trainer.model, tokenizer, held_out)[0]
-    return {"before": before, "accuracy": after, "logp_gap": sum(gaps) / len(gaps) if gaps else 0.0}
+    return {"before": before, "accuracy": after} | ({"logp_gap": sum(gaps) / len(gaps)} if gaps else {})
 
 
 def verdict(figures: dict[str, list[arms.Figures]]) -> str:
-    harm = arms.bounds(arms.differences(figures, "ignored", "exact", "accuracy"))
-    gain = arms.bounds(arms.differences(figures, "truncated", "ignored", "accuracy"))
-    told = [f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]" for mean, low, high in (harm, gain)]
-    if gain[1] > 0:
-        found = "Holds"
-    else:
-        found = "Does not hold" if harm[2] < 0 else "Not shown"
-    return f"{found}: ignoring the mismatch costs {told[0]} of accuracy; truncated importance sampling adds {told[1]}."
+    pairs = ("ignored", "exact"), ("truncated", "ignored"), ("truncated", "exact")
+    harm, gain, left = (arms.bounds(arms.differences(figures, *pair, "accuracy")) for pair in pairs)
+    told = [f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]" for mean, low, high in (harm, gain, left)]
+    learned = 100 * arms.bounds(arms.differences(figures, "exact", "exact", "accuracy", "before"))[0]
+    gap = arms.bounds(arms.column(figures, "truncated", "logp_gap"))[0]
+    found = "Holds" if gain[1] > 0 else "Does not hold" if gain[2] < 0 or (harm[2] < 0 and left[2] < 0) else "Not shown"
+    return (
+        f"{found}: with an engine {gap:.2f} nats a token off, accuracy differs by {told[0]} from that of the exact "
+        f"engine, which adds {learned:.1f}; truncated importance sampling adds {told[1]}, to {told[2]} from the exact."
+    )
 
 
 if __name__ == "__main__":

@@ -100,6 +100,24 @@ def test_runs_side_by_side_show_what_differs(tmp_path, capsys):
     assert "0.0001" in differs and "0.01" in differs and "max_steps" not in differs
 
 
+def test_folders_of_one_name_are_told_apart_and_wrong_words_named(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name / "out").mkdir(parents=True)
+        (tmp_path / name / "out" / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    folders = [str(tmp_path / name / "out") for name in ("a", "b")]
+    assert main(["report", *folders, "--output", str(tmp_path / "both.html")]) == 0
+    assert [line["name"] for line in charts_of(tmp_path / "both.html")["loss"]["lines"]] == [
+        "a/out: training", "b/out: training",
+    ]  # fmt: skip
+    for words, said in (
+        ([*folders, "--output", str(tmp_path)], "cannot be written"),
+        (["--output", "x.html", *folders], "holds 3 values and takes one"),
+        ([folders[0], "--ouput", "x.html"], "did you mean 'output'?"),
+    ):
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_log_that_is_cut_off_or_not_finite_is_drawn_as_far_as_it_goes(tmp_path):
     records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": math.pi}]
     folder = tmp_path / "</script><b>x"

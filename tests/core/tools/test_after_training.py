@@ -118,6 +118,53 @@ def test_chat_says_what_it_cannot_do(base, tmp_path, capsys):
     assert "did you mean 'temperature'?" in printed and "2 words were given, not 1" in printed
 
 
+def test_a_message_typed_at_a_terminal_is_edited_by_readline_and_ctrl_d_ends_the_chat(base, monkeypatch, capsys):
+    model, tokenizer = load.load(base, device="cpu")
+    lines, asked = iter(["hello", ""]), []
+
+    def typed(prompt):
+        asked.append(prompt)
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda _: True})())
+    chat.converse(model, tokenizer, temperature=0, max_new_tokens=3)
+    assert asked == ["\n> "] * 3  # an empty line asks again
+    answer = by_hand(model, tokenizer, "<|user|>hello</s><|assistant|>", 3)
+    assert f"\n{answer}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["chat", "BASE", "--temperature", "-1"], 2, "--temperature=-1 must be >= 0"),
+        (["chat", "BASE", "--max_new_tokens", "0"], 2, "--max_new_tokens=0 must be >= 1"),
+        (["chat", "BASE", "--device", "toaster"], 2, "device='toaster' cannot be used here"),
+        (["chat", "EMPTY"], 1, "holds no config.json"),
+        (["chat", "HOLLOW"], 1, "model.safetensors"),
+        (["chat", "TRANSLATOR"], 2, "T5Config"),
+        (["evaluate", "BASE", "--tasks", "x", "--limit", "0"], 2, "--limit=0 must be >= 1"),
+        (["generate", "BASE", "PROMPTS", "OUT", "--num_return", "2"], 2, "set a temperature"),
+        (["generate", "PLAIN", "PROMPTS", "OUT"], 1, "no chat template"),
+    ],
+)
+def test_what_cannot_be_is_said_without_a_traceback(words, status, said, base, tmp_path, capsys):
+    names = {name: tmp_path / name.lower() for name in ("EMPTY", "HOLLOW", "TRANSLATOR", "PLAIN", "PROMPTS", "OUT")}
+    names["EMPTY"].mkdir()
+    names["PROMPTS"].write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
+    for name in ("HOLLOW", "TRANSLATOR", "PLAIN"):
+        AutoTokenizer.from_pretrained(base, chat_template=None).save_pretrained(names[name])
+    tiny.causal_lm("llama", vocab_size=384).config.save_pretrained(names["HOLLOW"])
+    tiny.seq2seq_lm().save_pretrained(names["TRANSLATOR"])
+    tiny.causal_lm("llama", vocab_size=384).save_pretrained(names["PLAIN"])
+    (names["PLAIN"] / "chat_template.jinja").unlink(missing_ok=True)
+    assert main([str(names.get(word, base if word == "BASE" else word)) for word in words]) == status
+    assert said in capsys.readouterr().err
+    assert not names["OUT"].exists()
+
+
 # ------------------------------------------------------------------------------------------------------------ generate
 
 
@@ -165,7 +212,13 @@ def test_several_completions_need_a_temperature(base):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "no prompt"), ("{", "line 1 is no JSON"), ('\n{"a": 1}', "line 2 has")]
+    ("text", "said"),
+    [
+        ("", "no prompt"),
+        ("{", "line 1 is no JSON"),
+        ('\n{"a": 1}', "line 2 has"),
+        ('{"messages": ["hi"]}', "a role and a content"),
+    ],
 )
 def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(text, encoding="utf-8")
@@ -214,6 +267,18 @@ metric_list: [{{metric: acc}}]
     assert "own_words" in capsys.readouterr().out
     assert main(["evaluate", base, "--tasks", "no_such_task_at_all", "--device", "cpu"]) == 2
     assert "no task 'no_such_task_at_all'" in capsys.readouterr().err
+
+
+def test_rows_that_the_hub_does_not_give_are_named_without_a_traceback(base, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'gsm8k' on the Hub (LocalEntryNotFoundError)\nand so on")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", offline)
+    assert main(["evaluate", base, "--tasks", "gsm8k", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "could not read the rows of gsm8k: Couldn't reach 'gsm8k' on the Hub" in said and "so on" not in said
 
 
 def test_an_evaluation_needs_tasks(base, capsys):

@@ -121,13 +121,19 @@ def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
 
 
 def typed_flags(
-    command: str, words: list[str], kinds: Mapping[str, type], names: int, what: str
+    command: str,
+    words: list[str],
+    kinds: Mapping[str, type],
+    names: int,
+    what: str,
+    least: Mapping[str, float] | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """The words and flags of a command: ``(its names, {flag: value})``.
 
     Args:
         kinds: of each flag, the type of its value; list: of texts.
         names: how many words come before the flags. what: these words, for the message where there are others.
+        least: the smallest value of flags that are numbers.
 
     Raises:
         ConfigError: listing every problem together.
@@ -143,6 +149,9 @@ def typed_flags(
             given[name] = convert(setting.value, (kinds[name],))
         except ValueError as error:
             problems.append(f"--{name} {error}")
+            continue
+        if not given[name] >= (least or {}).get(name, given[name]):
+            problems.append(f"--{name}={given[name]} must be >= {(least or {})[name]}")
     if len(given_names) != names:
         problems.append(f"it takes {what}, before any flag; {len(given_names)} words were given, not {names}")
     if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):

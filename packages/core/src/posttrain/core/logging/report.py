@@ -136,10 +136,22 @@ def write(folders: Sequence[str | Path], path: str | Path) -> Path:
     Raises:
         CheckpointError: a folder has no log, or a damaged record.
     """
-    path = Path(path)
+    path, runs = Path(path), [read(folder) for folder in folders]
+    for run, name in zip(runs, _names(folders), strict=True):
+        run.name = name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page([read(folder) for folder in folders]), encoding="utf-8")
+    path.write_text(page(runs), encoding="utf-8")
     return path
+
+
+def _names(folders: Sequence[str | Path]) -> list[str]:
+    """The last parts of the paths, as many as tell the folders apart."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts), default=1)):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(Path(folder)) for folder in folders]
 
 
 def read(folder: str | Path) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core.cli import parse
-from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import is_peft_model
 from posttrain.core.tools import load
 
@@ -38,12 +39,9 @@ def run(words: list[str]) -> None:
     if {"-h", "--help"} & set(words):
         print(HELP)
         return
-    names, given = parse.typed_flags("chat", words, KINDS, names=1, what="a model: its folder or its name")
-    loading = {name: given.pop(name) for name in load.KINDS if name in given}
-    try:
-        model, tokenizer = load.load(names[0], **loading)
-    except (FileNotFoundError, ImportError) as error:
-        raise CheckpointError(str(error)) from error
+    what = "a model: its folder or its name"
+    names, given = parse.typed_flags("chat", words, KINDS, names=1, what=what, least=load.LEAST)
+    model, tokenizer = load.of_command("chat", names[0], given)
     if given.get("compare") and not is_peft_model(model):
         raise ConfigError("chat", [f"--compare needs an adapter, and {names[0]} is a model without one"])
     if (seed := given.pop("seed", None)) is not None:
@@ -91,12 +89,7 @@ def converse(
         if not chats:
             print("This model has no chat template: it continues your text.")
     while True:
-        if interactive:
-            print("\n> ", end="", flush=True)
-        try:
-            line = sys.stdin.readline()
-        except KeyboardInterrupt:
-            line = ""
+        line = _asked() if interactive else sys.stdin.readline()
         text = line.strip()
         if not line or text in ("/quit", "/exit"):
             return
@@ -112,6 +105,17 @@ def converse(
                 _answer_of_base(model, tokenizer, messages, options)
             if chats and answer is not None:
                 messages.append({"role": "assistant", "content": answer})
+
+
+def _asked() -> str:
+    """What is typed at the prompt, with its newline; empty at the end of the input and after Ctrl-C."""
+    with contextlib.suppress(ImportError):  # not on Windows: it lets `input` edit, and go back to earlier messages
+        import readline  # noqa: F401
+    try:
+        return input("\n> ") + "\n"
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return ""
 
 
 def _answer_of_base(model: nn.Module, tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> None:

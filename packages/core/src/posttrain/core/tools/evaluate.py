@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core.cli import parse
-from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.errors import CheckpointError, ConfigError, DataError, require
 from posttrain.core.tools import load
 
 EXTRA = "posttrain-core[evaluate]"
@@ -38,22 +38,26 @@ def run(words: list[str]) -> None:
 
     Raises:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model or lm-eval cannot be loaded.
+        DataError: the rows of a task cannot be had.
     """
     if {"-h", "--help"} & set(words):
         print(HELP)
         return
-    names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what="a model: its folder or its name")
+    what = "a model: its folder or its name"
+    names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST)
     if not given.get("tasks"):
         raise ConfigError("evaluate", ["name the tasks, as in --tasks gsm8k ifeval"])
-    loading = {name: given.pop(name) for name in load.KINDS if name in given}
     output = given.pop("output", None)
     try:
         require("lm_eval", EXTRA, why="posttrain evaluate")
-        model, tokenizer = load.load(names[0], **loading)
-    except (FileNotFoundError, ImportError) as error:
+    except ImportError as error:
         raise CheckpointError(str(error)) from error
+    model, tokenizer = load.of_command("evaluate", names[0], given)
     try:
         results = evaluate(model, tokenizer, **given)
+    except OSError as error:  # of the network too
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"lm-eval could not read the rows of {', '.join(given['tasks'])}: {reason}") from error
     except ValueError as error:
         raise ConfigError("evaluate", [str(error)]) from error
     from lm_eval.utils import make_table

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.cli import parse
-from posttrain.core.errors import CheckpointError, DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.tools import load
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
@@ -35,19 +35,19 @@ def run(words: list[str]) -> None:
 
     Raises:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
-        DataError: a line has no prompt.
+        DataError: a line has no prompt, or messages for a model without a chat template.
     """
     if {"-h", "--help"} & set(words):
         print(HELP)
         return
     what = "a model, the file with the prompts and the file to write"
-    (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what)
-    loading = {name: given.pop(name) for name in load.KINDS if name in given}
+    (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what, least=load.LEAST)
+    if problem := _all_the_same(given.get("num_return", 1), given.get("temperature", 0.0)):
+        raise ConfigError("generate", [problem])
     rows = read_prompts(source)
-    try:
-        model, tokenizer = load.load(name, **loading)
-    except (FileNotFoundError, ImportError) as error:
-        raise CheckpointError(str(error)) from error
+    model, tokenizer = load.of_command("generate", name, given)
+    if tokenizer.chat_template is None and any(isinstance(prompt, list) for prompt, _ in rows):
+        raise DataError(f"{source} holds messages. {load.NO_TEMPLATE}")
     if (seed := given.pop("seed", None)) is not None:
         torch.manual_seed(seed)
     from tqdm import tqdm
@@ -85,7 +85,9 @@ def read_prompts(path: str | os.PathLike[str]) -> list[tuple[str | list[dict[str
         prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else None
         if not isinstance(prompt, (str, list)) or not prompt:
             raise DataError(f"{path}, line {number} has neither a prompt (a text or messages) nor messages.")
-        if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
+        if isinstance(prompt, list) and not all(isinstance(turn, dict) and "role" in turn for turn in prompt):
+            raise DataError(f"{path}, line {number}: messages are objects with a role and a content.")
+        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             prompt = prompt[:-1]
         rows.append((prompt, row))
     if not rows:
@@ -116,10 +118,8 @@ def complete(
     Raises:
         ValueError: several completions of each are asked for at temperature 0, where all are the same.
     """
-    if num_return > 1 and temperature == 0:
-        raise ValueError(
-            f"num_return={num_return} at temperature=0 gives the same completion again; set a temperature."
-        )
+    if problem := _all_the_same(num_return, temperature):
+        raise ValueError(problem)
     device, encoded = next(model.parameters()).device, [load.encode(tokenizer, prompt) for prompt in prompts]
     order = sorted(range(len(encoded)), key=lambda number: -len(encoded[number]))
     found: list[Any] = [None] * len(encoded)
@@ -137,3 +137,10 @@ def complete(
             found[number] = own[0] if num_return == 1 else own
         progress(len(numbers))
     return found
+
+
+def _all_the_same(num_return: int, temperature: float) -> str | None:
+    """Why several completions of a prompt are of no use; None where they are."""
+    if num_return == 1 or temperature > 0:
+        return None
+    return f"num_return={num_return} at temperature=0 gives the same completion again; set a temperature."

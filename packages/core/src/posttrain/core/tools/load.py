@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import chat_template
-from posttrain.core.errors import CheckpointError, require
+from posttrain.core.errors import CheckpointError, ConfigError, require
 from posttrain.core.models import loading, special_tokens
 from posttrain.core.models.wrapping import is_peft_model, unwrap
 
@@ -22,6 +22,12 @@ FLAGS = """  --base MODEL         folder or name of the base weights of an adapt
   --dtype TYPE         of the weights: float32, bfloat16 or float16; by default that of the checkpoint
   --device DEVICE      such as cuda or cpu; by default a GPU where there is one
   --trust_remote_code  run code from the model's repository"""
+NO_TEMPLATE = (
+    "The tokenizer has no chat template, so it cannot read messages: give a text, or train the model on conversations "
+    "with chat_template_path set."
+)
+#: The least values of flags that several of these commands have.
+LEAST = {"temperature": 0, "max_new_tokens": 1, "batch_size": 1, "num_return": 1, "limit": 1, "num_fewshot": 0}
 
 
 def load(
@@ -40,9 +46,12 @@ def load(
         device: by default a GPU where there is one.
 
     Raises:
-        CheckpointError: the adapter names no base. FileNotFoundError: there is no such model.
+        CheckpointError: the adapter names no base. FileNotFoundError: there is no such model. ValueError: there is no
+            such device.
     """
-    path = os.fspath(model)
+    path, place = os.fspath(model), _device(device)
+    if (absent := loading.missing_folder(path)) is not None:
+        raise absent
     adapter = path if (Path(path) / "adapter_config.json").is_file() else None
     if adapter is not None:
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {adapter}")
@@ -58,8 +67,33 @@ def load(
     found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
     if adapter is not None:
         found = peft.PeftModel.from_pretrained(found, adapter)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return found.to(device).eval(), tokenizer
+    return found.to(place).eval(), tokenizer
+
+
+def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:
+    """`load` for the command line: takes its flags out of `given`, and raises what a command tells without a traceback.
+
+    Raises:
+        CheckpointError: the model cannot be loaded. ConfigError: a flag has a value that cannot be.
+    """
+    flags = {name: given.pop(name) for name in KINDS if name in given}
+    try:
+        return load(model, **flags)
+    except (OSError, ImportError) as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(command, [str(error)]) from error
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU where there is one."""
+    try:
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: a PyTorch without CUDA
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"device={name!r} cannot be used here ({why}). Leave it out, or set cpu.") from error
+    return place
 
 
 @contextlib.contextmanager
@@ -84,10 +118,7 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if tokenizer.chat_template is None:
-        raise ValueError(
-            "The tokenizer has no chat template, so it cannot read messages: give a text, or train the model on "
-            "conversations with chat_template_path set."
-        )
+        raise ValueError(NO_TEMPLATE)
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 

@@ -22,7 +22,6 @@ from posttrain.core.models.wrapping import base_model
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
 
-#: Classes of transformers by the task that peft notes in an adapter's config.
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
 
 Merge an adapter (LoRA and others) into its base weights and write the model with its tokenizer into FOLDER, in the
@@ -57,6 +56,7 @@ def run(words: list[str]) -> None:
     print(f"The model is in {folders[1]}.")
 
 
+#: Classes of transformers by the task that peft notes in an adapter's config.
 AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",

@@ -24,10 +24,10 @@ def run(words: list[str]) -> None:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return
-    folders, flags = parse.read_flags(words)
-    unknown = sorted(set(flags) - {"output"})
-    problems = [f"unknown flag --{name}" for name in unknown] + ([] if folders else ["name the output folder of a run"])
-    if problems:
-        raise ConfigError("report", problems)
-    default = Path(folders[0] if len(folders) == 1 else ".", report.REPORT)
-    print(f"Wrote {report.write(folders, flags['output'].value if 'output' in flags else default)}.")
+    many = max(len(parse.read_flags(words)[0]), 1)
+    folders, given = parse.typed_flags("report", words, {"output": str}, many, what="output folders of runs")
+    page = Path(given.get("output") or Path(folders[0] if many == 1 else ".", report.REPORT))
+    try:
+        print(f"Wrote {report.write(folders, page)}.")
+    except OSError as error:
+        raise ConfigError("report", [f"{page} cannot be written: {error.strerror or error}"]) from error
