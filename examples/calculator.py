@@ -60,10 +60,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=characters, model_input_names=names, **special)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    size = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    size = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 3}
     size |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "head_dim": 32}
     size |= {"max_position_embeddings": 32, "tie_word_embeddings": True}
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **size, **tokens))

@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))  # the examples themselves
 RESULTS = HERE / "results"
+KEPT = Path("out/claims")  # what a run that is cut short need not do again
 DATA = Path(os.environ.get("POSTTRAIN_DATA") or HERE.parent / "data")
 PACKAGES = ("posttrain-core", "torch", "transformers", "peft")
 
@@ -40,6 +41,8 @@ def run(
     smoke: Mapping[str, Any],
 ) -> None:
     """Measure each arm with each seed, print the table and the verdict, and write ``results/<script>.json``.
+
+    A run that was cut short goes on with the next arm, if settings and versions are the same.
 
     Args:
         claim: what is said. source: by whom.
@@ -62,28 +65,50 @@ def run(
     quiet()
     figures: dict[str, list[Figures]] = {arm: [] for arm in arms}
     spent: dict[str, list[float]] = {arm: [] for arm in arms}
+    name = f"{Path(sys.argv[0]).stem}.json"
+    part = KEPT / f"part-{name}"
+    done = {} if is_smoke else measured_before(part, chosen)
     for seed in seeds:
         for arm in arms:
             began = time.process_time()
-            figures[arm].append(measure(arm, seed, **chosen))
-            spent[arm].append(round(time.process_time() - began, 1))
+            if f"{arm} {seed}" not in done:
+                found = measure(arm, seed, **chosen)
+                done[f"{arm} {seed}"] = [found, round(time.process_time() - began, 1)]
+                if not is_smoke:
+                    part.parent.mkdir(parents=True, exist_ok=True)
+                    part.write_text(json.dumps({"of": made_with(chosen), "figures": done}), encoding="utf-8")
+            for column, value in zip((figures, spent), done[f"{arm} {seed}"], strict=True):
+                column[arm].append(value)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures[arm][-1].items())
             print(f"{arm}, seed {seed}: {shown} ({spent[arm][-1]:.0f} CPU s)", flush=True)
     print(f"\n{claim}\n")
     for arm in arms:
         told = ", ".join(f"{name} {interval([f[name] for f in figures[arm]])}" for name in figures[arm][0])
         print(f"  {arm}: {told}")
-    found = verdict(figures)
-    print(f"\n{found}")
+    told = verdict(figures)
+    print(f"\n{told}")
     if is_smoke:
         return
     record = {
         "claim": claim, "source": source, "date": datetime.now(UTC).date().isoformat(), "seeds": seeds,
-        "settings": chosen, "figures": figures, "cpu_seconds": spent, "verdict": found, "versions": versions(),
+        "settings": chosen, "figures": figures, "cpu_seconds": spent, "verdict": told, "versions": versions(),
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{Path(sys.argv[0]).stem}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.unlink()
+
+
+def measured_before(part: Path, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """``{"arm seed": [figures, CPU seconds]}`` of a run with these settings that was cut short."""
+    if not part.is_file():
+        return {}
+    found = json.loads(part.read_text(encoding="utf-8"))
+    return found["figures"] if found["of"] == made_with(settings) else {}
+
+
+def made_with(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"settings": dict(settings), "versions": versions()}
 
 
 def column(figures: dict[str, list[Figures]], arm: str, name: str) -> list[float]:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import arithmetic
 import arms
 import calculator
 import torch
@@ -36,8 +37,7 @@ from posttrain.rl import DistillationConfig, DistillationTrainer, GRPOConfig, GR
 
 DIGITS = 2
 POINTS = 0.03  # below the teacher's accuracy
-#: width, layers
-TEACHER, STUDENT = (128, 3), (64, 3)
+TEACHER, STUDENT = 128, 64  # width, of 3 layers
 SETTINGS = {
     "teacher_epochs": 20.0, "student_epochs": 30.0, "batch": 256, "distillation_rate": 1e-3, "grpo_rate": 5e-4,
     "look_every": 10, "budget": 2e12, "problems": 800,
@@ -72,13 +72,11 @@ def every_problem(but: Dataset) -> Dataset:
 @functools.lru_cache(maxsize=1)
 def start(seed: int, teacher_epochs: float, student_epochs: float) -> Start:
     """The seed sets the split, the first weights and the order of the rows."""
-    known, _, held_out = calculator.read(seed, DIGITS, "+-")
-    tokenizer, problems = calculator.make_tokenizer(), every_problem(held_out)
+    student, tokenizer, _, held_out = arithmetic.fine_tuned(seed, student_epochs, marks=1, width=STUDENT)
+    problems = every_problem(held_out)
     with tempfile.TemporaryDirectory() as out:
-        teacher = calculator.make_model(tokenizer, seed + 1000, *TEACHER)
+        teacher = calculator.make_model(tokenizer, seed + 1000, TEACHER)
         taught = calculator.fine_tune(teacher, tokenizer, problems, teacher_epochs, seed, Path(out))
-        student = calculator.make_model(tokenizer, seed, *STUDENT)
-        calculator.fine_tune(student, tokenizer, known, student_epochs, seed, Path(out))
     rows = problems.select(random.Random(seed).sample(range(len(problems)), len(problems)))
     return Start(teacher, student, tokenizer, rows, held_out, float(taught.state.total_flos))
 

@@ -151,7 +151,7 @@ def typed_flags(
             problems.append(f"--{name} {error}")
             continue
         if not given[name] >= (least or {}).get(name, given[name]):
-            problems.append(f"--{name}={given[name]} must be >= {(least or {})[name]}")
+            problems.append(f"--{name}={setting.value} must be >= {(least or {})[name]}")
     if len(given_names) != names:
         problems.append(f"it takes {what}, before any flag; {len(given_names)} words were given, not {names}")
     if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
