@@ -4,26 +4,25 @@ teacher's accuracy (Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-d
 python examples/claims/distillation.py
 
 Sums and differences of two whole numbers with results below 100. The teacher, of 0.49 million parameters, has learned
-from all of them but the held-out ones, which are calculator steps of GSM8K; the student, a quarter as large, from 660
-calculator steps. From there it goes on with problems without results, by 256 answers for each optimizer step:
-`distillation` compares them token by token with the teacher (reverse divergence, one answer to a problem), and GRPO's
-reward is 1 for the right result (8 answers to a problem). Both end 3 points below the teacher's accuracy on the
-held-out problems, or with the budget.
+from all of them but the calculator steps of GSM8K, on which everybody is measured; the student, a quarter as large, has
+learned from a third of these, 660. From there it goes on with the teacher's problems, now without results:
+`distillation` compares its answers token by token with the teacher (reverse divergence, 128 answers for each optimizer
+step, one to a problem), and GRPO's reward is 1 for the right result (512 answers, 8 to a problem). Both end 3 points below the
+teacher's accuracy on held-out steps, or with the budget.
 
 Counted are multiplications and additions of matrix products and of attention, by PyTorch's own counter: those of
 sampling, of the teacher's reading and of training. Evaluation is not counted, and neither is what the teacher learned
-before, which is told beside it.
+before.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import arithmetic
 import arms
@@ -31,6 +30,7 @@ import calculator
 import torch
 from datasets import Dataset
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from posttrain.core import TrainerCallback
 from posttrain.rl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
@@ -39,26 +39,25 @@ DIGITS = 2
 POINTS = 0.03  # below the teacher's accuracy
 TEACHER, STUDENT = 128, 64  # width, of 3 layers
 SETTINGS = {
-    "teacher_epochs": 20.0, "student_epochs": 30.0, "batch": 256, "distillation_rate": 1e-3, "grpo_rate": 5e-4,
-    "look_every": 10, "budget": 2e12, "problems": 800,
+    "teacher_epochs": 10.0, "student_epochs": 60.0, "distillation_batch": 128, "distillation_rate": 1e-3,
+    "grpo_batch": 512, "grpo_rate": 5e-4,
+    "look_every": 5e10, "budget": 1.5e12, "problems": 800,
 }  # fmt: skip
-SMOKE = {"teacher_epochs": 0.1, "student_epochs": 0.2, "batch": 16, "look_every": 1, "budget": 1e8, "problems": 20}
+SMOKE = {
+    "teacher_epochs": 0.1,
+    "student_epochs": 0.2,
+    "distillation_batch": 16,
+    "grpo_batch": 16,
+    "look_every": 1e8,
+    "budget": 4e8,
+    "problems": 20,
+}
 
 
-class Start(NamedTuple):
-    """What both ways have in common."""
-
-    teacher: Any
-    student: Any
-    tokenizer: Any
-    problems: Dataset
-    held_out: Dataset
-    teacher_operations: float
-
-
-def every_problem(but: Dataset) -> Dataset:
-    """All sums and differences with numbers and results from 0 to 99, without those of `but`."""
-    aside, rows = set(but["prompt"]), []
+def new_problems() -> Dataset:
+    """All sums and differences with numbers and results from 0 to 99, without the calculator steps of GSM8K."""
+    aside = {row["prompt"] for part in calculator.read(0, DIGITS, "+-") for row in part}
+    rows = []
     for result in range(10**DIGITS):
         for number in range(result + 1):
             for problem, found in (
@@ -69,16 +68,18 @@ def every_problem(but: Dataset) -> Dataset:
     return Dataset.from_list(rows)
 
 
-@functools.lru_cache(maxsize=1)
-def start(seed: int, teacher_epochs: float, student_epochs: float) -> Start:
-    """The seed sets the split, the first weights and the order of the rows."""
-    student, tokenizer, _, held_out = arithmetic.fine_tuned(seed, student_epochs, marks=1, width=STUDENT)
-    problems = every_problem(held_out)
+@functools.cache
+def teacher_of(epochs: float) -> Any:
+    """The same for all seeds. Once trained, it is kept in `arms.KEPT`."""
+    folder = arms.KEPT / f"teacher-{TEACHER}-{epochs:g}"
+    if (folder / "config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = calculator.make_tokenizer()
+    teacher = calculator.make_model(tokenizer, 0, TEACHER)
     with tempfile.TemporaryDirectory() as out:
-        teacher = calculator.make_model(tokenizer, seed + 1000, TEACHER)
-        taught = calculator.fine_tune(teacher, tokenizer, problems, teacher_epochs, seed, Path(out))
-    rows = problems.select(random.Random(seed).sample(range(len(problems)), len(problems)))
-    return Start(teacher, student, tokenizer, rows, held_out, float(taught.state.total_flos))
+        calculator.fine_tune(teacher, tokenizer, new_problems(), epochs, 0, Path(out))
+    teacher.save_pretrained(folder)
+    return teacher
 
 
 def accuracy(model: Any, tokenizer: Any, rows: Dataset) -> float:
@@ -110,25 +111,25 @@ def counter() -> FlopCounterMode:
 
 
 class Race(TrainerCallback):
-    """Ends training at the goal, or when the budget is spent; looks at the accuracy after every few optimizer steps.
+    """Ends training at the goal, or with the budget; looks at the accuracy after every `look_every` operations.
 
     Attributes:
         operations: spent on training so far, without those of looking. best: accuracy. reached: whether at the goal.
     """
 
     def __init__(
-        self, counted: FlopCounterMode, look: Callable[[Any], float], goal: float, every: int, budget: float
+        self, counted: FlopCounterMode, look: Callable[[Any], float], goal: float, look_every: float, budget: float
     ) -> None:
-        self.counted, self.look, self.goal, self.every, self.budget = counted, look, goal, every, budget
-        self.operations = self.aside = self.best = 0.0
+        self.counted, self.look, self.goal, self.look_every, self.budget = counted, look, goal, look_every, budget
+        self.operations = self.aside = self.best = self.looked = 0.0
         self.reached = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         before = self.counted.get_total_flops()
         self.operations = before - self.aside
         spent = self.operations >= self.budget
-        if state.global_step % self.every == 0 or spent:
-            found = self.look(model)
+        if spent or self.operations >= self.looked + self.look_every:
+            found, self.looked = self.look(model), self.operations
             self.best, self.reached = max(self.best, found), found >= self.goal
             self.aside += self.counted.get_total_flops() - before
         control.should_training_stop |= spent or self.reached
@@ -139,43 +140,46 @@ def measure(
     seed: int,
     teacher_epochs: float,
     student_epochs: float,
-    batch: int,
+    distillation_batch: int,
     distillation_rate: float,
+    grpo_batch: int,
     grpo_rate: float,
-    look_every: int,
+    look_every: float,
     budget: float,
     problems: int,
 ) -> arms.Figures:
-    """Operations until the goal, or all that were spent; and the accuracies of teacher and student."""
-    given = start(seed, teacher_epochs, student_epochs)
-    held_out = given.held_out.select(range(problems))
-    teacher, before = (accuracy(model, given.tokenizer, held_out) for model in (given.teacher, given.student))
-    counted = counter()
-    race = Race(counted, lambda model: accuracy(model, given.tokenizer, held_out), teacher - POINTS, look_every, budget)
-    student, usual = copy.deepcopy(given.student), {
-        "max_steps": 100_000, "per_device_train_batch_size": batch, "max_completion_length": DIGITS + 1, "seed": seed,
-        "warmup_steps": 5, "lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False,
-        "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    """Operations until the goal, or all that were spent; the accuracies of the teacher and of the student before and at
+    its best.
+    """
+    first, tokenizer, _, held_out = arithmetic.fine_tuned(seed, student_epochs, marks=1, width=STUDENT)
+    teacher, new, held_out = teacher_of(teacher_epochs), new_problems(), held_out.select(range(problems))
+    of_teacher, before = (accuracy(model, tokenizer, held_out) for model in (teacher, first))
+    counted, student = counter(), copy.deepcopy(first)
+    race = Race(
+        counted, lambda model: accuracy(model, tokenizer, held_out), of_teacher - POINTS, look_every, budget
+    )  # fmt: skip
+    usual: dict[str, Any] = arithmetic.POLICY | {
+        "max_steps": 100_000, "max_completion_length": DIGITS + 1, "seed": seed, "logging_strategy": "no",
+        "per_device_train_batch_size": distillation_batch if arm == "distillation" else grpo_batch,
     }  # fmt: skip
     trainer: Any
     with tempfile.TemporaryDirectory() as out:
         if arm == "distillation":
-            args = DistillationConfig(out, learning_rate=distillation_rate, **usual)
+            args = DistillationConfig(out, **usual | {"learning_rate": distillation_rate, "num_generations": 1})
+            rows = new.remove_columns("result")
             trainer = DistillationTrainer(
-                student, copy.deepcopy(given.teacher), args, given.problems.remove_columns("result"),
-                processing_class=given.tokenizer, callbacks=[race],
-            )  # fmt: skip
-        else:
-            args = GRPOConfig(out, learning_rate=grpo_rate, num_generations=8, **usual)
-            trainer = GRPOTrainer(
-                student, calculator.right, args, given.problems, processing_class=given.tokenizer, callbacks=[race]
+                student, copy.deepcopy(teacher), args, rows, processing_class=tokenizer, callbacks=[race]
             )
+        else:
+            args = GRPOConfig(out, learning_rate=grpo_rate, **usual)
+            trainer = GRPOTrainer(
+                student, calculator.right, args, new, processing_class=tokenizer, callbacks=[race]
+            )  # fmt: skip
         with counted:
             trainer.train()
     return {
-        "teacher": teacher, "before": before, "best": race.best, "reached": float(race.reached),
+        "teacher": of_teacher, "before": before, "best": race.best, "reached": float(race.reached),
         "operations": race.operations, "updates": float(trainer.state.global_step),
-        "teacher_operations": given.teacher_operations,
     }  # fmt: skip
 
 
