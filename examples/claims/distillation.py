@@ -7,8 +7,8 @@ Sums and differences of two whole numbers with results below 100. The teacher, o
 from all of them but the calculator steps of GSM8K, on which everybody is measured; the student, a quarter as large, has
 learned from a third of these, 660. From there it goes on with the teacher's problems, now without results:
 `distillation` compares its answers token by token with the teacher (reverse divergence, 128 answers for each optimizer
-step, one to a problem), and GRPO's reward is 1 for the right result (512 answers, 8 to a problem). Both end 3 points below the
-teacher's accuracy on held-out steps, or with the budget.
+step, one to a problem), and GRPO's reward is 1 for the right result (512 answers, 8 to a problem). Both end 3 points
+below the teacher's accuracy on held-out steps, or with the budget.
 
 Counted are multiplications and additions of matrix products and of attention, by PyTorch's own counter: those of
 sampling, of the teacher's reading and of training. Evaluation is not counted, and neither is what the teacher learned
