@@ -303,6 +303,19 @@ def test_an_adapter_is_exported_as_one_model(adapter, tmp_path, capsys):
     assert "There is something in" in capsys.readouterr().err
 
 
+def test_an_adapter_that_rounding_would_lose_is_exported_if_that_is_tolerated(base, tmp_path, capsys):
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    for name, parameter in model.named_parameters():
+        parameter.data *= 0.03 if "lora_" in name else 1.0
+    model.save_pretrained(tmp_path / "adapter")
+    words = ["export", str(tmp_path / "adapter"), str(tmp_path / "whole"), "--dtype", "bfloat16"]
+    assert main(words) == 1
+    assert "--tolerance sets how much may be lost" in capsys.readouterr().err
+    assert main([*words, "--tolerance", "1e6"]) == 0
+    assert (tmp_path / "whole" / "config.json").is_file()
+
+
 def test_a_model_is_exported_in_another_precision(base, tmp_path):
     done = export.export(base, tmp_path / "half", dtype="bfloat16")
     assert done.dtype == "bfloat16" and AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == (

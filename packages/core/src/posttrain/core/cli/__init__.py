@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _quiet_others()
     try:
         return _dispatch(words)
     except ConfigError as error:
@@ -70,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":  # once, not once a process
         print(message, file=sys.stderr)
     return status
+
+
+def _quiet_others() -> None:
+    """Leave out what libraries tell each other's developers, of which a user of the command line can change nothing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a kernel that it did not find, for any adapter
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
 
 
 def _dispatch(words: list[str]) -> int:

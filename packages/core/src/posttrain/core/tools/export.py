@@ -18,9 +18,9 @@ from posttrain.core.cli import parse
 from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.models import loading
 from posttrain.core.tools import load
-from posttrain.core.tools.merge import merge
+from posttrain.core.tools.merge import TOLERANCE, merge
 
-HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--trust_remote_code]
+HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...
 
 Write a model, or an adapter merged into its base, for other programs. A TARGET that ends in .gguf is written by
 llama.cpp's own converter and read back through transformers; any other is a folder of safetensors with the tokenizer,
@@ -29,9 +29,10 @@ which transformers, vLLM and SGLang read.
   --dtype TYPE         float32, bfloat16 or float16; by default that of the checkpoint. Of GGUF also q8_0
   --llama_cpp FOLDER   a clone of https://github.com/ggml-org/llama.cpp, for GGUF; by default $LLAMA_CPP
   --base MODEL         folder or name of the base weights of an adapter; by default those named in it
+  --tolerance SHARE    share of an adapter's effect that merging may lose [default 0.1]
   --trust_remote_code  run code from the model's repository
 """
-KINDS = {"base": str, "dtype": str, "llama_cpp": str, "trust_remote_code": bool}
+KINDS = {"base": str, "dtype": str, "llama_cpp": str, "tolerance": float, "trust_remote_code": bool}
 CONVERTER = "convert_hf_to_gguf.py"
 #: What the converter calls the types.
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
@@ -73,10 +74,11 @@ def run(words: list[str]) -> None:
         return
     is_gguf = any(word.endswith(".gguf") for word in words[1:2])
     quantized = {"dtype": "q8_0"} if is_gguf and _takes(words, "q8_0") else {}
-    names, given = parse.typed_flags("export", words, KINDS, names=2, what="a model and the folder or file to write")
+    what = "a model and the folder or file to write"
+    names, given = parse.typed_flags("export", words, KINDS, names=2, what=what, least={"tolerance": 0})
     try:
         print(export(*names, **(given | quantized)))
-    except (FileExistsError, FileNotFoundError, ImportError) as error:
+    except (OSError, ImportError) as error:
         raise CheckpointError(str(error)) from error
     except ValueError as error:
         raise ConfigError("export", [str(error)]) from error
@@ -98,6 +100,7 @@ def export(
     dtype: str | None = None,
     base: str | None = None,
     llama_cpp: str | os.PathLike[str] | None = None,
+    tolerance: float = TOLERANCE,
     trust_remote_code: bool = False,
 ) -> Export:
     """Write `model`, or an adapter merged into its base, as one folder of safetensors or one GGUF file.
@@ -108,6 +111,7 @@ def export(
         dtype: of the weights: float32, bfloat16, float16, and of GGUF also q8_0; by default that of the checkpoint.
         base: the base of an adapter; by default the one named in it.
         llama_cpp: a clone of llama.cpp, for GGUF; by default the environment's LLAMA_CPP.
+        tolerance: share of an adapter's effect that merging may lose.
 
     Raises:
         CheckpointError: the converter fails, or what it wrote is another model. FileExistsError: `target` is there.
@@ -125,7 +129,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         folder = Path(beside) / "model"
         if (Path(model) / "adapter_config.json").is_file():
-            merge(model, folder, base=base, dtype=kept, trust_remote_code=trust_remote_code)
+            merge(model, folder, base, kept, tolerance, trust_remote_code)
         else:
             whole, tokenizer = load.load(model, base, kept, device="cpu", trust_remote_code=trust_remote_code)
             whole.save_pretrained(folder)

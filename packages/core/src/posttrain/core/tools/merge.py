@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.cli import parse
-from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import loading, special_tokens
 from posttrain.core.models.wrapping import base_model
 
@@ -46,12 +46,10 @@ def run(words: list[str]) -> None:
         return
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
-    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what)
-    if not given.get("tolerance", 0.0) >= 0:
-        raise ConfigError("merge", [f"--tolerance={given['tolerance']} must be >= 0"])
+    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what, least={"tolerance": 0})
     try:
         print(merge(folders[0], folders[1], **given))
-    except (FileExistsError, FileNotFoundError) as error:
+    except (OSError, ImportError) as error:
         raise CheckpointError(str(error)) from error
     print(f"The model is in {folders[1]}.")
 
