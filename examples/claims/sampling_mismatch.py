@@ -101,7 +101,9 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     told = [f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]" for mean, low, high in (harm, gain, left)]
     learned = 100 * arms.bounds(arms.differences(figures, "exact", "exact", "accuracy", "before"))[0]
     gap = arms.bounds(arms.column(figures, "truncated", "logp_gap"))[0]
-    found = "Holds" if gain[1] > 0 else "Does not hold" if gain[2] < 0 or (harm[2] < 0 and left[2] < 0) else "Not shown"
+    harms, helps = harm[2] < 0, gain[1] > 0  # there is nothing to rescue where the mismatch does no harm
+    fails = gain[2] < 0 or (harms and not helps and left[2] < 0)
+    found = "Holds" if harms and helps else "Does not hold" if fails else "Not shown"
     return (
         f"{found}: with an engine {gap:.2f} nats a token off, accuracy differs by {told[0]} from that of the exact "
         f"engine, which adds {learned:.1f}; truncated importance sampling adds {told[1]}, to {told[2]} from the exact."
