@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import BatchEncoding
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.losses import scale_check
@@ -111,6 +112,26 @@ def test_the_count_that_a_loss_is_given_is_a_plain_tensor(tmp_path):
 
 
 # finding_A10
+class MeanThatPops(Trainer):
+    """As scripts write it: the labels are taken out of the batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return mean_loss(model, {**inputs, "labels": labels})
+
+
+def test_a_loss_may_take_labels_out_of_what_tokenizers_give(tmp_path):
+    def train(kind):
+        args = arguments(TrainingArguments, tmp_path, max_steps=2, gradient_accumulation_steps=2)
+        collator = lambda rows: BatchEncoding(pad(rows))  # noqa: E731
+        trainer = kind(tiny.causal_lm(), args, data_collator=collator, train_dataset=tiny.token_rows(16))
+        trainer.train()
+        return weights(trainer)
+
+    popped, kept = train(MeanThatPops), train(Mean)
+    assert all(torch.equal(popped[name], kept[name]) for name in kept)
+
+
 def test_a_loss_that_neither_halves_nor_stays_is_an_error_that_says_what_to_set(tmp_path):
     class Mixed(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

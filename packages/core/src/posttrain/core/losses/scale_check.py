@@ -7,6 +7,7 @@ mean; any other is an error that names what to set. The measurement has no side 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -44,9 +45,8 @@ def loss_ratio(
         for count in (num_items, num_items * 2):
             with restored(model, owner):
                 try:
-                    # It may take the labels out of its inputs.
-                    given = dict(inputs) if isinstance(inputs, dict) else inputs
-                    loss, _ = split_terms(compute_loss(model, given, num_items_in_batch=count))
+                    # It may take the labels out of its inputs, of a dict or of what tokenizers give.
+                    loss, _ = split_terms(compute_loss(model, copy.copy(inputs), num_items_in_batch=count))
                 except RuntimeError as error:
                     if "grad" in str(error):  # it computes a gradient itself
                         error.add_note(
