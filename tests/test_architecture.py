@@ -25,6 +25,7 @@ LAYERS = {
         config errors old_names state data.call_arguments data.collators data.segments distributed.accelerator_config
         evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.attention_blocks models.block_mask
+        losses.vocabulary_slices models.router_replay
         models.embeddings models.gradient_checkpointing models.regularization
         data.completion_only models.special_tokens models.wrapping
         optim.greedy_lr optim.lr_scheduler training.allocator training.memory training.nonfinite

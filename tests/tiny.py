@@ -18,15 +18,24 @@ CHATML_WITH_TOOLS = (
 )
 
 
-def mixture_of_experts(seed: int = 0, **overrides):
-    """A Qwen3 language model of 2 layers and width 32, with 2 of 4 experts for each token."""
+def mixture_of_experts(seed: int = 0, arch: str = "qwen3_moe", kind: str = "ForCausalLM", **overrides):
+    """A mixture of 2 layers and width 32, with 2 of 4 experts for each token: qwen3_moe, mixtral, gpt_oss."""
     import transformers
 
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     size |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1)
-    size |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False)
+    size |= dict(num_experts_per_tok=2, tie_word_embeddings=False)
+    own = {
+        "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, moe_intermediate_size=16)),
+        "mixtral": ("Mixtral", dict(num_local_experts=4, intermediate_size=16, bos_token_id=None)),
+        "gpt_oss": ("GptOss", dict(num_local_experts=4, intermediate_size=16, sliding_window=8)),
+    }
+    name, special = own[arch]
+    config = getattr(transformers, f"{name}Config")(**(size | special | overrides))
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**(size | overrides)))
+    if kind != "ForCausalLM":
+        return getattr(transformers, name + kind)(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def reward_model(seed: int = 0, **overrides):

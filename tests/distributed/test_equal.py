@@ -169,6 +169,77 @@ def test_what_is_split_says_what_cannot_be(shared):
     assert "looks at the whole matrix" in jobs.result(runs, "sft-dora-head")
 
 
+def test_a_model_that_was_loaded_otherwise_is_refused_with_one_sentence(shared):
+    asked = {
+        "other size": {"loaded": {"tp_size": 2}, "parallelism_config": {"tp_size": 4}},
+        "rows": {"loaded": {"tp_size": 2}, "parallelism_config": {"cp_size": 2}},
+        "sharded": {"loaded": {"fsdp_size": 2}},
+    }
+
+    def work(folder):
+        return [[name, "loaded_in_parts", one | {"out": str(folder / name)}] for name, one in asked.items()]
+
+    runs = job(shared, "loaded-otherwise", work)
+    told = {name: jobs.result(runs, name) for name in asked}
+    assert (
+        "tp_size=4, and from_pretrained(distributed_config=...) loaded the model with tp_size=2" in told["other size"]
+    )
+    assert "cp_size=2 and tp_size=2 do not work together" in told["rows"]
+    assert "sharded the model (fsdp_size); load it without distributed_config" in told["sharded"]
+
+
+#: What a user may set wrong, and the sentence that is said.
+MISSET = {
+    "processes": ("causal-lm", {"parallelism_config": {"tp_size": 4}}, "tp_size=4 does not divide the 2 processes"),
+    "rows": ("causal-lm", {"parallelism_config": {"cp_size": 3}}, "cp_size=3 does not divide the 2 processes"),
+    "zero": ("causal-lm", {"parallelism_config": {"tp_size": 0}}, "tp_size=0 is no number of processes"),
+    "name": ("causal-lm", {"parallelism_config": {"tensor_size": 2}}, "parallelism_config holds 'tensor_size'"),
+    "shards": ("causal-lm", {"parallelism_config": {"dp_shard_size": 3}}, "2 processes are not dp_replicate_size=1"),
+    "groups": (
+        "causal-lm",
+        {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}},
+        "2 processes are not dp_replicate_size=1 groups of dp_shard_size=2 of tp_size=2",
+    ),
+}
+
+
+def test_sizes_that_do_not_fit_are_refused_with_one_sentence(shared):
+    def work(folder):
+        return [
+            [label, "refused", {"name": name, "out": str(folder / label), **changes}]
+            for label, (name, changes, _) in MISSET.items()
+        ]
+
+    runs = job(shared, "misset", work)
+    for label, (*_, sentence) in MISSET.items():
+        assert sentence in jobs.result(runs, label), label
+
+
+STATS = ["correct", "entropy", "mean_logit", "log_collision"]
+VOCABULARY = {
+    "loss": ("loss", {}),
+    "loss and statistics": ("loss", {"return_stats": True}),
+    "smoothed": ("loss", {"label_smoothing": 0.1, "reduction": "mean"}),
+    "capped": ("loss", {"softcap": 3.0, "scale": 0.5}),
+    "by its own probability": ("loss", {"dft": True}),
+    "log-probabilities": ("logps", {"stats": STATS, "temperature": 0.7}),
+    "capped log-probabilities": ("logps", {"softcap": 3.0, "return_entropy": True}),
+}
+
+
+def test_slices_of_a_vocabulary_make_up_the_loss_of_the_whole(shared):
+    def work(folder):
+        return [
+            [label, "vocabulary", {"out": str(folder), "kind": kind, "options": options}]
+            for label, (kind, options) in VOCABULARY.items()
+        ]
+
+    runs = job(shared, "vocabulary", work)
+    for label, (_, options) in VOCABULARY.items():
+        gaps = jobs.result(runs, label)
+        assert len(gaps) >= 4 + len(options.get("stats", ())) and max(gaps) < 2e-6, (label, gaps)
+
+
 def sliced_job(shared, label, names, processes=2, **changes):
     def work(folder):
         return [[name, "train", {"name": name, "out": str(folder / name), **SLICED, **changes}] for name in names]

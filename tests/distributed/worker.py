@@ -5,6 +5,7 @@ A piece of work is a function below; its arguments come as JSON. What it returns
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -19,6 +21,7 @@ from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import get_last_checkpoint
 from posttrain.core.logging.metrics import is_timing
 from posttrain.sft import SFTTrainer
+from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, causal_lm, image_rows, images
 
 #: As one process does it with 8 x 1: for 2 processes, and for 4; and for 2 that read the same rows.
@@ -83,12 +86,28 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
         trainer.train(resume_from_checkpoint=resume)
     found = {"weights": whole(trainer), "log": history(trainer), "class": type(trainer.model).__name__}
     found |= {"is_fsdp": trainer.is_fsdp_enabled, "step": trainer.state.global_step}
+    found["held"] = {name: tuple(getattr(p, "_local_tensor", p).shape) for name, p in trainer.model.named_parameters()}
     if evaluate:
         found["eval"] = trainer.evaluate()
         output = trainer.predict(trainer.eval_dataset)
         found |= {"predictions": output.predictions, "label_ids": output.label_ids, "test": output.metrics}
     trainer.save_model(str(Path(out) / "final"))
     return found
+
+
+@contextlib.contextmanager
+def mixtures(arch="qwen3_moe", **model):
+    """Within this context the contract's models are mixtures of experts."""
+    make = functools.partial(tiny.mixture_of_experts, arch=arch, **{"initializer_range": 0.1} | model)
+    score = functools.partial(make, kind="ForSequenceClassification", num_labels=1)
+    with mock.patch.multiple(tiny, causal_lm=lambda **_: make(), reward_model=score):
+        yield
+
+
+def mixture(name, arch="qwen3_moe", model=None, **changes):
+    """`train` with a mixture of experts in place of each of the contract's models."""
+    with mixtures(arch, **(model or {})):
+        return train(name, **changes)
 
 
 def text_beside_images(out, family, **changes):
@@ -107,22 +126,33 @@ def text_beside_images(out, family, **changes):
     return {"weights": whole(trainer), "log": history(trainer)}
 
 
-def refused(name, out, **changes):
-    """The message with which a training is refused, on every process."""
+def refused(name, out, model=None, **changes):
+    """The message with which a training is refused, on every process; of a mixture, if `model` says what of it."""
     try:
-        TRAINERS[name](out, **split(1), **changes).train()
+        with contextlib.nullcontext() if model is None else mixtures(**model):
+            TRAINERS[name](out, **split(1), **changes).train()
     except ValueError as error:
         return str(error)
 
 
-def loaded_in_parts(out):
-    """A model that ``from_pretrained`` split while it was loaded, without a word in the arguments."""
+def loaded_in_parts(out, loaded=None, **changes):
+    """A model that ``from_pretrained`` split while it was loaded, without a word in the arguments.
+
+    Args:
+        loaded: what was asked of ``from_pretrained``; then what the trainer says to it and to `changes`.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     trainer = TRAINERS["causal-lm"](out, **split("tp"))
     trainer.dist.on_main(lambda: trainer.model.save_pretrained(f"{out}/base"))
-    model = AutoModelForCausalLM.from_pretrained(f"{out}/base", distributed_config=DistributedConfig(tp_size=2))
+    asked = DistributedConfig(**(loaded or {"tp_size": 2}))
+    model = AutoModelForCausalLM.from_pretrained(f"{out}/base", distributed_config=asked)
+    if loaded is not None:
+        try:
+            return Trainer(model, arguments(TrainingArguments, out, **changes)) and None
+        except ValueError as error:
+            return str(error)
     trainer = Trainer(model, trainer.args, data_collator=trainer.data_collator, train_dataset=trainer.train_dataset)
     trainer.train()
     trainer.save_model(f"{out}/final")
@@ -176,6 +206,45 @@ def slices(arch, batch):
 def slices_of_all(out, archs, batches):
     TRAINERS["causal-lm"](out)  # starts the group of the processes
     return {f"{arch} {batch}": slices(arch, batch) for arch in archs for batch in batches}
+
+
+def vocabulary(out, kind, options):
+    """The loss of two processes that have half of the vocabulary each, and its gradients, beside that of the whole."""
+    from posttrain.core.losses.language_modeling import linear_cross_entropy, token_logps
+    from posttrain.core.losses.vocabulary_slices import Slice
+
+    TRAINERS["causal-lm"](out)  # starts the group of the processes
+    rank, random = torch.distributed.get_rank(), torch.Generator().manual_seed(0)
+    whole = [torch.randn(size, generator=random) for size in ((37, 16), (101, 16), (101,))]
+    whole[1][5] = whole[1][70]  # two tokens that are as probable as each other, one on each process
+    labels = torch.randint(0, 101, (37,), generator=random)
+    labels[::5], factors = -100, torch.rand(37, generator=random)
+    tokens = slice(0, 51) if rank == 0 else slice(51, 101)
+
+    def compute(tensors, part):
+        hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in tensors)
+        function = linear_cross_entropy if kind == "loss" else token_logps
+        found = function(hidden, weight, labels, bias=bias, part=part, chunk_size=8, **options)
+        first, *rest = found if isinstance(found, tuple) else [found]
+        first = first if kind == "loss" else (first * factors).sum()
+        gradients = torch.autograd.grad(first, (hidden, weight, bias))
+        values = [first, *(value for one in rest for value in (one if isinstance(one, tuple) else (one,)))]
+        return [value.detach() for value in values], gradients
+
+    expected, (of_hidden, *others) = compute(whole, None)
+    mine = [whole[0], whole[1][tokens], whole[2][tokens]]
+    found, gradients = compute(mine, Slice(tokens.start, 101, torch.distributed.group.WORLD))
+    pairs = [*zip(found, expected, strict=True), (gradients[0], of_hidden)]
+    pairs += [(one, other[tokens]) for one, other in zip(gradients[1:], others, strict=True)]
+    gaps = [float((one - other).abs().max() / other.abs().max().clamp_min(1)) for one, other in pairs]
+    return of_all(gaps)
+
+
+def of_all(values):
+    """The largest of each of `values` over all processes."""
+    highest = torch.tensor(values)
+    torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+    return highest.tolist()
 
 
 def tied(out):

@@ -12,9 +12,10 @@ from torch import nn
 from posttrain.core.losses.language_modeling import IGNORE_INDEX, labelled_places, selective_log_softmax
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.lm_head import logps_in_head, supports_loss_in_head
+from posttrain.core.models.router_replay import ROUTES
 from posttrain.rl.shared_prefix import shared_rows
 
-FOR_THE_MODEL = ("attention_mask", "position_ids", "segments")
+FOR_THE_MODEL = ("attention_mask", "position_ids", "segments", ROUTES)
 ROWS_AT_ONCE = 512
 """Positions whose whole logits are converted to float32 at a time."""
 
@@ -70,6 +71,41 @@ def lay_out(
     tokens = nn.functional.pad(tokens, (0, width - tokens.shape[1]))
     labels.fill_(IGNORE_INDEX).view(-1)[places[mask]] = tokens[mask]
     return batch | {"labels": labels, "places": places, "loss_mask": mask.float()}
+
+
+def lay_out_values(
+    values: torch.Tensor,
+    prompts: Sequence[torch.Tensor],
+    completions: Sequence[torch.Tensor],
+    share: bool,
+    like: torch.Tensor,
+    fill: int,
+) -> torch.Tensor:
+    """What belongs to each token of prompt and completion, (N, at least P + C - 1, ...), as `lay_out` laid the tokens.
+
+    Args:
+        like: (B, L) the ``input_ids`` of `lay_out`, for the same arguments.
+        fill: the value of padding, and of last tokens of completions, of which nothing is known.
+
+    Returns:
+        (B, L, ...).
+    """
+    rest = values.shape[2:]
+    table = values.new_full((*like.shape, *rest), fill)
+    lengths = [(len(prompt), len(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+    if not share:
+        width = min(like.shape[1], values.shape[1])
+        table[:, :width] = values[:, :width]
+        return table
+    parts, first = [], 0
+    for _, group in groups(prompts, completions):  # the prompt but its last token, then each completion behind that
+        parts.append(values[first, : lengths[first][0] - 1])
+        for row in range(first, first + len(group)):
+            start, size = lengths[row]
+            parts.append(values[row, start - 1 : start - 1 + size])
+        first += len(group)
+    table[0] = torch.cat(parts)
+    return table
 
 
 def groups(

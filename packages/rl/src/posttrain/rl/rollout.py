@@ -27,7 +27,7 @@ from posttrain.core.errors import checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
-from posttrain.core.models import varlen_attention, wrapping
+from posttrain.core.models import router_replay, varlen_attention, wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
@@ -214,6 +214,10 @@ class RolloutTrainer(Trainer):
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._share_prompts = self._can_share_prompts()
+        if args.router_replay:
+            if problem := router_replay.problem_of(self.model):
+                raise ValueError(f"router_replay=True: {problem} Set it to False.")
+            router_replay.enable(self.model)
         self._forget_rollout()
 
     # ------------------------------------------------------------------------------------------------ to override
@@ -233,6 +237,12 @@ class RolloutTrainer(Trainer):
                         f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) "
                         "differently, and they must sample alike. Set both to 1, or shard the model by fsdp"
                     )
+        for name in ("rollout_func", "tools", "environment_factory"):
+            if args.router_replay and parts.others.get(name):
+                yield (
+                    f"router_replay=True replays the experts chosen in sampling, and of the turns of {name} they are "
+                    "not known; leave one of the two out"
+                )
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
@@ -281,6 +291,7 @@ class RolloutTrainer(Trainer):
                 sample = samples[row]
                 sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
                 sample.logps = None if done.logps is None else done.logps[number]
+                sample.routes = None if done.routes is None else done.routes[number]
                 sample.versions = done.versions[number] if done.versions else [version] * len(sample.ids)
                 schemas = self.environments.schemas_of(sample)
                 sample.completion = self.codec.decode(sample.prompt, sample.ids, sample.prompt_ids, schemas)
@@ -339,8 +350,8 @@ class RolloutTrainer(Trainer):
         """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities."""
         if not self.uses_reference or self.reference is None:
             return rollout
-        with self.reference.use() as policy:
-            return replace(rollout, ref_logps=self._logps_of(policy, rollout)[0])
+        with self.reference.use() as policy:  # which chooses its own experts
+            return replace(rollout, ref_logps=self._logps_of(policy, replace(rollout, routes=None))[0])
 
     #: Whether advantages depend on the divergence of the policy that sampled from the reference.
     needs_kl_of_samples = False
@@ -622,6 +633,13 @@ class RolloutTrainer(Trainer):
         return None if self.image_prompts is None else self.image_prompts.vision.image_token_id
 
     def _rollout_of(self, samples: list[Sample]) -> Rollout:
+        known = [sample.routes is not None and len(sample.routes) >= sample.num_read for sample in samples]
+        if self.args.router_replay and not all(known):
+            raise ValueError(
+                f"router_replay=True replays the experts chosen in sampling, and {type(self.generator).__name__} "
+                "returned none. Use the local engine without generation_kwargs that it does not know, or vLLM in this "
+                "process (use_vllm=True, vllm_mode='colocate'), or set router_replay=False."
+            )
         return Rollout.of(samples, self.args.mask_truncated_completions, self._image_token_id)
 
     def sampling(self, temperature: float | None = None) -> Sampling:

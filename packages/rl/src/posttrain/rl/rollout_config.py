@@ -186,6 +186,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     router_aux_loss_coef: float | None = opt(
         None, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
     )
+    router_replay: bool = opt(
+        False, "Train a mixture with the experts that it chose in sampling (Rollout Routing Replay, R3)."
+    )
     disable_dropout: bool = opt(False, "Switch dropout off, so that a completion has one probability.")
     cast_lm_head_to_fp32: bool = opt(False, "Compute the output head in float32, for a model in half precision.")
 
@@ -335,6 +338,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
                 f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
             )
         yield from self._staleness_problems()
+        yield from self._replay_problems()
         for name in OBJECTS:
             if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
                 yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
@@ -353,6 +357,22 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
             yield "sync_ref_model=True needs a reference model, and beta=0 uses none; set beta above 0"
         if self.dynamic_sampling and (self.num_generations or 0) < 2:
             yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"
+
+    def _replay_problems(self) -> Iterator[str]:
+        if not self.router_replay:
+            return
+        if self.use_transformers_continuous_batching:
+            yield (
+                "router_replay=True needs the experts chosen in sampling, which transformers' continuous batching does "
+                "not return; set use_transformers_continuous_batching=False"
+            )
+        if self.use_vllm and self.vllm_mode == "server":
+            yield (
+                "router_replay=True needs the experts chosen in sampling, which are not read from a vLLM server in "
+                "this version; set vllm_mode='colocate'"
+            )
+        if self.torch_compile:
+            yield "router_replay=True does not work with torch_compile=True; set one of them to False"
 
     def _staleness_problems(self) -> Iterator[str]:
         if self.max_staleness and self.use_vllm and self.vllm_mode == "colocate":

@@ -10,7 +10,8 @@ import torch
 
 from posttrain.core.data.vision import Shown
 from posttrain.core.models.image_positions import ImagePositions
-from posttrain.rl.logprobs import lay_out
+from posttrain.core.models.router_replay import OWN, ROUTES
+from posttrain.rl.logprobs import lay_out, lay_out_values
 from posttrain.rl.rollout_images import RolloutImages
 
 
@@ -24,6 +25,7 @@ class Sample:
         logps: of the engine, for each of `ids`; None if unknown. is_exact: see `Completions`.
         learn: for each of `ids`, whether the policy chose it; None: all.
         versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
+        routes: the experts with which prompt and completion were read, as in `Completions`; None if unknown.
         finished: whether the completion ended by itself.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
@@ -40,6 +42,7 @@ class Sample:
     is_exact: bool = False
     learn: list[bool] | None = None
     versions: list[int] | None = None
+    routes: torch.Tensor | None = None
     finished: bool = False
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +57,11 @@ class Sample:
     def num_chosen(self) -> int:
         """Tokens that the policy chose."""
         return len(self.ids) if self.learn is None else sum(self.learn)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of prompt and completion that the policy has read: all but the last."""
+        return len(self.prompt_ids) + len(self.ids) - 1
 
     def add(
         self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
@@ -93,6 +101,8 @@ class Rollout:
         teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
         teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
         versions: (N, C) the optimizer step of the weights that wrote each token; None in synchronous training.
+        routes: (N, at most P + C, layers, k) the experts of a mixture with which each token of prompt and completion,
+            one behind the other, was read in sampling, -1 for none; None unless they are replayed.
         images: of the prompts; None for a model of text alone.
     """
 
@@ -113,6 +123,7 @@ class Rollout:
     teacher_lengths: torch.Tensor | None = None
     teacher_places: torch.Tensor | None = None
     versions: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
     images: RolloutImages | None = None
 
     @classmethod
@@ -134,6 +145,7 @@ class Rollout:
         versions = None
         if all(sample.versions is not None for sample in samples):
             versions = _stack([torch.tensor(sample.versions) for sample in samples], 0)
+        routes = [sample.routes for sample in samples if sample.routes is not None]
         return cls(
             prompt_ids=_stack(prompts, 0),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
@@ -142,6 +154,7 @@ class Rollout:
             loss_mask=_stack(learn, False),
             sampling_logps=logps,
             versions=versions,
+            routes=_stack(routes, OWN) if len(routes) == len(samples) > 0 else None,
             images=RolloutImages.of([s.shown for s in samples], [s.prompt_ids for s in samples], image_token_id),
         )
 
@@ -197,6 +210,8 @@ class Rollout:
         else:
             part = lay_out(prompts, *layout)
             part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
+        if self.routes is not None:
+            part[ROUTES] = lay_out_values(self.routes[start:stop], prompts, completions, share, part["input_ids"], OWN)
         for name in (*OF_TOKENS, *OF_ROWS):
             values = getattr(self, name)
             if values is not None:

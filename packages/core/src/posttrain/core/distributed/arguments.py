@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, shard_settings, tensor_parallel
+from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, tensor_parallel
 from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
 
@@ -67,7 +67,7 @@ class DistributedArguments:
     parallelism_config: dict[str, Any] | str | Any | None = opt(  # in this order, HfArgumentParser reads it as text
         None,
         "Sizes of the groups of processes (accelerate's ParallelismConfig, or a dict): dp_replicate_size, "
-        "dp_shard_size, tp_size (tensor parallelism), cp_size (context parallelism).",
+        "dp_shard_size, tp_size (tensor parallelism), cp_size (context parallelism), ep_size (expert parallelism).",
     )
 
     @property
@@ -102,6 +102,8 @@ class DistributedArguments:
             yield from tensor_parallel.problems(size, self)
         if (size := groups.get("cp_size", 1)) > 1:
             yield from shard_settings.context_problems(size, groups.get("tp_size", 1), self)
+        if (size := groups.get("ep_size", 1)) > 1:
+            yield from expert_parallel.problems(size, groups, self)
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):
@@ -112,6 +114,7 @@ class DistributedArguments:
         yield from deepspeed.problems(self.deepspeed)
 
     def _preflight(self) -> Iterator[str | Exception]:
+        yield from shard_settings.world_problems(shard_settings.sizes_of(self.parallelism_config), world_size())
         if deepspeed.is_asked_for(self.deepspeed) and (error := missing("deepspeed", "deepspeed", "deepspeed=...")):
             yield error
         if (self.bf16 or self.bf16_full_eval) and not self.use_cpu and torch.cuda.is_available():

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from posttrain.core.distributed import deepspeed, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
@@ -101,6 +101,8 @@ class Distributed:
             size of 1.
         peer_rank, peers: of this process among those that read the same rows.
         tp_size, cp_size: processes that split a matrix, or a row; one of them is 1.
+        ep_size: processes that have all experts of a mixture between them. They read rows of their own, but those that
+            also split a matrix.
     """
 
     def __init__(self, args: DistributedArguments, model: nn.Module | None = None) -> None:
@@ -124,7 +126,7 @@ class Distributed:
         self.device: torch.device = self.accelerator.device
         self.process_index: int = self.accelerator.process_index
         self.num_processes: int = self.accelerator.num_processes
-        self.tp_size, self.cp_size = self._read_sizes(model)
+        self.tp_size, self.cp_size, self.ep_size = self._read_sizes(model)
         self.peers = self.tp_size * self.cp_size
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers
@@ -141,10 +143,11 @@ class Distributed:
         if self.num_processes == self.tp_size and self.sharding is not None:
             logger.warning("fsdp is ignored: the world size is 1.")
             self.sharding = None
-        if self.world_size > 1 and self.tp_size > 1 and self.sharding is None:
+        if self.world_size > 1 and self.tp_size * self.ep_size > 1 and self.sharding is None:
             replicas = shard_settings.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
-            self.sharding = shard_settings.Sharding(replicas=replicas)  # DDP does not know split matrices
+            self.sharding = shard_settings.Sharding(replicas=replicas)  # DDP does not know weights in parts
         self._mesh: Any = None
+        self._mesh_of_experts: Any = None
         self._rows_group, self._peers_group = self._groups()
         self._gathered: set[int] = set()
         self._split: WeakSet[nn.Module] = WeakSet()
@@ -170,19 +173,31 @@ class Distributed:
             logger.info("fsdp_config: %s", note)
         return settings
 
-    def _read_sizes(self, model: nn.Module | None) -> tuple[int, int]:
-        """(processes that split a matrix, processes that split a row)."""
-        sizes = shard_settings.sizes_of(self.args.parallelism_config)
-        tp, cp = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
-        tp = tensor_parallel.loaded_size(model) if tp == 1 else tp
-        problems = list(tensor_parallel.problems(tp, self.args)) if tp > 1 else []
+    def _read_sizes(self, model: nn.Module | None) -> tuple[int, int, int]:
+        """(processes that split a matrix, that split a row, that have all experts between them)."""
+        sizes, problems = dict(shard_settings.sizes_of(self.args.parallelism_config)), []
+        loaded = {"tp_size": tensor_parallel.loaded_size(model), "ep_size": expert_parallel.loaded_size(model)}
+        for name, size in loaded.items():
+            if size > 1 and sizes.get(name, 1) not in (1, size):
+                problems.append(
+                    f"parallelism_config: {name}={sizes[name]}, and from_pretrained(distributed_config=...) loaded the "
+                    f"model with {name}={size}; leave {name} out, or load the model without distributed_config"
+                )
+            sizes[name] = max(size, sizes.get(name, 1))
+        if sharding.is_sharded_by_transformers(model):
+            problems.append(
+                "from_pretrained(distributed_config=...) sharded the model (fsdp_size); load it without "
+                "distributed_config, and set fsdp='full_shard', and of parallelism_config ep_size, if experts were "
+                "divided"
+            )
+        tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+        problems += tensor_parallel.problems(tp, self.args) if tp > 1 else []
         problems += shard_settings.context_problems(cp, tp, self.args) if cp > 1 else []
-        for name, size in (("tp_size", tp), ("cp_size", cp)):
-            if self.num_processes % size:
-                problems.append(f"{name}={size} does not divide the {self.num_processes} processes of this run")
+        problems += expert_parallel.problems(ep, sizes, self.args) if ep > 1 else []
+        problems += shard_settings.world_problems(sizes, self.num_processes)
         if problems:
             raise ConfigError("TrainingArguments", problems)
-        return tp, cp
+        return tp, cp, ep
 
     def _backend(self) -> str | None:
         """Weights that live in host memory are gathered there too, which nccl cannot do."""
@@ -201,7 +216,7 @@ class Distributed:
 
     @property
     def shards(self) -> bool:
-        """Whether each process holds its part of the weights alone, by FSDP or tensor parallelism."""
+        """Whether each process holds its part of the weights alone, by FSDP, tensor or expert parallelism."""
         return self.sharding is not None or self.tp_size > 1
 
     # ---- model ----
@@ -276,11 +291,16 @@ class Distributed:
         with self._waiting("sharding the model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             if self.tp_size > 1:
-                tensor_parallel.split(model, self._processes()["tp"], self.device)
+                tensor_parallel.split(model, self._processes()["tp"], self.device, with_experts=self.ep_size > 1)
                 self._split.add(model)
+            options: dict[str, Any] = {}
+            if self._exchanges_tokens:
+                mesh = self._experts()
+                options["experts"] = expert_parallel.divide(model, mesh["expert"], mesh["alone"], self.device)
+                options["expert_mesh"] = mesh[self._data_dims()]
             if settings is not None:
                 over = self._processes() if self.tp_size == 1 else self._processes()[self._data_dims()]
-                sharding.shard(model, settings, over, self.device, self.precision, frozen=frozen)
+                sharding.shard(model, settings, over, self.device, self.precision, frozen=frozen, **options)
 
     def _slice_rows(self, model: nn.Module) -> None:
         """Let each process compute a slice of the rows, where that is asked for."""
@@ -295,6 +315,22 @@ class Distributed:
             sizes = {"tp": self.tp_size, "cp": self.cp_size}
             self._mesh = sharding.make_mesh(self.sharding, self.device.type, total, local, **sizes)
         return self._mesh
+
+    @property
+    def _exchanges_tokens(self) -> bool:
+        """Whether processes with rows of their own have the experts between them."""
+        return self.ep_size > 1 and self.tp_size == 1
+
+    @property
+    def _has_several_meshes(self) -> bool:
+        """Whether some weights are divided over other processes than others, which no kernel takes together."""
+        return self.tp_size * self.ep_size > 1
+
+    def _experts(self) -> Any:
+        """All processes by the experts that they keep, as a device mesh."""
+        if self._mesh_of_experts is None:
+            self._mesh_of_experts = sharding.make_expert_mesh(self._processes(), self.ep_size)
+        return self._mesh_of_experts
 
     def _groups(self) -> tuple[Any, Any]:
         """The processes that read other rows than this one, with itself, and those that read the same; None: all."""
@@ -373,7 +409,8 @@ class Distributed:
             sharding.gather(model)
         self._gathered.add(id(model))
         try:
-            yield
+            with expert_parallel.whole(model) if self._exchanges_tokens else _NOTHING:
+                yield
         finally:
             self._gathered.remove(id(model))
             sharding.scatter(model, settings)
@@ -444,7 +481,7 @@ class Distributed:
                 )
             self.scaler.unscale_(optimizer)
         with self._waiting("the norm of the gradients"):
-            if self.tp_size > 1:
+            if self._has_several_meshes:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 norm = tensor_parallel.total_norm(gradients)
                 if max_norm:
@@ -461,7 +498,7 @@ class Distributed:
             with self._waiting("the optimizer's step"):
                 return self.engine.step()
         if self.scaler is None:
-            tensor_parallel.step(optimizer) if self.tp_size > 1 else optimizer.step()
+            tensor_parallel.step(optimizer) if self._has_several_meshes else optimizer.step()
             return True
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)

@@ -148,18 +148,25 @@ def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[st
 
 
 def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
-    """The sizes that are set, by name (dp_replicate_size, dp_shard_size, tp_size, cp_size), of accelerate's
+    """The sizes that are set, by name (dp_replicate_size, dp_shard_size, tp_size, cp_size, ep_size), of accelerate's
     ParallelismConfig or a dict like it."""
     if parallelism is None:
         return {}
-    known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size", "sp_size")
     if isinstance(parallelism, dict):
         plain = {name.removeprefix("parallelism_config_"): value for name, value in parallelism.items()}
         for name in [name for name in plain if name not in known and not name.startswith(("cp_", "sp_", "tp_"))]:
             problems.append(f"parallelism_config holds {name!r}, which is none of {', '.join(known)}")
     else:
         plain = {name: getattr(parallelism, name, None) for name in known}
-    sizes = {name: int(plain[name]) for name in known if plain.get(name) is not None}
+    sizes: dict[str, int] = {}
+    for name in known:
+        if (value := plain.get(name)) is None:
+            continue
+        if not str(value).isdecimal() or int(value) < 1:
+            problems.append(f"parallelism_config: {name}={value!r} is no number of processes; set it to 1 or more")
+        else:
+            sizes[name] = int(value)
     if sizes.get("sp_size", 1) > 1:
         problems.append(
             f"parallelism_config: sp_size={sizes['sp_size']} is sequence parallelism, which this version does not "
@@ -229,6 +236,16 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
             if not isinstance(types[name], torch.dtype):
                 raise ValueError(f"{dtype!r} is no type of torch")
     return replace(settings, **types)
+
+
+def world_problems(sizes: dict[str, int], processes: int) -> Iterator[str]:
+    """Why a run of so many `processes` cannot have groups of these `sizes`."""
+    for name in ("tp_size", "cp_size", "ep_size"):
+        if processes % (size := sizes.get(name, 1)):
+            yield (
+                f"{name}={size} does not divide the {processes} process{'es' if processes > 1 else ''} of this run; "
+                f"start it with torchrun --nproc_per_node {size} or a multiple of that, or set {name}=1"
+            )
 
 
 def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 def is_sharded(model: nn.Module) -> bool:
     """Whether `model` was sharded by `shard`."""
     return any(kind.__name__ == "FSDPModule" for kind in type(unwrap(model)).__mro__)
+
+
+def is_sharded_by_transformers(model: nn.Module | None) -> bool:
+    """Whether ``from_pretrained(distributed_config=...)`` sharded `model`, which no trainer can take over."""
+    return model is not None and (getattr(base_model(model), "_fsdp_size", None) or 1) > 1
 
 
 def plain_class(model: nn.Module) -> type[nn.Module]:
@@ -80,8 +85,38 @@ def make_mesh(
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def make_expert_mesh(mesh: Any, experts: int) -> Any:
+    """The processes of `mesh` (`make_mesh`) by the experts that they keep: a `DeviceMesh` of the dimensions
+    ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of those that have them all between
+    them, and ``alone`` of each by itself.
+
+    Args:
+        experts: processes that have all experts between them.
+
+    Raises:
+        ValueError: the processes that shard the weights do not divide into so many.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if sizes["shard"] % experts:
+        raise ValueError(
+            f"ep_size={experts} does not divide the {sizes['shard']} processes over which weights are sharded "
+            "(dp_shard_size); change one of them."
+        )
+    sizes |= {"shard": sizes["shard"] // experts, "expert": experts, "alone": 1}
+    return init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
 def shard(
-    model: nn.Module, settings: Sharding, mesh: Any, device: torch.device, precision: str, frozen: bool = False
+    model: nn.Module,
+    settings: Sharding,
+    mesh: Any,
+    device: torch.device,
+    precision: str,
+    frozen: bool = False,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: Any = None,
 ) -> nn.Module:
     """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer.
 
@@ -89,6 +124,8 @@ def shard(
 
     Args:
         frozen: the model is never trained, so nothing stays gathered for a backward.
+        experts: modules of which each process keeps a part. They are sharded over `expert_mesh`, the processes with the
+            same part, and have seen the tokens of all processes that keep other parts.
 
     Returns:
         `model`, now also an `FSDPModule`, with new parameters.
@@ -101,10 +138,20 @@ def shard(
     types = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     options = {"mesh": mesh, "mp_policy": types, "offload_policy": offload}
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for part in experts:
+        unit: Any = fully_shard(
+            part, reshard_after_forward=settings.reshard_after_forward, **options | {"mesh": expert_mesh}
+        )
+        # Its gradient is a sum over the rows of all processes, of which the mean is wanted.
+        unit.set_gradient_divide_factor(float(mesh.size()))
+        # gloo has no scaled sum, and a group of one divides without any.
+        unit.set_force_sum_reduction_for_comms(expert_mesh.size(expert_mesh.ndim - 1) > 1)
     for unit in units(model, settings):
-        _load_from_main(unit, device, moved)
+        if unit in experts:
+            continue
+        load_from_main(unit, device, moved)
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
-    _load_from_main(model, device, moved)
+    load_from_main(model, device, moved)
     # The rest is mostly the embedding and the head, so it is gathered once for forward and backward.
     rest = frozen or (None if settings.reshard_after_forward else False)
     root = fully_shard(model, reshard_after_forward=rest, **options)
@@ -152,7 +199,7 @@ def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
     return found
 
 
-def _load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+def load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Move the tensors that only `unit` holds to `device`, with the values of the main process.
 
     Args:

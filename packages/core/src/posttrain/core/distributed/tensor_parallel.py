@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.distributed import expert_parallel
 from posttrain.core.distributed.shard_settings import optimizer_problems
 from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.wrapping import base_model, is_peft_model
@@ -38,7 +39,7 @@ def is_split(model: nn.Module) -> bool:
     return loaded_size(model) > 1
 
 
-def split(model: nn.Module, mesh: Any, device: torch.device) -> None:
+def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False) -> None:
     """Split the matrices of `model` in place, by the plan of its architecture, and move it to `device`.
 
     Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
@@ -46,21 +47,25 @@ def split(model: nn.Module, mesh: Any, device: torch.device) -> None:
 
     Args:
         mesh: the processes of one group, a `DeviceMesh` of one dimension.
+        with_experts: give each process some experts of a mixture whole, in place of a part of each.
 
     Raises:
-        ValueError: the architecture has no plan, or its heads do not divide by the number of processes.
+        ValueError: the architecture has no plan, or its heads or experts do not divide by the number of processes.
     """
     base, size = base_model(model), mesh.size()
+    is_loaded = loaded_size(base) == size
+    if not is_loaded and (problem := problem_of(base, size)):
+        raise ValueError(problem)
+    if not is_loaded and with_experts:
+        expert_parallel.divide(model, mesh, mesh, device)
     _take_from_main(model, device)
-    if loaded_size(base) == size:
+    if is_loaded:
         vars(base.config).pop("distributed_config", None)  # with it transformers saves from all processes together
         _sum_partial_gradients(base, _plan(base, size), mesh)
         return
-    if problem := problem_of(base, size):
-        raise ValueError(problem)
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
-    plan = _plan(base, size)
+    plan = _plan(base, size, with_experts)
     if is_peft_model(model):
         plan = dict(_with_adapters(plan, modules))
     first_name = {id(parameter): name for name, parameter in parameters.items()}
@@ -133,11 +138,18 @@ def problem_of(base: nn.Module, size: int) -> str | None:
         return f"tp_size={size}: {name} is quantized, and its matrices cannot be split here. Load it in bfloat16."
     if config is None or not getattr(base, "tp_plan", None):
         return f"tp_size={size}: {name} has no plan for splitting its matrices. Set tp_size=1, and shard it by fsdp."
+    return config_problem(config, size)
+
+
+def config_problem(config: Any, size: int) -> str | None:
+    """`problem_of` as far as the `config` of a model shows it, before any weight is read."""
     text = config.get_text_config()
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, field, None)
         if isinstance(heads, int) and heads % size:
-            return f"tp_size={size} does not divide the {heads} {field} of {name}. Set a size that does."
+            return (
+                f"tp_size={size} does not divide the {heads} {field} of {type(config).__name__}. Set a size that does."
+            )
     return None
 
 
@@ -155,10 +167,11 @@ def problems(size: int, args: Any) -> Iterator[str]:
     yield from optimizer_problems(getattr(args, "optim", ""), f"tp_size={size}")
 
 
-def _plan(base: Any, size: int) -> dict[str, str]:
-    """``{module or parameter: style}`` of `base`."""
+def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
+    """``{module or parameter: style}`` of `base`; of its experts too, but where each process keeps some whole."""
     distributed = importlib.import_module("transformers.distributed")
-    return base._resolve_parallel_plans(distributed.DistributedConfig(tp_size=size))[0]
+    config = distributed.DistributedConfig(tp_size=size, ep_size=size if with_experts else None)
+    return base._resolve_parallel_plans(config)[0]
 
 
 def _with_adapters(plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.core.losses import vocabulary_slices
+from posttrain.core.losses.vocabulary_slices import Slice
 
 IGNORE_INDEX = -100
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
@@ -162,6 +164,7 @@ def linear_cross_entropy(
     dft: bool = False,
     groups: torch.Tensor | None = None,
     num_groups: int = 0,
+    part: Slice | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, LossStats] | tuple[torch.Tensor, LossStats, tuple[torch.Tensor, torch.Tensor]]:
     """Cross-entropy of ``hidden @ weight.T + bias`` without the (N, V) logits, labels smoothed as in `cross_entropy`.
 
@@ -180,6 +183,8 @@ def linear_cross_entropy(
         return_stats: also return `LossStats`, at the cost of two more passes over the logits.
         dft: weight each loss as `dynamic_weights` has it.
         groups: in the shape of labels, the group of each, from 0 to `num_groups` - 1; needs `return_stats`.
+        part: the tokens of the vocabulary that `weight` and `bias` are of, where other processes have the others; None:
+            all. They must call with the same hidden states and labels.
 
     Returns:
         The loss in float32; 0 without targets. With `return_stats`, ``(loss, stats)``; with `groups` besides,
@@ -192,7 +197,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"dft weights a target by its probability; label_smoothing={label_smoothing} has several. Set it to 0."
         )
-    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft)
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft, part)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
@@ -241,6 +246,7 @@ def token_logps(
     scale: float = 1.0,
     return_entropy: bool = False,
     stats: tuple[str, ...] = (),
+    part: Slice | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 without a label.
 
@@ -256,7 +262,7 @@ def token_logps(
         raise ValueError(f"stats holds {unknown[0]!r}, which is not one of {', '.join(TOKEN_STATS)}.")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be > 0.")
-    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0)
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0, part=part)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     losses, *found = _TokenLosses.apply(
         hidden, weight, bias, targets, rows, options, stats, needs_grad(hidden, weight, bias)
@@ -273,6 +279,7 @@ class Options(NamedTuple):
     temperature: float
     label_smoothing: float
     dft: bool = False
+    part: Slice | None = None
 
 
 def _targets(
@@ -345,7 +352,8 @@ class Tiles:
             tile_rows = max(tile_rows, block_rows)
         self.tile_rows = min(tile_rows, max(num_rows, 1))
         self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
-        self.block_rows = min(block_rows, self.tile_rows)
+        # Each block of a slice of the vocabulary is an exchange between processes.
+        self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
         block = self.block_rows, vocabulary
         self.statistics_dtype = statistics_dtype(self.dtype)
         self.probabilities = new(block, dtype=self.statistics_dtype)
@@ -396,7 +404,8 @@ class Tiles:
 
     def softmax(self, logits: torch.Tensor) -> torch.Tensor:
         """(n, V) probabilities of a block, in the shared buffer."""
-        return torch.softmax(logits, 1, out=self.probabilities[: len(logits)])
+        out, part = self.probabilities[: len(logits)], self.options.part
+        return torch.softmax(logits, 1, out=out) if part is None else vocabulary_slices.softmax(logits, part, out)
 
 
 def _score(
@@ -406,7 +415,11 @@ def _score(
 
     Its probabilities are then in the buffer of `tiles`. Logits are overwritten.
     """
-    smoothing, found = tiles.options.label_smoothing, {}
+    smoothing, part, found = tiles.options.label_smoothing, tiles.options.part, {}
+    if part is not None:
+        out = tiles.probabilities[: len(logits)]
+        scores.copy_(torch.stack(vocabulary_slices.score(logits, labels, part, stats, smoothing, out)))
+        return
     expected = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     if smoothing:
         expected = (1 - smoothing) * expected + smoothing * logits.mean(1)
@@ -453,7 +466,7 @@ class Gradients:
     def __init__(self, tiles: Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
         needs_hidden, needs_weight, needs_bias = needs
         statistics = tiles.statistics_dtype
-        self.weight_dtype = weight.dtype
+        self.weight_dtype, self.part = weight.dtype, tiles.options.part
         self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
         self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
         self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
@@ -468,9 +481,13 @@ class Gradients:
     ) -> None:
         """Overwrite a block of a tile with its gradient times the upstream gradient `factor`, (n,)."""
         gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
-        gradient[torch.arange(len(labels), device=labels.device), labels] -= 1 - smoothing
+        here, vocabulary = torch.arange(len(labels), device=labels.device), gradient.shape[1]
+        if self.part is not None:
+            vocabulary, (labels, is_own) = self.part.size, self.part.own(labels, gradient.shape[1])
+            here, labels = here[is_own], labels[is_own]
+        gradient[here, labels] -= 1 - smoothing
         if smoothing:
-            gradient.sub_(smoothing / gradient.shape[1])
+            gradient.sub_(smoothing / vocabulary)
         self.write(tiles, products, gradient, slope, factor)
 
     def write(
@@ -523,6 +540,8 @@ class Gradients:
 
     def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of their tensors."""
+        if self.part is not None and self.hidden is not None:
+            self.part.total(self.hidden)
         gradients = [self.hidden, self.weight, self.bias]
         self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
         if factor is not None:

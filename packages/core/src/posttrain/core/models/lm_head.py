@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.losses import vocabulary_slices
 from posttrain.core.losses.distillation import HeadStates, Measure, TopK, linear_divergence
 from posttrain.core.losses.language_modeling import (
     IGNORE_INDEX,
@@ -22,6 +23,7 @@ from posttrain.core.losses.language_modeling import (
     shift_labels,
     token_logps,
 )
+from posttrain.core.losses.vocabulary_slices import Slice
 from posttrain.core.models import context_parallel
 from posttrain.core.models.context_parallel import RowSlice
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
@@ -46,6 +48,15 @@ class CausalHead:
     scale: float = 1.0
     softcap_switch: str | None = None
     """The config field that turns the model's softcap off when None; no field if this is None."""
+
+    def own(self) -> tuple[torch.Tensor, torch.Tensor | None, Slice | None]:
+        """(weight, bias, which tokens of the vocabulary they are of), where tensor parallelism has split them: those of
+        this process. None: all tokens."""
+        weight, part = vocabulary_slices.of_weight(self.linear.weight)
+        if self.linear.bias is None or part is None:
+            return weight, self.bias, part
+        bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
+        return (weight, bias, part) if part == part_of_bias else (self.weight, self.bias, None)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -119,11 +130,13 @@ def loss_in_head(
         groups = shift_labels(groups, 0)
 
     def loss(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
+        weight, bias, of_vocabulary = head.own()
         found = linear_cross_entropy(
             hidden,
-            head.weight,
+            weight,
             _aligned(model, targets, hidden, ignore_index, part),
-            bias=head.bias,
+            bias=bias,
+            part=of_vocabulary,
             ignore_index=ignore_index,
             chunk_size=chunk_size,
             softcap=head.softcap,
@@ -166,11 +179,13 @@ def logps_in_head(
 
     def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
         aligned = _aligned(model, targets, hidden, ignore_index, part)
+        weight, bias, of_vocabulary = head.own()
         scores = token_logps(
             hidden,
-            head.weight,
+            weight,
             aligned,
-            bias=head.bias,
+            bias=bias,
+            part=of_vocabulary,
             temperature=temperature,
             ignore_index=ignore_index,
             chunk_size=chunk_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,13 +81,21 @@ def _is_of_the_other_kind(path: str, kwargs: dict[str, Any], auto_class: str) ->
     """
     import transformers
 
-    where = {name: kwargs[name] for name in ("trust_remote_code", "revision", "subfolder", "token") if name in kwargs}
-    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **where)
+    config = config_of(path, kwargs)
     reads = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if auto_class == SEEING[0] and reads and not sees:
         raise ValueError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})")) from None
     return auto_class == READING[0] and sees and not reads
+
+
+def config_of(name_or_path: str | os.PathLike[str], kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
+    """The config of the model that ``from_pretrained(name_or_path, **kwargs)`` loads, without its weights."""
+    import transformers
+
+    names = ("trust_remote_code", "revision", "subfolder", "token")
+    where = {"trust_remote_code": trust_remote_code} | {name: kwargs[name] for name in names if name in kwargs}
+    return kwargs.get("config") or transformers.AutoConfig.from_pretrained(os.fspath(name_or_path), **where)
 
 
 def load_tokenizer(

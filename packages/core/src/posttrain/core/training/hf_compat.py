@@ -181,6 +181,10 @@ class HFCompat:
         """Processes that split one row (context parallelism)."""
         return self.dist.cp_size
 
+    def get_ep_size(self) -> int:
+        """Processes that have all experts of a mixture between them (expert parallelism)."""
+        return self.dist.ep_size
+
     @property
     def is_fsdp_enabled(self) -> bool:
         """Whether the weights are kept in pieces, by FSDP."""

@@ -22,9 +22,11 @@ from torch import nn
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
+from posttrain.core.distributed import expert_parallel, shard_settings, tensor_parallel
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import adapters, loading, quantization
+from posttrain.core.models.wrapping import base_model
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
 
@@ -166,6 +168,7 @@ def of_arguments(*configs: Any) -> Iterator[Problem]:
 def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with the arguments that every trainer takes."""
     yield from model_problems(args, parts)
+    yield from division_problems(args, parts)
     yield from dataset_problems(args, parts)
     yield from optimizer_problems(args, parts)
     yield from metric_problems(args, parts)
@@ -204,6 +207,25 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         yield from loading.loading_problems(parts.ref_model, kwargs, None)
     if parts.peft_config is not None:
         yield from caught(adapters.check_peft_config, parts.peft_config)
+
+
+def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """Problems with dividing the model over processes; reads the config alone of a named model."""
+    sizes = shard_settings.sizes_of(getattr(args, "parallelism_config", None))
+    checks = {"tp_size": tensor_parallel.config_problem, "ep_size": expert_parallel.config_problem}
+    checks = {name: check for name, check in checks.items() if sizes.get(name, 1) > 1}
+    if not checks:
+        return
+    if isinstance(parts.model, nn.Module):
+        config = getattr(base_model(parts.model), "config", None)
+    elif parts.is_named and loading.missing_folder(parts.model) is None:
+        kwargs = getattr(args, "model_init_kwargs", None) or {}
+        with loading.explain_missing(os.fspath(parts.model), "model"):
+            config = loading.config_of(parts.model, kwargs, getattr(args, "trust_remote_code", False))
+    else:
+        return  # made later, or reported with the model
+    if config is not None:
+        yield from filter(None, (check(config, sizes[name]) for name, check in checks.items()))
 
 
 def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:

@@ -39,7 +39,9 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
-    local: Generator = LocalGenerator(tokenizer, args.generation_max_rows, args.generation_cache_tokens, example)
+    local: Generator = LocalGenerator(
+        tokenizer, args.generation_max_rows, args.generation_cache_tokens, example, args.router_replay
+    )
     if not shares_prompts(args):
         cache = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
         local = TransformersGenerator(tokenizer, settings | cache)
@@ -77,6 +79,8 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
+    if args.router_replay:
+        engine["enable_return_routed_experts"] = True
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)

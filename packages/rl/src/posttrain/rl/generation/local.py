@@ -22,6 +22,7 @@ from posttrain.core.data.host_copies import send
 from posttrain.core.data.vision import join_tensors
 from posttrain.core.models.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.core.models.lm_head import packed_head
+from posttrain.core.models.router_replay import Recorder
 from posttrain.core.models.varlen_attention import LAYER_TYPES
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
@@ -54,6 +55,8 @@ class LocalGenerator:
         max_tokens: tokens that the cache has room for, unless one prompt with its completions needs more. A prompt
             counts once for all its completions, and each of these with as many tokens as it can get. None: no bound.
         example: of a model that sees, what it is tried with.
+        with_routes: return the experts that a mixture chose. Its routers must be those of
+            `posttrain.core.models.router_replay`.
     """
 
     shares_weights = True
@@ -65,8 +68,10 @@ class LocalGenerator:
         max_rows: int = MAX_ROWS,
         max_tokens: int | None = None,
         example: ImageExample | None = None,
+        with_routes: bool = False,
     ) -> None:
         self.tokenizer, self.max_rows, self.max_tokens, self.example = tokenizer, max_rows, max_tokens, example
+        self.with_routes = with_routes
         self.fallback = TransformersGenerator(tokenizer)
         self._told = False
 
@@ -101,7 +106,12 @@ class LocalGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         with evaluating(self.model), decoding_attention(self.model), packed_head(self.model):
             run = _Run(self.model, self.tokenizer, prompts, n, sampling, seeds, images)
-            return run.completions(self.max_rows, self.max_tokens or sys.maxsize)
+            room = self.max_rows, self.max_tokens or sys.maxsize
+            if not self.with_routes:
+                return run.completions(*room)
+            with Recorder(self.model) as recorder:
+                run.routes = _Routes(recorder, prompts, n, sampling.max_new_tokens)
+                return run.completions(*room)
 
 
 class _Run:
@@ -126,6 +136,7 @@ class _Run:
         self.shifts = self.prompts_read.shifts(n, self.device)
         self.decoding = Decoding(self.device, max_new=longest)
         self.step = _step_of(model)
+        self.routes: _Routes | None = None  # None: nobody wants them
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()
@@ -142,7 +153,8 @@ class _Run:
         ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
         logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
         check_logps(logps)
-        return Completions(ids, logps, self.finished, is_exact=is_float32(self.model))
+        routes = None if self.routes is None else self.routes.of(self.lengths)
+        return Completions(ids, logps, self.finished, is_exact=is_float32(self.model), routes=routes)
 
     def _most(self, length: int, max_rows: int, max_tokens: int) -> int:
         """How many prompts of `length` tokens may be read now; 0 while too little of the room is free."""
@@ -157,6 +169,8 @@ class _Run:
         lengths = [len(self.prompts[number]) for number in numbers]
         with self.decoding.read(lengths, self.n) as block:
             logits = read_prompts(self.model, self.decoding, self.prompts_read.inputs(numbers))
+        if self.routes is not None:
+            self.routes.of_prompts(numbers, lengths)
         self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
         self.looked.append(0)
         index = send(torch.tensor(self.rows[-1]), self.device)
@@ -166,11 +180,14 @@ class _Run:
     def _go_on(self) -> None:
         """Write one more token of each row."""
         blocks = self.decoding.blocks
-        newest = self.tokens[self.index, _joined([block.steps for block in blocks])]
+        steps = _joined([block.steps for block in blocks])
+        newest = self.tokens[self.index, steps]
         positions = _joined([block.positions for block in blocks])
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         logits = _logits(self.model, self.step, self.decoding, newest, positions)
+        if self.routes is not None:
+            self.routes.of_tokens(self.index, steps)
         for block in blocks:
             block.advance()
         self._draw(logits, self.index, _joined([block.steps for block in blocks]))
@@ -222,6 +239,35 @@ class _Run:
                 self.finished[row] = True
                 return True
         return False
+
+
+class _Routes:
+    """The experts with which prompts and completions were read."""
+
+    def __init__(self, recorder: Recorder, prompts: Sequence[Sequence[int]], n: int, longest: int) -> None:
+        self.recorder, self.n = recorder, n
+        self.prompts: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        self.longest, self.tokens = longest, None
+
+    def of_prompts(self, numbers: list[int], lengths: list[int]) -> None:
+        """Take down those of the prompts that were read together, one after the other."""
+        for number, routes in zip(numbers, self.recorder.take().split(lengths), strict=True):
+            self.prompts[number] = routes
+
+    def of_tokens(self, rows: torch.Tensor, steps: torch.Tensor) -> None:
+        """Take down those of one token of each of these completions."""
+        found = self.recorder.take()
+        if self.tokens is None:
+            self.tokens = found.new_empty(len(self.prompts) * self.n, self.longest, *found.shape[1:])
+        self.tokens[rows, steps] = found
+
+    def of(self, lengths: list[int]) -> list[torch.Tensor]:
+        """Those of each completion of so many tokens behind its prompt, on the CPU."""
+        prompts = [routes.cpu() for routes in self.prompts]
+        if self.tokens is None:  # no completion has more than one token, which nobody reads
+            return [prompts[row // self.n] for row in range(len(lengths))]
+        tokens = self.tokens.cpu()
+        return [torch.cat([prompts[row // self.n], tokens[row, : n - 1]]) for row, n in enumerate(lengths)]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

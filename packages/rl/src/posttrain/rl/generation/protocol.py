@@ -60,6 +60,8 @@ class Completions:
             needed.
         versions: for each token the `version` of the engine that wrote it; None if the engine does not return them, and
             the weights count as those with which the call began.
+        routes: of each, (P + C - 1, layers, k) int16: with which experts of a mixture each of the P tokens of its
+            prompt and of its own, but the last, was read; None if the engine does not return them.
     """
 
     ids: list[list[int]]
@@ -67,6 +69,7 @@ class Completions:
     finished: list[bool]
     is_exact: bool = False
     versions: list[list[int]] | None = None
+    routes: list[torch.Tensor] | None = None
 
 
 NO_IMAGES = (

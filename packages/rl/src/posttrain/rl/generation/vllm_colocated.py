@@ -19,11 +19,12 @@ from torch import nn
 
 from posttrain.core.distributed.environment import local_rank, rank, world_size
 from posttrain.core.errors import require
+from posttrain.core.models.router_replay import layers_of
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import filters, never
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
-from posttrain.rl.generation.weights import PROBE, Weights, Written, check, completions
+from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
 
 SHARED_CODE = (
     "vLLM serves this model by transformers' own code, and has replaced how {} is called, which is the trainer's "
@@ -213,7 +214,8 @@ class VLLMColocatedGenerator:
         for request, output in zip(requests, outputs, strict=True):
             if isinstance(request.prompt, Pictured):
                 request.prompt.check(output.prompt_token_ids, "The vLLM in this process")
-        return [_written(output.outputs[0]) for output in outputs]
+        layers = layers_of(self._model)
+        return [_written(output.outputs[0], layers) for output in outputs]
 
     def _params(self, request: _Request) -> Any:
         """vLLM's SamplingParams."""
@@ -256,7 +258,11 @@ def _reload(llm: Any, weights: Weights) -> None:
             model.load_weights([weight])
 
 
-def _written(output: Any) -> Written:
+def _written(output: Any, layers: Sequence[int] = ()) -> Written:
+    """What vLLM wrote; of the experts that it chose, those of `layers`."""
     ids = list(output.token_ids)
     logps = [float(found[token].logprob) for token, found in zip(ids, output.logprobs, strict=True)]
-    return ids, logps, output.finish_reason == "stop"
+    written = Stamped((ids, logps, output.finish_reason == "stop"))
+    if (routes := getattr(output, "routed_experts", None)) is not None:
+        written.routes = torch.as_tensor(routes).to(torch.int16)[:, list(layers)]
+    return written

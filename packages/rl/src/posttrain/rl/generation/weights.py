@@ -31,9 +31,10 @@ Written = tuple[list[int], list[float] | None, bool]
 
 
 class Stamped(tuple[list[int], "list[float] | None", bool]):
-    """A `Written` that knows for each token which sync its weights came with."""
+    """A `Written` that knows for each token which sync its weights came with, or which experts read it."""
 
     syncs: list[int] | None = None
+    routes: torch.Tensor | None = None
 
 
 def completions(written: Sequence[Written], with_logps: bool) -> Completions:
@@ -42,7 +43,11 @@ def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     logps = known if with_logps and len(known) == len(written) else None
     syncs = [one.syncs for one in written if isinstance(one, Stamped) and one.syncs is not None]
     versions = syncs if written and len(syncs) == len(written) else None
-    return Completions([ids for ids, _, _ in written], logps, [ended for *_, ended in written], versions=versions)
+    routes = [one.routes for one in written if isinstance(one, Stamped) and one.routes is not None]
+    return Completions(
+        [ids for ids, _, _ in written], logps, [ended for *_, ended in written], versions=versions,
+        routes=routes if written and len(routes) == len(written) else None,
+    )  # fmt: skip
 
 
 class OneByOne:

@@ -1,0 +1,148 @@
+"""Processes that have the experts of a mixture between them lead to the weights, metrics and predictions of one."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.distributed import jobs
+from tests.distributed.test_equal import assert_equal_runs
+
+EXPERTS = {"parallelism_config": {"ep_size": 2}}
+BOTH = {"parallelism_config": {"ep_size": 2, "tp_size": 2}}
+#: The router's loss is one of the rows of a micro-batch: one process reads the same micro-batches as two.
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+BALANCED = {"router_aux_loss_coef": 0.1, "max_grad_norm": 0.3}
+#: What is trained, by label: the trainer, and what is set.
+RUNS = {
+    "causal-lm": {"model": {"output_router_logits": True, "router_aux_loss_coef": 0.1}, "max_grad_norm": 0.3},
+    "sft": BALANCED,
+    "sft-packed": {},
+    "sft-lora": {},
+    "dpo": BALANCED,
+    "reward": {},
+    "grpo": BALANCED,
+    "grpo-sync": {},
+    "sft mixtral": BALANCED | {"arch": "mixtral"},
+    "sft gpt_oss": BALANCED | {"arch": "gpt_oss"},
+}
+TOGETHER = ["causal-lm", "sft-packed", "dpo", "grpo", "sft gpt_oss"]
+
+
+def runs(shared, name, processes, labels, changes):
+    def make(folder):
+        work = [
+            [label, "mixture", {"name": label.split()[0], "out": str(folder / label), **RUNS[label], **changes}]
+            for label in labels
+        ]
+        jobs.do(processes, work, folder)
+
+    return jobs.once(shared, name, make)
+
+
+@pytest.fixture(scope="session")
+def alone(shared):
+    return runs(shared, "experts-alone", 1, RUNS, SMALL)
+
+
+@pytest.mark.parametrize("label", RUNS)
+def test_two_processes_that_divide_the_experts_do_what_one_does(label, shared, alone):
+    found = jobs.result(runs(shared, "experts", 2, RUNS, EXPERTS), label)
+    assert found["is_fsdp"]
+    assert_equal_runs(found, jobs.result(alone, label))
+
+
+@pytest.mark.parametrize("label", TOGETHER)
+def test_two_processes_that_split_matrices_and_divide_the_experts_do_what_one_does(label, shared, alone):
+    """They read the same rows, and one process makes micro-batches as large."""
+    changes = BOTH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    found = jobs.result(runs(shared, "experts-tp", 2, TOGETHER, changes), label)
+    assert not found["is_fsdp"]
+    assert_equal_runs(found, jobs.result(alone, label))
+
+
+@pytest.mark.parametrize("how", ["ep", "tp"])
+def test_four_processes_hold_each_expert_twice_in_shards(how, shared, alone):
+    changes = (EXPERTS if how == "ep" else BOTH) | {"fsdp": "full_shard", "gradient_checkpointing": True}
+    if how == "ep":
+        changes |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    found = jobs.result(runs(shared, f"experts-4-{how}", 4, ["sft-packed"], changes), "sft-packed")
+    assert_equal_runs(found, jobs.result(alone, "sft-packed"))
+
+
+def test_each_process_keeps_its_experts_alone(shared):
+    found = jobs.result(runs(shared, "experts", 2, RUNS, EXPERTS), "sft")
+    (gate_up,) = {shape for name, shape in found["held"].items() if name.endswith("experts.gate_up_proj")}
+    assert gate_up == (2, 32, 32)
+
+
+@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss"])
+def test_the_saved_model_is_that_of_one_process(label, shared, alone):
+    both = runs(shared, "experts", 2, RUNS, EXPERTS), alone
+    files = [next((folder / label / "final").glob("*.safetensors")) for folder in both]
+    found, expected = map(safetensors.torch.load_file, files)
+    assert found.keys() == expected.keys() and any("experts" in name for name in found)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# ---- resuming elsewhere ----
+
+USUAL = {"name": "sft", "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2, "logging_steps": 3}
+PARTS = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+BOTH_DEALT = BOTH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.fixture(scope="session")
+def ways(shared):
+    """Runs that are broken off after updates 2 and 4 of 6, and go on with experts divided otherwise."""
+
+    def make(folder):
+        def go(processes, *work):
+            todo = []
+            for label, before, changes in work:
+                resume = {"resume": str(folder / before)} if before else {}
+                usual = USUAL | {"out": str(folder / label), "evaluate": False}
+                todo.append([label, "mixture", usual | resume | changes])
+            jobs.do(processes, todo, folder)
+
+        cut = {"cut": 4}
+        go(1, ("straight", None, SMALL), ("1", None, SMALL | {"cut": 2}))
+        go(2, ("1-e", "1", EXPERTS | cut), ("1-ep", "1", EXPERTS | PARTS | cut), ("1-f", "1", PARTS | cut))
+        go(2, ("1-f-e", "1-f", EXPERTS), ("1-ep-f", "1-ep", PARTS), ("1-ep-t", "1-ep", BOTH_DEALT))
+        go(1, ("1-e-1", "1-e", SMALL), ("1-ep-1", "1-ep", SMALL))
+
+    return jobs.once(shared, "experts-elsewhere", make)
+
+
+@pytest.mark.parametrize("path", ["1-e-1", "1-ep-1", "1-f-e", "1-ep-f", "1-ep-t"])
+def test_a_run_goes_on_with_experts_divided_otherwise(path, ways):
+    expected, found = jobs.result(ways, "straight"), jobs.result(ways, path)
+    assert found["step"] == expected["step"] == 6
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+# ---- refusals ----
+
+
+def test_what_cannot_be_divided_is_refused_with_one_sentence(shared):
+    asked = {
+        "dense": {"name": "causal-lm", "parallelism_config": {"ep_size": 2}},
+        "three": {"name": "causal-lm", "parallelism_config": {"ep_size": 3}},
+        "odd": {"name": "sft", "parallelism_config": {"ep_size": 2}, "model": {"num_experts": 3}},
+        "both": {"name": "sft", "parallelism_config": {"ep_size": 4, "tp_size": 2}, "model": {}},
+        "rows": {"name": "sft", "parallelism_config": {"ep_size": 2, "cp_size": 2}, "model": {}},
+        "word": {"name": "sft", "parallelism_config": {"ep_size": "two"}, "model": {}},
+    }
+
+    def make(folder):
+        jobs.do(2, [[name, "refused", one | {"out": str(folder / name)}] for name, one in asked.items()], folder)
+
+    folder = jobs.once(shared, "experts-refused", make)
+    told = {name: jobs.result(folder, name) for name in asked}
+    assert "ep_size=2: a model of Qwen3Config has no experts. Set ep_size=1." in told["dense"]
+    assert "ep_size=3 does not divide the 2 processes of this run" in told["three"]
+    assert "ep_size=2 does not divide the 3 experts of Qwen3MoeConfig. Set a size that does." in told["odd"]
+    assert "ep_size=4 and tp_size=2 do not work together" in told["both"]
+    assert "ep_size=2 and cp_size=2 do not work together; set one of them to 1" in told["rows"]
+    assert "ep_size='two' is no number of processes; set it to 1 or more" in told["word"]
