@@ -169,23 +169,23 @@ def test_what_is_split_says_what_cannot_be(shared):
     assert "looks at the whole matrix" in jobs.result(runs, "sft-dora-head")
 
 
-def test_a_model_that_was_loaded_otherwise_is_refused_with_one_sentence(shared):
-    asked = {
-        "other size": {"loaded": {"tp_size": 2}, "parallelism_config": {"tp_size": 4}},
-        "rows": {"loaded": {"tp_size": 2}, "parallelism_config": {"cp_size": 2}},
-        "sharded": {"loaded": {"fsdp_size": 2}},
-    }
+#: How a model was loaded by so many processes, what the arguments say, and the sentence that is said.
+LOADED = {
+    "size": (4, {"tp_size": 4}, {"tp_size": 2}, "tp_size=2, and from_pretrained(distributed_config=...) loaded the "),
+    "rows": (2, {"tp_size": 2}, {"cp_size": 2}, "cp_size=2 and tp_size=2 do not work together"),
+    "shards": (2, {"fsdp_size": 2}, {}, "sharded the model (fsdp_size); load it without distributed_config"),
+}
 
-    def work(folder):
-        return [[name, "loaded_in_parts", one | {"out": str(folder / name)}] for name, one in asked.items()]
 
-    runs = job(shared, "loaded-otherwise", work)
-    told = {name: jobs.result(runs, name) for name in asked}
-    assert (
-        "tp_size=4, and from_pretrained(distributed_config=...) loaded the model with tp_size=2" in told["other size"]
-    )
-    assert "cp_size=2 and tp_size=2 do not work together" in told["rows"]
-    assert "sharded the model (fsdp_size); load it without distributed_config" in told["sharded"]
+@pytest.mark.parametrize("label", LOADED)
+def test_a_model_that_was_loaded_otherwise_is_refused_with_one_sentence(label, shared):
+    processes, loaded, sizes, sentence = LOADED[label]
+
+    def make(folder):
+        changes = {"out": str(folder), "loaded": loaded, "parallelism_config": sizes}
+        jobs.do(processes, [["told", "loaded_in_parts", changes]], folder)
+
+    assert sentence in jobs.result(jobs.once(shared, f"loaded-{label}", make), "told")
 
 
 #: What a user may set wrong, and the sentence that is said.
@@ -194,11 +194,20 @@ MISSET = {
     "rows": ("causal-lm", {"parallelism_config": {"cp_size": 3}}, "cp_size=3 does not divide the 2 processes"),
     "zero": ("causal-lm", {"parallelism_config": {"tp_size": 0}}, "tp_size=0 is no number of processes"),
     "name": ("causal-lm", {"parallelism_config": {"tensor_size": 2}}, "parallelism_config holds 'tensor_size'"),
-    "shards": ("causal-lm", {"parallelism_config": {"dp_shard_size": 3}}, "2 processes are not dp_replicate_size=1"),
+    "shards": (
+        "causal-lm",
+        {"parallelism_config": {"dp_shard_size": 3}},
+        "dp_replicate_size=1 times dp_shard_size=3 does not divide the 2 parts",
+    ),
     "groups": (
         "causal-lm",
         {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}},
-        "2 processes are not dp_replicate_size=1 groups of dp_shard_size=2 of tp_size=2",
+        "dp_shard_size=2 does not divide the 1 parts into which rows are dealt (2 processes, 2 with the same rows)",
+    ),
+    "heads": (
+        "causal-lm",
+        {"parallelism_config": {"tp_size": 2}, "model": {"num_attention_heads": 3, "num_key_value_heads": 3}},
+        "tp_size=2 does not divide the 3 num_attention_heads of Qwen3MoeConfig. Set a size that does.",
     ),
 }
 

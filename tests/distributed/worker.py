@@ -144,7 +144,7 @@ def loaded_in_parts(out, loaded=None, **changes):
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    trainer = TRAINERS["causal-lm"](out, **split("tp"))
+    trainer = causal_lm(num_key_value_heads=2 if loaded is None else 4)(out, **split("tp"))
     trainer.dist.on_main(lambda: trainer.model.save_pretrained(f"{out}/base"))
     asked = DistributedConfig(**(loaded or {"tp_size": 2}))
     model = AutoModelForCausalLM.from_pretrained(f"{out}/base", distributed_config=asked)

@@ -246,6 +246,14 @@ def world_problems(sizes: dict[str, int], processes: int) -> Iterator[str]:
                 f"{name}={size} does not divide the {processes} process{'es' if processes > 1 else ''} of this run; "
                 f"start it with torchrun --nproc_per_node {size} or a multiple of that, or set {name}=1"
             )
+    peers = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+    replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    if processes % peers == 0 and processes // peers % (replicas * shards):
+        yield (
+            f"dp_replicate_size={replicas} times dp_shard_size={shards} does not divide the {processes // peers} parts "
+            f"into which rows are dealt ({processes} processes, {peers} with the same rows); change these sizes, or "
+            "the number of processes"
+        )
 
 
 def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
