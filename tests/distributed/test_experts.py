@@ -48,7 +48,7 @@ def result(folder, label):
     found = jobs.result(folder, label)
     if isinstance(found["predictions"], tuple):
         found["predictions"] = found["predictions"][0]
-    del found["eval"]["epoch"]
+    found["eval"].pop("epoch", None)
     return found
 
 

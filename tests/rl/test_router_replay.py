@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.core.models import router_replay
-from posttrain.rl import GRPOConfig, GRPOTrainer
+from posttrain.rl import DistillationConfig, GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.logprobs import completion_logps
@@ -124,6 +124,8 @@ def test_what_cannot_be_replayed_is_refused(tmp_path):
         grpo(tmp_path, tiny.causal_lm(), router_replay=True)
     with pytest.raises(ValueError, match="which are not read from a vLLM server"):
         grpo(tmp_path, router_replay=True, use_vllm=True, vllm_mode="server")
+    with pytest.raises(ValueError, match="and distillation does not; leave it out"):
+        DistillationConfig(output_dir=str(tmp_path), router_replay=True, use_cpu=True)
     with pytest.raises(ValueError, match="TransformersGenerator returned none"):
         grpo(tmp_path, router_replay=True, generation_kwargs={"do_sample": True}).train()
 

@@ -91,6 +91,8 @@ class DistillationConfig(RolloutConfig):
     def _problems(self) -> Iterator[str]:
         if self.sync_ref_model:
             yield "sync_ref_model=True moves a reference towards the policy; a teacher stays as it is. Leave it out"
+        if self.router_replay:
+            yield "router_replay=True replays what a policy chose in sampling, and distillation does not; leave it out"
         if self.loss_type == "policy_gradient" and self.lmbda < 1:
             yield f"loss_type='policy_gradient' learns from what the student wrote, and lmbda={self.lmbda}; set lmbda=1"
         if self.loss_type == "policy_gradient" and self.teacher_tokenizer_name_or_path:

@@ -123,7 +123,8 @@ class _Replayed:
     """The hooks of one router: `take` of the attention before it, `enter` and `leave` of its own."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.routes = number, None
+        self.number = number
+        self.routes: torch.Tensor | None = None
         self.choice: _Choice | None = None
 
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

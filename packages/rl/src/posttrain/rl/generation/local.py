@@ -247,7 +247,8 @@ class _Routes:
     def __init__(self, recorder: Recorder, prompts: Sequence[Sequence[int]], n: int, longest: int) -> None:
         self.recorder, self.n = recorder, n
         self.prompts: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
-        self.longest, self.tokens = longest, None
+        self.longest = longest
+        self.tokens: torch.Tensor | None = None
 
     def of_prompts(self, numbers: list[int], lengths: list[int]) -> None:
         """Take down those of the prompts that were read together, one after the other."""
