@@ -85,7 +85,7 @@ def layers_of(model: nn.Module) -> list[int]:
     return [_layer_of(model, router)[0] for router in routers_of(model)]
 
 
-def _layer_of(model: nn.Module, router: nn.Module) -> tuple[int, nn.Module]:
+def _layer_of(model: nn.Module, router: nn.Module) -> tuple[int, Any]:
     """The decoder layer that holds `router`, and its number: the outermost module of a list that does."""
     for module in base_model(model).modules():
         if isinstance(module, nn.ModuleList):
