@@ -215,7 +215,8 @@ class RolloutTrainer(Trainer):
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._share_prompts = self._can_share_prompts()
         if args.router_replay:
-            if problem := router_replay.problem_of(self.model):
+            problem = "rows with images are not laid out with their routes." if sees else None
+            if problem := problem or router_replay.problem_of(self.model):
                 raise ValueError(f"router_replay=True: {problem} Set it to False.")
             router_replay.enable(self.model)
         self._forget_rollout()
