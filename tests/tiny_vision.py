@@ -34,11 +34,12 @@ def number(word: str) -> int:
     return 384 + WORDS.index(word)
 
 
-def template(image: str) -> str:
-    """ChatML for contents in parts, with `image` where an image is."""
+def template(image: str, video: str = "") -> str:
+    """ChatML for contents in parts, with `image` where an image is, and `video` where a video is."""
     return (
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + image + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+        "{% if part['type'] == 'image' %}" + image + "{% elif part['type'] == 'video' %}" + video + "{% else %}"
+        "{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
@@ -299,6 +300,60 @@ FAMILIES: dict[str, Callable[..., tuple[Any, Any]]] = {
         pixtral, mistral3,
     )
 }  # fmt: skip
+
+
+def _with_video_processor(name: str, shown: str) -> Callable[..., tuple[Any, Any]]:
+    def make(seed: int = 0) -> tuple[Any, Any]:
+        import transformers
+
+        model, processor = FAMILIES[name](seed)
+        sizes: dict[str, Any] = {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 32 * 32}}
+        sizes |= {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+        kind = {"qwen3_vl": "Qwen3VLVideoProcessor", "internvl": "InternVLVideoProcessor"}
+        reader = getattr(transformers, kind.get(name, "Qwen2VLVideoProcessor"))
+        processor.video_processor = reader(**_square(16)) if name == "internvl" else reader(**sizes)
+        processor.chat_template = template(template_image(processor), shown)
+        return model, processor
+
+    return make
+
+
+def template_image(processor: Any) -> str:
+    """What stands for an image in the chat template of `processor`."""
+    return processor.chat_template.split("'image' %}")[1].split("{%")[0]
+
+
+def llava_next_video(seed: int = 0) -> tuple[Any, Any]:
+    from transformers import (
+        CLIPVisionConfig,
+        LlavaNextImageProcessorPil,
+        LlavaNextVideoConfig,
+        LlavaNextVideoForConditionalGeneration,
+        LlavaNextVideoProcessor,
+        LlavaNextVideoVideoProcessor,
+        Qwen3Config,
+    )
+
+    sight, points = CLIPVisionConfig(**SIGHT, image_size=16, patch_size=4, projection_dim=16), [[16, 32], [32, 16]]
+    options = {"vision_feature_select_strategy": "default", "vision_feature_layer": -1, "image_grid_pinpoints": points}
+    ids = {"image_token_index": number("<image>"), "video_token_index": number("<video>")}
+    config = LlavaNextVideoConfig(vision_config=sight, text_config=Qwen3Config(**TEXT), **ids, **options)
+    square = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    pixels = LlavaNextImageProcessorPil(**square, image_grid_pinpoints=points)
+    rest = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    shown = {"chat_template": template("<image>", "<video>")}
+    processor = LlavaNextVideoProcessor(LlavaNextVideoVideoProcessor(**square), pixels, tokenizer(), **shown, **rest)
+    return build(LlavaNextVideoForConditionalGeneration, config, seed), processor
+
+
+#: Those whose processors read videos; transformers' video processors need torchvision.
+VIDEO_FAMILIES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "qwen2_vl": _with_video_processor("qwen2_vl", "<|vision_start|><|video_pad|><|vision_end|>"),
+    "qwen2_5_vl": _with_video_processor("qwen2_5_vl", "<|vision_start|><|video_pad|><|vision_end|>"),
+    "qwen3_vl": _with_video_processor("qwen3_vl", "<|vision_start|><|video_pad|><|vision_end|>"),
+    "llava_next_video": llava_next_video,
+    "internvl": _with_video_processor("internvl", "<video>"),
+}
 
 
 def image(seed: int = 0, width: int = 16, height: int = 16) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import JSONObject, opt
-from posttrain.core.data.images import has_images
+from posttrain.core.data.images import IMAGE_COLUMNS, VIDEO_COLUMNS, has_images
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.losses import normalization
@@ -132,7 +132,7 @@ class DistillationTrainer(RolloutTrainer):
     config_class: type[DistillationConfig] = DistillationConfig
     args: DistillationConfig
     tag_names = ("trl", "distillation")
-    signature_columns = ("prompt", "completion", "messages", "image", "images")
+    signature_columns = ("prompt", "completion", "messages", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
     average = "tokens"
     learns_from_rewards = False
     INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}

@@ -20,7 +20,7 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
-from posttrain.core.data.images import ImageReader, has_images
+from posttrain.core.data.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.core.data.samplers import mix
 from posttrain.core.data.vision import Shown
 from posttrain.core.errors import checked_args
@@ -100,7 +100,7 @@ class RolloutTrainer(Trainer):
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
     evaluation_metrics = None
-    signature_columns: tuple[str, ...] | None = ("prompt", "image", "images")
+    signature_columns: tuple[str, ...] | None = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: Whether prompts may have images.
     reads_images = True

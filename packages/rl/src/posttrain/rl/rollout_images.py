@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader, images_of, read_images
+from posttrain.core.data.images import (
+    IMAGE_COLUMNS,
+    VIDEO_COLUMNS,
+    ImageReader,
+    images_of,
+    read_images,
+    videos_of,
+)
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, join_tensors, place_images
 from posttrain.core.errors import DataError
 from posttrain.core.models.image_features import ImageCopies
@@ -77,14 +84,14 @@ class ImagePrompts:
 
 def _placed(row: Mapping[str, Any], prompt: Any) -> tuple[Any, list[Any]]:
     """(`prompt` with contents in parts, its images)."""
-    given = {name: row[name] for name in IMAGE_COLUMNS if name in row}
+    given = {name: row[name] for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in row}
     placed, values = place_images({**given, "prompt": prompt}, ("prompt",))
     return placed["prompt"], values
 
 
 def same_images(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows hold the same images in their columns."""
-    return row is other or images_of(row) == images_of(other)
+    """Whether two rows hold the same images and videos in their columns."""
+    return row is other or all(of(row) == of(other) for of in (images_of, videos_of))
 
 
 def pictured(ids: list[int], shown: Shown | None) -> Prompt:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.collators import pad_rows
-from posttrain.core.data.images import IMAGE_COLUMNS, ImageReader
+from posttrain.core.data.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.core.data.vision import Shown
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.loading import READING, SEEING, load_tokenizer
@@ -60,7 +60,7 @@ class RewardModel:
 
 
 class ImageRewardModel(RewardModel):
-    """A reward model that sees the images of prompts, in the columns ``images`` or ``image`` or in their messages.
+    """A reward model that sees the images and videos of prompts, in their columns (``images``, ``videos``) or messages.
 
     Prompt and completion become the tokens that `posttrain.rl.RewardTrainer` reads, and the images of adjacent equal
     prompts are read and encoded once.
@@ -77,9 +77,15 @@ class ImageRewardModel(RewardModel):
 
     @torch.inference_mode()
     def __call__(
-        self, prompts: list[Any], completions: list[Any], images: Any = None, image: Any = None
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        images: Any = None,
+        image: Any = None,
+        videos: Any = None,
+        video: Any = None,
     ) -> list[float]:
-        columns = dict(zip(IMAGE_COLUMNS, (images, image), strict=True))
+        columns = dict(zip((*IMAGE_COLUMNS, *VIDEO_COLUMNS), (images, image, videos, video), strict=True))
         rows = [
             {name: values[place] for name, values in columns.items() if values is not None} | {"prompt": prompt}
             for place, prompt in enumerate(prompts)

@@ -18,8 +18,8 @@ from posttrain.sft.rows import NO_TOKENS, Draft, Preparation, preparation_option
 
 #: Columns of a row that the collator reads; `SFTTrainer` adds those of the datasets.
 COLUMNS = (
-    "images", "image", "messages", "conversations", "prompt", "completion", "text", "tools", "chat_template_kwargs",
-    ROW_NUMBER,
+    "images", "image", "videos", "video", "messages", "conversations", "prompt", "completion", "text", "tools",
+    "chat_template_kwargs", ROW_NUMBER,
 )  # fmt: skip
 #: The columns of messages, in the order in which they are rendered.
 TALKS = ("messages", "conversations", "prompt", "completion")

@@ -13,7 +13,7 @@ import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from posttrain.core.errors import DataError, require
 
 #: Columns of a row that hold its images.
 IMAGE_COLUMNS = ("images", "image")
+#: Columns of a row that hold its videos.
+VIDEO_COLUMNS = ("videos", "video")
 #: The key under which `NumberedRows` adds the number of a row.
 ROW_NUMBER = "row_number"
 #: Rows of a list that are searched for images.
@@ -62,6 +64,41 @@ class ImageError(DataError):
 
 
 @dataclass(frozen=True)
+class Video:
+    """A video as its frames.
+
+    Attributes:
+        frames: images, in order. fps: how many there are of a second of the video.
+    """
+
+    frames: Sequence[Any]
+    fps: float = 2.0
+
+    @classmethod
+    def of(cls, value: Any, fps: float | None = None) -> Video:
+        """A video of a row: a list of frames, an array (frames, height, width, channels), or a dict with "frames" and
+        "fps".
+
+        Raises:
+            ImageError: it is something else, such as a file.
+        """
+        if isinstance(value, Video):
+            return value
+        if isinstance(value, Mapping) and "frames" in value:
+            value, fps = value["frames"], value.get("fps") or fps
+        is_array = getattr(value, "ndim", None) == 4
+        if not is_array and (not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray))):
+            named = f"the video {value}" if isinstance(value, (str, os.PathLike)) else "a video"
+            raise ImageError(
+                f"{named} is of type {type(value).__name__}; files are not decoded here: give the frames, as a list of "
+                "images"
+            )
+        if not len(value):
+            raise ImageError("a video has no frames")
+        return cls(list(value), cls.fps if fps is None else float(fps))
+
+
+@dataclass(frozen=True)
 class ImageReader:
     """Reads one image.
 
@@ -79,7 +116,7 @@ class ImageReader:
         return cls(args.max_image_pixels, args.fetch_remote_images)
 
     def __call__(self, value: Any) -> Any:
-        """`value` as a decoded PIL image in RGB.
+        """`value` as a decoded PIL image in RGB; a `Video` with its frames so.
 
         Args:
             value: a PIL image; an array (height, width) or (height, width, channels) of bytes; encoded bytes; a path;
@@ -89,6 +126,8 @@ class ImageReader:
         Raises:
             ImageError: with the reason.
         """
+        if isinstance(value, Video):
+            return replace(value, frames=self._frames(value))
         image_module = require("PIL.Image", "pillow", why="rows with images")
         image_ops = require("PIL.ImageOps", "pillow", why="rows with images")
         with warnings.catch_warnings():
@@ -104,6 +143,15 @@ class ImageReader:
             except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
                 raise ImageError(f"{name} is truncated or damaged ({error})") from error
         return (image_ops.exif_transpose(image) if turn else image).convert("RGB")
+
+    def _frames(self, video: Video) -> list[Any]:
+        found = []
+        for place, frame in enumerate(video.frames):
+            try:
+                found.append(self(frame))
+            except ImageError as error:
+                raise ImageError(f"frame {place + 1} of a video: {error}") from error
+        return found
 
     def _check_size(self, image: Any, name: str) -> None:
         width, height = image.size
@@ -200,7 +248,9 @@ class ImageReader:
 
 
 def has_images(dataset: Any) -> bool:
-    """Whether rows of `dataset`, or of the first of a dict of them, have images: in a column, or in their messages."""
+    """Whether rows of `dataset`, or of the first of a dict of them, have images or videos: in a column, or in their
+    messages.
+    """
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()), None)
     if dataset is None or isinstance(dataset, (dict, str)):  # a warning about the dataset itself follows
@@ -211,11 +261,12 @@ def has_images(dataset: Any) -> bool:
     first: Any = None
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
         first = next(iter(_text_columns(dataset)), None) if hasattr(dataset, "select_columns") else dataset[0]
-    return bool(set(IMAGE_COLUMNS) & set(columns or ())) or (isinstance(first, Mapping) and _has_images(first))
+    seen = {*IMAGE_COLUMNS, *VIDEO_COLUMNS}
+    return bool(seen & set(columns or ())) or (isinstance(first, Mapping) and _has_images(first))
 
 
 def _has_images(row: Mapping[str, Any]) -> bool:
-    return any(name in row for name in IMAGE_COLUMNS) or _shows_images(row)
+    return any(name in row for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)) or _shows_images(row)
 
 
 def _text_columns(dataset: Any) -> Iterator[Any]:
@@ -229,7 +280,7 @@ def _shows_images(row: Mapping[str, Any]) -> bool:
     for name in ("messages", "prompt", "completion", "chosen", "rejected", "conversations"):
         for message in row[name] if isinstance(row.get(name), (list, tuple)) else ():
             if isinstance(message, Mapping) and isinstance(parts := message.get("content"), (list, tuple)):
-                if any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts):
+                if any(isinstance(part, Mapping) and part.get("type") in (*IMAGE_PARTS, "video") for part in parts):
                     return True
     return False
 
@@ -244,6 +295,20 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray)) else [given]
+
+
+def videos_of(row: Mapping[str, Any]) -> list[Video]:
+    """What the column of videos holds: ``videos``, a list of them, or ``video``, one.
+
+    Raises:
+        ImageError: a video is given as something else than its frames.
+    """
+    several, one = (row.get(name) for name in VIDEO_COLUMNS)
+    if several is not None and (not isinstance(several, Sequence) or isinstance(several, (str, bytes))):
+        raise ImageError(f"the column videos holds one {type(several).__name__}, and not a list of videos")
+    if several is None:
+        several = [] if one is None else [one]
+    return [Video.of(video) for video in several]
 
 
 def stored_images(dataset: Any) -> list[str]:

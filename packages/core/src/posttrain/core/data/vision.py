@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.core.data.chat_template import Template
-from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, images_of
+from posttrain.core.data.images import IMAGE_COLUMNS, IMAGE_PARTS, VIDEO_COLUMNS, Video, images_of, videos_of
 from posttrain.core.data.tokenization import Span
 from posttrain.core.errors import DataError, require
 from posttrain.core.models.blank_images import always_see
@@ -61,40 +61,42 @@ def image_token_id(model: torch.nn.Module) -> int | None:
 
 
 def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[Any]]:
-    """(`row` with contents in parts and images in no column; its images in the order in which they are shown).
+    """(`row` with contents in parts and images in no column; its images and videos, in the order in which they show).
 
     Args:
-        row: with ``images`` or ``image``, or with images in the parts of its messages: ``{"type": "image", "image":
-            ...}`` (also under "url", "path" or "base64") or ``{"type": "image_url", "image_url": {"url": ...}}``. A
-            part without one takes the next of the row's column. If no message has such a part, the images come before
-            the text of the user's first message.
+        row: with ``images`` or ``image``, and ``videos`` or ``video``, or with images in the parts of its messages:
+            ``{"type": "image", "image": ...}`` (also under "url", "path" or "base64") or ``{"type": "image_url",
+            "image_url": {"url": ...}}``. A part without one takes the next of the row's column. If no message has such
+            a part, the images come before the text of the user's first message. Parts of the type "video" are the same
+            for videos, see `Video.of`.
         fields: the columns of messages, in the order in which they are rendered.
 
     Raises:
         DataError: there are more images than places for them, or fewer.
     """
-    given = images_of(row)
-    row = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
+    given, videos = images_of(row), videos_of(row)
+    row = {name: value for name, value in row.items() if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)}
     given_talks = {name: row[name] for name in fields if isinstance(row.get(name), (list, tuple))}
     talks: dict[str, list[Any]] = {name: list(map(_in_parts, talk)) for name, talk in given_talks.items()}
     if not talks:
-        return row, given
-    parts = [part for talk in talks.values() for message in talk for part in _parts(message)]
-    if given and not any(part["type"] == "image" for part in parts):
-        _show_first(talks, len(given))
+        return row, [*given, *videos]
+    waiting = {"image": given, "video": videos}
+    kinds = {part["type"] for talk in talks.values() for message in talk for part in _parts(message)}
+    for kind, values in waiting.items():
+        if values and kind not in kinds:
+            _show_first(talks, len(values), kind)
     images: list[Any] = []
-    taken = 0
+    taken = dict.fromkeys(waiting, 0)
     for message in (message for talk in talks.values() for message in talk):
         for place, part in enumerate(_parts(message)):
-            if part["type"] == "video":
-                raise DataError("a message shows a video, and videos are not supported; give its frames as images")
-            if part["type"] == "image":
-                own = "image" in part
-                images.append(part["image"] if own else given[taken] if taken < len(given) else None)
-                taken += not own
-                message["content"][place] = {"type": "image"}
-    if taken != len(given):
-        raise DataError(f"the row has {len(given)} images, and its messages have places for {taken}")
+            if (kind := part["type"]) in waiting:
+                values, number, own = waiting[kind], taken[kind], kind in part
+                images.append(part[kind] if own else values[number] if number < len(values) else None)
+                taken[kind] += not own
+                message["content"][place] = {"type": kind}
+    for kind, values in waiting.items():
+        if taken[kind] != len(values):
+            raise DataError(f"the row has {len(values)} {kind}s, and its messages have places for {taken[kind]}")
     return row | talks, images
 
 
@@ -114,6 +116,9 @@ def _part(part: Any) -> Any:
     if not isinstance(part, Mapping):
         return {"type": "text", "text": part} if isinstance(part, str) else part
     part = {name: value for name, value in part.items() if value is not None}  # Arrow adds keys
+    if part.get("type") == "video":
+        value = next((part[name] for name in ("video", "frames", "url", "path") if name in part), None)
+        return {"type": "video"} if value is None else {"type": "video", "video": Video.of(value, part.get("fps"))}
     if part.get("type") not in IMAGE_PARTS:
         return part
     for name in ("image", "url", "path", "image_url"):
@@ -132,12 +137,12 @@ def _parts(message: Any) -> list[Any]:
     return content
 
 
-def _show_first(talks: Mapping[str, list[Any]], number: int) -> None:
+def _show_first(talks: Mapping[str, list[Any]], number: int, kind: str) -> None:
     for message in (message for talk in talks.values() for message in talk):
         if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), list):
-            message["content"] = [*({"type": "image"} for _ in range(number)), *message["content"]]
+            message["content"] = [*({"type": kind} for _ in range(number)), *message["content"]]
             return
-    raise DataError(f"the row has {number} images and no user message to put them in")
+    raise DataError(f"the row has {number} {kind}s and no user message to put them in")
 
 
 @dataclass
@@ -226,23 +231,32 @@ class VisionProcessor:
         return {token for token in ids if token in self.tokenizer.added_tokens_decoder}
 
     def show(self, text: str, images: Sequence[Any]) -> Shown:
-        """`text` with the tokens of its `images` (PIL) in the places of their placeholders.
+        """`text` with the tokens of its `images` (PIL, or a `Video` of them) in the places of their placeholders.
 
         Raises:
             DataError: it has more or fewer places for images, or the processor refused them.
         """
-        placeholder = getattr(self.processor, "image_token", None)
-        if placeholder is not None and (count := text.count(placeholder)) != len(images):
-            raise DataError(f"the text has {count} places for images ({placeholder}), and the row {len(images)} images")
+        videos = [one for one in images if isinstance(one, Video)]
+        pictures = [one for one in images if not isinstance(one, Video)]
+        for kind, shown in (("image", pictures), ("video", videos)):
+            placeholder = getattr(self.processor, f"{kind}_token", None)
+            if placeholder is not None and (count := text.count(placeholder)) != len(shown):
+                raise DataError(
+                    f"the text has {count} places for {kind}s ({placeholder}), and the row {len(shown)} {kind}s"
+                )
+        if videos and getattr(self.processor, "video_processor", None) is None:
+            name = type(self.processor).__name__
+            raise DataError(f"the row has a video, and this {name} reads none; give its frames as images")
         if not images:
             return Shown(text, ids=self.placeholders, kinds={name: {} for name in self.token_inputs})
         try:
             found = self.processor(
                 text=[text],
-                images=[list(images)],
                 add_special_tokens=False,
                 return_tensors="pt",
                 return_text_replacement_offsets=True,
+                **({"images": [pictures]} if pictures else {}),
+                **(_as_frames(videos) if videos else {}),
             )
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise DataError(f"the processor refused the images ({type(error).__name__}: {error})") from error
@@ -286,6 +300,16 @@ class VisionProcessor:
         texts = list({place["replacement"] for place in offsets})
         found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return self.placeholders | {token for ids in found for token in ids if token in special}
+
+
+def _as_frames(videos: Sequence[Video]) -> dict[str, Any]:
+    """What a processor is told of videos: all of the frames are shown."""
+    facts = [
+        {"total_num_frames": len(one.frames), "fps": one.fps, "frames_indices": list(range(len(one.frames)))}
+        for one in videos
+    ]
+    options = {"do_sample_frames": False, "video_metadata": facts}
+    return {"videos": [list(one.frames) for one in videos], "videos_kwargs": options}
 
 
 class CountedBatch(dict):

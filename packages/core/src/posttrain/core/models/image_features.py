@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,6 +22,8 @@ from torch import nn
 from posttrain.core.data.host_copies import send
 from posttrain.core.models.wrapping import base_model
 
+#: Inputs of videos, which have an encoding of their own.
+OF_VIDEOS = re.compile("video|second_per_grid")
 #: Inputs of each image of each row, which models read beside the features, to number positions.
 OF_EACH_ROW = ("image_grid_thw",)
 
@@ -55,19 +58,22 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
 
     Args:
         copies: None where each row has image tensors of its own.
-        inputs: of the model, with the image tensors of each prompt once.
+        inputs: of the model, with the image tensors of each prompt once. Those of videos are repeated.
     """
-    if copies is None or not any(copies.tokens):
+    if copies is None or not copies.entries:
         yield dict(inputs)
         return
     owner: Any = base_model(model)
     while hasattr(getattr(owner, "model", None), "get_image_features"):
         owner = owner.model
-    once = {name: inputs[name] for name in OF_EACH_ROW if name in inputs}
-    shown = dict(inputs) | {name: copies.repeated(name, tensor) for name, tensor in once.items()}
     encode = owner.get_image_features
-
     names = list(inspect.signature(encode).parameters)
+    once = {name: inputs[name] for name in OF_EACH_ROW if name in inputs}
+    rest = {name: inputs[name] for name in copies.entries if OF_VIDEOS.search(name) and name in inputs}
+    shown = dict(inputs) | {name: copies.repeated(name, tensor) for name, tensor in {**once, **rest}.items()}
+    if not any(copies.tokens):
+        yield shown
+        return
 
     @functools.wraps(encode)  # `generate` looks at the names of its parameters
     def encode_once(*args: Any, **kwargs: Any) -> Any:
