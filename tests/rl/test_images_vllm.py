@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from posttrain.core.data.images import Video
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.protocol import Pictured
@@ -118,6 +119,11 @@ def test_a_server_whose_processor_makes_other_tokens_is_refused(serve):
     prompt = Pictured([5, image, 6], [tiny_vision.image(0)], [5, *[image] * (TOKENS + 1), 6])
     with pytest.raises(ValueError, match="reads a prompt with 1 images as 6 tokens, and the trainer as 7"):
         client_of(serve()).generate([prompt], 1, Sampling(2), [0])
+
+
+def test_videos_are_refused():
+    with pytest.raises(ValueError, match="A prompt shows a video, which vLLM is not given"):
+        Pictured([5], [Video([tiny_vision.image(0)])], [5])
 
 
 class Colocated:

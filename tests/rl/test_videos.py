@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
 from posttrain.core.data.images import ImageError, ImageReader, Video, has_images, videos_of
 from posttrain.core.data.vision import VisionProcessor, place_images
 from posttrain.core.errors import DataError
+from posttrain.core.models.varlen_attention import enable_segments
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from posttrain.rl.preference_batches import PreferenceCollator
 from posttrain.rl.preference_images import image_collator
@@ -17,8 +20,7 @@ from tests import tiny_vision
 
 pytest.importorskip("PIL.Image")
 needs_torchvision = pytest.mark.skipif(
-    pytest.importorskip("importlib.util").find_spec("torchvision") is None,
-    reason="transformers' video processors need torchvision",
+    importlib.util.find_spec("torchvision") is None, reason="transformers' video processors need torchvision"
 )
 
 
@@ -97,21 +99,20 @@ def test_each_frame_changes_what_is_predicted_and_shared_prompts_change_nothing(
     model, processor = tiny_vision.VIDEO_FAMILIES[name]()
     model.eval()
     args, pad, pairs = DPOConfig("out", use_cpu=True, report_to="none"), processor.tokenizer.pad_token_id, rows()
-    from posttrain.core.models.varlen_attention import enable_segments
-
     enable_segments(model, VisionProcessor(processor, model).example())
     found = []
     for shared, once in ((True, True), (False, True), (False, False)):
         collate = PreferenceCollator(pad, shared)
         batch = image_collator(processor, model, args, "preference", collate, once, shared)(pairs)
-        found.append(score_completions(model, batch).logps.detach())
+        scores = score_completions(model, batch)
+        found.append(scores.logps.detach()[scores.mask])
     torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], found[2], rtol=1e-5, atol=1e-5)
     for place in range(4):
         pairs[0]["videos"] = [[tiny_vision.image(99) if i == place else f for i, f in enumerate(frames())]]
         collate = image_collator(processor, model, args, "preference", PreferenceCollator(pad), True)
-        other = score_completions(model, collate(pairs)).logps
-        assert (other[0] - found[1][0]).abs().max() > 1e-5, place
+        other = score_completions(model, collate(pairs))
+        assert (other.logps[other.mask] - found[1]).abs().max() > 1e-5, place
 
 
 @needs_torchvision

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from posttrain.core.data.images import Video
 from posttrain.core.models.image_positions import SeenPrompt
 
 MAX_ROWS = 256
@@ -90,6 +91,10 @@ class Pictured:
     ids: list[int]
     images: Sequence[Any]
     whole: list[int]
+
+    def __post_init__(self) -> None:
+        if any(isinstance(image, Video) for image in self.images):
+            raise ValueError("A prompt shows a video, which vLLM is not given. Set use_vllm=False.")
 
     @functools.cached_property
     def urls(self) -> list[str]:
