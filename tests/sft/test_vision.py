@@ -207,7 +207,7 @@ def test_images_in_the_parts_of_messages_are_those_of_the_column():
         place_images({"messages": talk, "images": shown}, ("messages",))
     with pytest.raises(DataError, match="no user message to put them in"):
         place_images({"messages": [{"role": "assistant", "content": "a"}], "images": shown}, ("messages",))
-    with pytest.raises(DataError, match="videos are not supported"):
+    with pytest.raises(DataError, match="the row has 0 videos, and its messages have places for 1"):
         place_images({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, ("messages",))
 
 

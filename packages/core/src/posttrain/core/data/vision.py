@@ -238,12 +238,11 @@ class VisionProcessor:
         """
         videos = [one for one in images if isinstance(one, Video)]
         pictures = [one for one in images if not isinstance(one, Video)]
-        for kind, shown in (("image", pictures), ("video", videos)):
+        for kind, given in (("image", pictures), ("video", videos)):
             placeholder = getattr(self.processor, f"{kind}_token", None)
-            if placeholder is not None and (count := text.count(placeholder)) != len(shown):
-                raise DataError(
-                    f"the text has {count} places for {kind}s ({placeholder}), and the row {len(shown)} {kind}s"
-                )
+            if placeholder is not None and (count := text.count(placeholder)) != len(given):
+                places = f"the text has {count} places for {kind}s ({placeholder})"
+                raise DataError(f"{places}, and the row {len(given)} {kind}s")
         if videos and getattr(self.processor, "video_processor", None) is None:
             name = type(self.processor).__name__
             raise DataError(f"the row has a video, and this {name} reads none; give its frames as images")
