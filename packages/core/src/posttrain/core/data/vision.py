@@ -238,11 +238,7 @@ class VisionProcessor:
         """
         videos = [one for one in images if isinstance(one, Video)]
         pictures = [one for one in images if not isinstance(one, Video)]
-        for kind, given in (("image", pictures), ("video", videos)):
-            placeholder = getattr(self.processor, f"{kind}_token", None)
-            if placeholder is not None and (count := text.count(placeholder)) != len(given):
-                places = f"the text has {count} places for {kind}s ({placeholder})"
-                raise DataError(f"{places}, and the row {len(given)} {kind}s")
+        self._check_places(text, image=pictures, video=videos)
         if videos and getattr(self.processor, "video_processor", None) is None:
             name = type(self.processor).__name__
             raise DataError(f"the row has a video, and this {name} reads none; give its frames as images")
@@ -276,6 +272,13 @@ class VisionProcessor:
             places.append(((start, stop), (first, last)))
             end = stop
         return Shown("".join([*shown, text[end:]]), places, tensors, self._ids_in(offsets), kinds)
+
+    def _check_places(self, text: str, **shown: Sequence[Any]) -> None:
+        for kind, values in shown.items():
+            placeholder = getattr(self.processor, f"{kind}_token", None)
+            if placeholder is not None and (count := text.count(placeholder)) != len(values):
+                asked = f"the text has {count} places for {kind}s ({placeholder})"
+                raise DataError(f"{asked}, and the row {len(values)} {kind}s")
 
     def blank(self) -> dict[str, torch.Tensor]:
         """The tensors of one small grey image."""
