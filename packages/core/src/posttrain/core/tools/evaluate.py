@@ -57,7 +57,10 @@ def run(words: list[str]) -> None:
         results = evaluate(model, tokenizer, **given)
     except OSError as error:  # of the network too
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"lm-eval could not read the rows of {', '.join(given['tasks'])}: {reason}") from error
+        raise DataError(
+            f"lm-eval could not read the rows of {', '.join(given['tasks'])}: {reason}. They come from the Hub; a task "
+            "of your own (--include_path) reads a file."
+        ) from error
     except ValueError as error:
         raise ConfigError("evaluate", [str(error)]) from error
     from lm_eval.utils import make_table
