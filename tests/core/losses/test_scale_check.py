@@ -132,17 +132,28 @@ def test_a_loss_may_take_labels_out_of_what_tokenizers_give(tmp_path):
     assert all(torch.equal(popped[name], kept[name]) for name in kept)
 
 
-def test_a_loss_that_neither_halves_nor_stays_is_an_error_that_says_what_to_set(tmp_path):
+def test_a_penalty_beside_a_divided_sum_is_a_mean_however_the_step_is_cut(tmp_path, caplog):
     class Mixed(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return token_losses(model, inputs) / num_items_in_batch + 1.0
+        """As scripts write it: the loss of the base class, and a penalty on the weights."""
 
-    with pytest.raises(ValueError, match="Mixed.loss_is_scaled_for_ga = True") as caught:
-        fit(Mixed, tmp_path)
-    assert "times the original" in str(caught.value)
-    Mixed.loss_is_scaled_for_ga = True
-    scaled = fit(Mixed, tmp_path / "scaled", max_steps=1)
-    assert losses(scaled)[0] == pytest.approx(losses(fit(Scaled, tmp_path / "plain", max_steps=1))[0] + 4, rel=1e-5)
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            items = (inputs["labels"][:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            return token_losses(model, inputs) / items + 0.01 * model.lm_head.weight.square().sum()
+
+    def cut(name, size, accumulation):
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+        return fit(Mixed, tmp_path / name, **changes)
+
+    whole = cut("whole", 8, 1)
+    for trainer in (cut("4", 2, 4), cut("8", 1, 8)):
+        assert losses(trainer) == pytest.approx(losses(whole), rel=1e-5)
+        for name, value in weights(trainer).items():
+            torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-6)
+    assert "Mixed.compute_loss divides only a part of its loss by num_items_in_batch" in caplog.text
+    Mixed.loss_is_scaled_for_ga = True  # summed instead: the penalty counts four times
+    penalty = 0.01 * tiny.causal_lm().lm_head.weight.square().sum().item()
+    summed = losses(cut("summed", 2, 4))[0]
+    assert summed == pytest.approx(losses(whole)[0] + 3 * penalty, rel=1e-4)
 
 
 # finding_A10

@@ -419,7 +419,7 @@ class Trainer(HFCompat):
         with self.compute_loss_context_manager():
             if num_items_in_batch is not None and self._objective.is_open:
                 self._find_out_scale(model, inputs, num_items_in_batch, items)
-            loss, is_mean = self._objective(self.compute_loss, model, inputs, num_items_in_batch)
+            loss, is_mean = self._objective(self.compute_loss, model, inputs, num_items_in_batch, items)
         weight = None
         if is_mean and items is not None and num_items_in_batch is not None:
             loss, weight = normalization.weighted(loss, items, num_items_in_batch)
@@ -1121,7 +1121,15 @@ class Trainer(HFCompat):
         ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self)
         ratios = self.dist.gather_object(ratio if items else None)
         known = override_checks.is_ours(self, "compute_loss") and self.compute_loss_func is None
-        self._objective.returns_mean = scale_check.returns_mean(ratios, known, type(self).__name__)
+        self._objective.returns_mean = scale_check.returns_mean(ratios, known)
+        self._objective.own_count = scale_check.is_mixed(ratios, known)
+        if self._objective.own_count:
+            logger.warning(
+                "%s.compute_loss divides only a part of its loss by num_items_in_batch. It is given the items of each "
+                "micro-batch, and weighted by their share of the step, so every part is a mean over the step's items. "
+                "To sum the losses of micro-batches instead, set %s.loss_is_scaled_for_ga = True.",
+                type(self).__name__, type(self).__name__,
+            )  # fmt: skip
 
     def _may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
         """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over

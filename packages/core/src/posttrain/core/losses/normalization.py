@@ -53,6 +53,8 @@ class Objective:
         self._counts: torch.Tensor | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
+        #: Whether each micro-batch is given its own count, because only a part of its loss is divided by it.
+        self.own_count = False
         self._is_frozen = False
 
     @property
@@ -75,10 +77,18 @@ class Objective:
             self._is_frozen = before
 
     def __call__(
-        self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor | None
+        self,
+        compute_loss: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        num_items: torch.Tensor | None,
+        items: torch.Tensor | int | None = None,
     ) -> tuple[torch.Tensor, bool]:
-        """(loss, whether it is a mean over this micro-batch alone)."""
-        loss = compute_loss(model, inputs, **({"num_items_in_batch": num_items} if self.takes_count else {}))
+        """(loss, whether it is a mean over this micro-batch alone); `num_items` are the window's, `items` its own."""
+        given = num_items
+        if self.own_count and num_items is not None and items is not None:
+            given = scalar(items, num_items.device).clamp(min=1)
+        loss = compute_loss(model, inputs, **({"num_items_in_batch": given} if self.takes_count else {}))
         if (pair := as_pair(loss)) is not None:
             total, self._count = pair
             self.terms = {}

@@ -1,7 +1,8 @@
 """Measures whether a loss is divided by the count of items, by computing it with two counts.
 
 The count of a micro-batch with items is doubled. A loss that halves is a sum divided by the count; one that stays is a
-mean; any other is an error that names what to set. The measurement has no side effects.
+mean; any other, such as a divided sum plus a penalty that is not divided, is given the items of its own micro-batch, as
+in evaluation, and is then a mean. The measurement has no side effects.
 """
 
 from __future__ import annotations
@@ -62,31 +63,24 @@ def loss_ratio(
     return (twice / once, exact) if once and math.isfinite(once) and math.isfinite(twice) else None
 
 
-def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool, name: str) -> bool | None:
-    """Whether a loss with this `loss_ratio` on each process is a mean; None if all are None.
+def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool) -> bool | None:
+    """Whether a loss with this `loss_ratio` on each process is a mean, or becomes one (`is_mixed`); None if all ratios
+    are None.
 
     Args:
         moves_alone: any change with the count means a sum, because the other terms are known to be small.
-        name: of the trainer, for the error.
-
-    Raises:
-        ValueError: the loss neither halves nor stays.
     """
     shown = [ratio for ratio in ratios if ratio is not None]
     if not shown:
         return None
-    if all(abs(ratio - 1) <= exact for ratio, exact in shown):
-        return True
-    if moves_alone or all(abs(ratio - 0.5) <= exact for ratio, exact in shown):
-        return False
-    worst = max(shown, key=lambda one: min(abs(one[0] - 1), abs(one[0] - 0.5)))[0]
-    raise ValueError(
-        f"{name}.compute_loss takes num_items_in_batch, and it is unclear whether it divides by it: with twice the "
-        f"count, its loss is {worst:.4g} times the original, where 0.5 would mean sum / num_items_in_batch, and 1 a "
-        "mean over the micro-batch. A part of the loss may be divided and another not, or it draws its own random "
-        f"numbers. Set {name}.loss_is_scaled_for_ga = True if the loss is a share of the whole window's, which is "
-        "only summed, or False if it is a mean, which is weighted by its micro-batch's share of the items."
-    )
+    return all(abs(ratio - 1) <= exact for ratio, exact in shown) or is_mixed(ratios, moves_alone)
+
+
+def is_mixed(ratios: list[tuple[float, float] | None], moves_alone: bool) -> bool:
+    """Whether the loss neither stays nor halves: only a part of it is divided by the count."""
+    shown = [ratio for ratio in ratios if ratio is not None]
+    stays, halves = (all(abs(ratio - share) <= exact for ratio, exact in shown) for share in (1, 0.5))
+    return not (stays or halves or moves_alone)
 
 
 @contextlib.contextmanager
