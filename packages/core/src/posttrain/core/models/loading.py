@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,7 +48,8 @@ def load_causal_lm(
             by one.
         auto_class: the class to load with, or its name in transformers.
 
-    A vision-language model is loaded whole for rows of text alone, where transformers has no other class for it.
+    A vision-language model is loaded whole for rows of text alone, also where transformers has a class for its text
+    part: what is saved is the same kind of model, with all of its parts.
 
     Raises:
         FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
@@ -64,36 +66,49 @@ def load_causal_lm(
     path = os.fspath(name_or_path)
     check_indices(path)
     with explain_missing(path, "model"):
-        loader: Any = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
-        try:
-            return loader.from_pretrained(path, **kwargs)
-        except ValueError:
-            if auto_class not in (READING[0], SEEING[0]) or not _is_of_the_other_kind(path, kwargs, auto_class):
-                raise
-        return getattr(transformers, SEEING[0]).from_pretrained(path, **kwargs)
+        name = _whole_class(path, kwargs, auto_class) if auto_class in (READING[0], SEEING[0]) else auto_class
+        loader: Any = getattr(transformers, name) if isinstance(name, str) else name
+        return loader.from_pretrained(path, **kwargs)
 
 
-def _is_of_the_other_kind(path: str, kwargs: dict[str, Any], auto_class: str) -> bool:
-    """Whether only `SEEING` has a class for the model, which `auto_class` of `READING` could not load.
+def _whole_class(path: str, kwargs: dict[str, Any], auto_class: str) -> str:
+    """The class of `READING` or `SEEING` that loads every part of a model.
 
     Raises:
         ValueError: the model was to see images, and only `READING` has a class for it.
     """
-    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = config_of(path, kwargs)
-    reads = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if auto_class == SEEING[0] and reads and not sees:
-        raise ValueError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})")) from None
-    return auto_class == READING[0] and sees and not reads
+    config = _config(path, kwargs)
+    reader, seer = (
+        classes[type(config)] if type(config) in classes else None
+        for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    )
+    if auto_class == SEEING[0] and reader is not None and seer is None:
+        raise ValueError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})"))
+    saved_as_reader = reader is not None and reader.__name__ in (getattr(config, "architectures", None) or ())
+    return SEEING[0] if seer is not None and not saved_as_reader else auto_class
+
+
+def _config(path: str, kwargs: dict[str, Any]) -> Any:
+    """The config of the model at `path`, or of the one that an adapter there belongs to; None where transformers reads
+    none, which loading then explains.
+    """
+    adapter = os.path.join(path, "adapter_config.json")
+    if os.path.isfile(adapter):
+        with open(adapter, encoding="utf-8") as file:
+            path = json.load(file).get("base_model_name_or_path") or path
+    try:
+        return config_of(path, kwargs)
+    except (OSError, ValueError):
+        return None
 
 
 def config_of(name_or_path: str | os.PathLike[str], kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
     """The config of the model that ``from_pretrained(name_or_path, **kwargs)`` loads, without its weights."""
     import transformers
 
-    names = ("trust_remote_code", "revision", "subfolder", "token")
+    names = ("trust_remote_code", "revision", "subfolder", "token", "cache_dir", "local_files_only")
     where = {"trust_remote_code": trust_remote_code} | {name: kwargs[name] for name in names if name in kwargs}
     return kwargs.get("config") or transformers.AutoConfig.from_pretrained(os.fspath(name_or_path), **where)
 
