@@ -27,7 +27,6 @@ TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.onlin
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {
-    "add_response_schema": "the tool protocol is found from the chat template, without a schema",
     "apply_chat_template": "the trainers apply the chat template themselves",
     "DatasetMixtureConfig": "dataset_mixture of the command line, and dicts of datasets",
     "extract_prompt": "the trainers of preferences find the prompt themselves",
@@ -41,7 +40,6 @@ ABSENT = {
     "maybe_unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
     "pack_dataset": "SFTConfig(packing=True)",
     "prepare_multimodal_messages": "SFTTrainer reads images itself",
-    "supports_tool_calling": "a trainer with tools checks the chat template itself",
     "unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
 }
 #: Methods that are missing on purpose.

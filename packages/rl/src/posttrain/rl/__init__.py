@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
     from posttrain.rl.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.response_templates import add_response_schema, supports_tool_calling
     from posttrain.rl.reward_functions import (
         accuracy_reward,
         get_cosine_scaled_reward,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from posttrain.rl.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.tool_protocol import parse_response
     from posttrain.rl.tpo import TPOConfig, TPOTrainer
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "orpo": ("ORPOConfig", "ORPOTrainer"),
     "reference": ("SyncRefModelCallback", "create_reference_model"),
     "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "response_templates": ("add_response_schema", "supports_tool_calling"),
     "reward_functions": (
         "accuracy_reward",
         "get_cosine_scaled_reward",
@@ -49,6 +52,7 @@ _HOMES = {
     ),
     "reward_model": ("RewardConfig", "RewardTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
+    "tool_protocol": ("parse_response",),
     "tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from posttrain.rl import tool_fields as fields
+
 Types = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> name of an argument -> JSON schema of the argument."""
 
@@ -52,11 +54,14 @@ class Form:
     Attributes:
         read: ``(text, types)`` -> the blocks of calls, in their order.
         is_marked: no other text looks like a call. Other formats are parsed only if the template uses them.
+        field: the format as the field ``tool_calls`` of a response template, see `posttrain.rl.response_templates`,
+            with `tool_fields.END` for the pattern of what ends a turn; None if such a field cannot describe it.
     """
 
     name: str
     read: Callable[[str, Types], list[Block]]
     is_marked: bool = True
+    field: dict[str, Any] | None = None
 
 
 def between(start: str, stop: str, body: Callable[[str, Types], list[Call]]) -> Callable[[str, Types], list[Block]]:
@@ -278,14 +283,31 @@ _SOLAR = _items(
 )
 
 FORMS = (
-    Form("Hermes, Qwen2.5, Qwen3: JSON in <tool_call>", between("<tool_call>", "</tool_call>", _json_text)),
-    Form("Qwen3-Coder, Qwen3.5: <function=...> in <tool_call>", between("<tool_call>", "</tool_call>", _XML)),
-    Form("GLM: <arg_key> in <tool_call>", between("<tool_call>", "</tool_call>", _KEYS)),
-    Form("Seed: <function=...> in <seed:tool_call>", between("<seed:tool_call>", "</seed:tool_call>", _XML)),
-    Form("MiniMax: <invoke> in <minimax:tool_call>", between("<minimax:tool_call>", "</minimax:tool_call>", _INVOKE)),
+    Form(
+        "Hermes, Qwen2.5, Qwen3: JSON in <tool_call>",
+        between("<tool_call>", "</tool_call>", _json_text),
+        field=fields.HERMES,
+    ),
+    Form(
+        "Qwen3-Coder, Qwen3.5: <function=...> in <tool_call>",
+        between("<tool_call>", "</tool_call>", _XML),
+        field=fields.QWEN_CODER,
+    ),
+    Form("GLM: <arg_key> in <tool_call>", between("<tool_call>", "</tool_call>", _KEYS), field=fields.GLM),
+    Form(
+        "Seed: <function=...> in <seed:tool_call>",
+        between("<seed:tool_call>", "</seed:tool_call>", _XML),
+        field=fields.SEED,
+    ),
+    Form(
+        "MiniMax: <invoke> in <minimax:tool_call>",
+        between("<minimax:tool_call>", "</minimax:tool_call>", _INVOKE),
+        field=fields.MINIMAX,
+    ),
     Form(
         "Muse: <atem:invoke>",
         between(r"(?:to=\S+<\|message\|>)?<atem:function_calls>", "</atem:function_calls>", _INVOKE),
+        field=fields.MUSE,
     ),
     Form(
         "gpt-oss: the commentary channel",
@@ -293,32 +315,63 @@ FORMS = (
             r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?"
             r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
         ),
+        field=fields.GPT_OSS,
     ),
-    Form("Mistral: a list behind [TOOL_CALLS]", before_json(r"\[TOOL_CALLS\]\s*(?=[\[{])")),
+    Form("Mistral: a list behind [TOOL_CALLS]", before_json(r"\[TOOL_CALLS\]\s*(?=[\[{])"), field=fields.MISTRAL_LIST),
     Form(
         "Mistral: [TOOL_CALLS]name[ARGS]",
         before_json(r"\[TOOL_CALLS\](?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*"),
+        field=fields.MISTRAL,
     ),
-    Form("DeepSeek: <｜tool▁calls▁begin｜>", between("<｜tool▁calls▁begin｜>", r"<｜tool▁calls▁end｜>", _DEEPSEEK)),
+    Form(
+        "DeepSeek: <｜tool▁calls▁begin｜>",
+        between("<｜tool▁calls▁begin｜>", r"<｜tool▁calls▁end｜>", _DEEPSEEK),
+        field=fields.DEEPSEEK,
+    ),
     Form(
         "Kimi: <|tool_calls_section_begin|>",
         between(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>", _KIMI),
+        field=fields.KIMI,
     ),
-    Form("Gemma 4: call:name{...}", between(r"<\|tool_call>", r"<tool_call\|>", _quoted(re.escape('<|"|>')))),
-    Form("FunctionGemma: call:name{...}", between("<start_function_call>", "<end_function_call>", _quoted("<escape>"))),
-    Form("Cohere: <|START_ACTION|>", between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", _json_text)),
+    Form(
+        "Gemma 4: call:name{...}",
+        between(r"<\|tool_call>", r"<tool_call\|>", _quoted(re.escape('<|"|>'))),
+        field=fields.GEMMA,
+    ),
+    Form(
+        "FunctionGemma: call:name{...}",
+        between("<start_function_call>", "<end_function_call>", _quoted("<escape>")),
+        field=fields.FUNCTION_GEMMA,
+    ),
+    Form(
+        "Cohere: <|START_ACTION|>", between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", _json_text), field=fields.COHERE
+    ),
     Form("Command R: Action", between(r"Action:\s*```json", "```", _json_text)),
-    Form("LFM2: Python in <|tool_call_start|>", between(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python)),
-    Form("Llama 4: Python in <|python_start|>", between(r"<\|python_start\|>", r"<\|python_end\|>", _python)),
-    Form("Phi-4: a list in <|tool_call|>", between(r"<\|tool_call\|>", r"<\|/tool_call\|>", _json_text)),
-    Form("Granite: a list behind <|tool_call|>", before_json(r"<\|tool_call\|>\s*(?=[\[{])")),
-    Form("a list in <tool_calls>", between("<tool_calls>", "</tool_calls>", _json_text)),
-    Form("Nemotron: a list in <TOOLCALL>", between("<TOOLCALL>", "</TOOLCALL>", _json_text)),
+    Form(
+        "LFM2: Python in <|tool_call_start|>",
+        between(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
+        field=fields.LFM,
+    ),
+    Form(
+        "Llama 4: Python in <|python_start|>",
+        between(r"<\|python_start\|>", r"<\|python_end\|>", _python),
+        field=fields.LLAMA_PYTHON,
+    ),
+    Form(
+        "Phi-4: a list in <|tool_call|>", between(r"<\|tool_call\|>", r"<\|/tool_call\|>", _json_text), field=fields.PHI
+    ),
+    Form("Granite: a list behind <|tool_call|>", before_json(r"<\|tool_call\|>\s*(?=[\[{])"), field=fields.GRANITE),
+    Form("a list in <tool_calls>", between("<tool_calls>", "</tool_calls>", _json_text), field=fields.LIST),
+    Form("Nemotron: a list in <TOOLCALL>", between("<TOOLCALL>", "</TOOLCALL>", _json_text), field=fields.NEMOTRON),
     Form("Apertus: <|tools_prefix|>", between(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>", _json_text)),
     Form("Solar: <|tool_call:begin|>", between(r"<\|tool_calls\|>", r"(?=<\|calls\|>)|\Z", _SOLAR)),
-    Form("GigaChat: <|function_call|>", before_json(r"<\|function_call\|>\s*(?=\{)")),
-    Form("Functionary: <function=name>{...}", before_json(r"<function=(?P<name>[\w.-]+)>(?=\{)", "</function>")),
-    Form("Llama 3: JSON", _bare_json, is_marked=False),
+    Form("GigaChat: <|function_call|>", before_json(r"<\|function_call\|>\s*(?=\{)"), field=fields.GIGACHAT),
+    Form(
+        "Functionary: <function=name>{...}",
+        before_json(r"<function=(?P<name>[\w.-]+)>(?=\{)", "</function>"),
+        field=fields.FUNCTIONARY,
+    ),
+    Form("Llama 3: JSON", _bare_json, is_marked=False, field=fields.LLAMA),
     Form("Python", _bare_python, is_marked=False),
 )
 

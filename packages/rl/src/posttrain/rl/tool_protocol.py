@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -186,8 +186,8 @@ class ToolProtocol:
     def _tail(self, answers: Sequence[Mapping[str, Any]], schemas: Sequence[dict[str, Any]]) -> str:
         """What the template writes behind a call, up to the policy's next turn."""
         template = self._template(schemas)
-        ids = [answer.get("tool_call_id") or _identifier(i) for i, answer in enumerate(answers)]
-        own = [_identifier(i) for i in range(len(answers))]
+        ids = [answer.get("tool_call_id") or identifier(i) for i, answer in enumerate(answers)]
+        own = [identifier(i) for i in range(len(answers))]
         # The template may refuse a model's identifier or support only one call in a turn.
         ways = [ids, *([own] if ids != own else []), *([own[:1]] if len(answers) > 1 else [])]
         for way in ways:
@@ -199,7 +199,7 @@ class ToolProtocol:
                 if way is ways[-1]:
                     raise
                 continue
-            closing = self._closing.replace(_identifier(0), way[-1])
+            closing = self._closing.replace(identifier(0), way[-1])
             _, found, tail = text.partition(f"{VALUE}{len(way) - 1}" + closing)
             if found:
                 return tail
@@ -250,7 +250,7 @@ class ToolProtocol:
     def _conversation(self, template: chat_template.Template) -> str | None:
         """A conversation with a call, in the first variant that the template renders; None if it renders none."""
         for self._content in ("", None):  # some templates show a call only where the turn has no content
-            calls = [_dummy(NAME, 0, _identifier(0))]
+            calls = [_dummy(NAME, 0, identifier(0))]
             turn = {"role": "assistant", "content": self._content, "tool_calls": calls}
             try:
                 text = template.render([QUESTION, turn, self._answer("0")])
@@ -262,7 +262,7 @@ class ToolProtocol:
         return None
 
     def _answer(self, content: str) -> dict[str, Any]:
-        return {"role": "tool", "name": NAME, "content": content, "tool_call_id": _identifier(0)}
+        return {"role": "tool", "name": NAME, "content": content, "tool_call_id": identifier(0)}
 
     def _find_form(self, text: str, start: int) -> None:
         """The format that parses the call in `text`, whose turn begins at `start` or a few characters before."""
@@ -295,7 +295,7 @@ class ToolProtocol:
             raise DataError("it leaves out what tools answer")
         mark = f"{VALUE}0" + self._closing
         try:
-            alone = template.render([QUESTION, self._asking([NAME], [_identifier(0)])]).partition(mark)[2]
+            alone = template.render([QUESTION, self._asking([NAME], [identifier(0)])]).partition(mark)[2]
         except DataError:
             alone = ""
         self._ending = os.path.commonprefix([alone, tail])
@@ -310,18 +310,31 @@ def has_parser(tokenizer: Any) -> bool:
 
 
 def parse_response(
-    tokenizer: Any, response: Any, prefix: Any = (), schemas: Sequence[dict[str, Any]] | None = None
+    tokenizer: Any, ids: Any, prefix: Any = None, tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None
 ) -> dict[str, Any]:
     """An assistant's message, parsed with the tokenizer's response template; plain text if that fails.
 
     Args:
-        response: the model's output, prefix: its input; both as tokens or as texts.
+        ids: the model's output, prefix: its input (begun thoughts are in there); both as tokens or as texts.
+        tools: schemas or functions. Arguments get the types of their parameters.
+
+    Returns:
+        ``{"role": "assistant", "content": ...}``, with ``tool_calls`` and thoughts where there are any.
+
+    Raises:
+        ValueError: the tokenizer has no response template.
     """
-    response, prefix = (value if isinstance(value, str) else list(value) for value in (response, prefix))
+    if not has_parser(tokenizer):
+        raise ValueError(
+            "The tokenizer has no response_template to parse a response with: call add_response_schema(tokenizer)."
+        )
+    response, before = (value if isinstance(value, str) else list(value) for value in (ids, prefix or ()))
     try:
-        message = tokenizer.parse_response(response, prefix=prefix, tools=list(schemas or ()) or None)
-        calls = [_function(call) for call in message.get("tool_calls") or ()]
-        if all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls):
+        message = tokenizer.parse_response(response, prefix=before, tools=list(tools or ()) or None)
+        calls = message.get("tool_calls") or ()
+        if all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in map(_function, calls)):
+            for call in calls:  # a call without arguments may leave them out, and chat templates read them
+                call.get("function", call).setdefault("arguments", {})
             ended = {"content": (message.get("content") or "").removesuffix(tokenizer.eos_token or "")}
             return {"role": "assistant"} | message | ended
     except (ValueError, TypeError, AttributeError, KeyError):  # not what the template expects, or cut in the middle
@@ -351,7 +364,8 @@ def _dummy(name: str, number: int, id: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": {"where": f"{VALUE}{number}"}}}
 
 
-def _identifier(number: int) -> str:
+def identifier(number: int) -> str:
+    """An id of a call."""
     return f"call{number:05}"  # nine letters and digits, as the strictest templates require
 
 
