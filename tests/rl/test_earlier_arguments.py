@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from posttrain.core.errors import ConfigError
-from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, ORPOConfig, RewardConfig, RLOOConfig
+from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, ORPOConfig, RewardConfig, RLOOConfig, RLOOTrainer
 from tests import tiny
 
 ROWS = [{"prompt": "Betty is saving", "chosen": " money for a new wallet.", "rejected": " half."}] * 4
@@ -45,3 +45,32 @@ def test_arguments_of_the_first_rloo_trainer_have_their_effect():
     assert (args.num_iterations, args.normalize_advantages, args.reward_funcs) == (2, True, ["a/b"])
     with pytest.raises(ConfigError, match="missing_eos_penalty=1.0 has no effect: write a reward function"):
         RLOOConfig("out", missing_eos_penalty=1.0)
+
+
+def test_the_first_rloo_trainers_arguments_have_their_effect(tmp_path):
+    config = RLOOConfig(
+        str(tmp_path), rloo_k=2, kl_coef=0.1, max_completion_length=4, per_device_train_batch_size=2, max_steps=1,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    policy, reference = tiny.causal_lm(), tiny.causal_lm(seed=1)
+    rows = [{"prompt": "Betty is saving"}] * 4
+    given = {"processing_class": tiny.tokenizer(), "train_dataset": rows}
+
+    def lengths(completions, **_):
+        return [float(len(each)) for each in completions]
+
+    with pytest.warns(FutureWarning) as said:
+        run = RLOOTrainer(
+            config=config, policy=policy, ref_policy=reference, reward_model=lengths, data_collator=dict, **given
+        )
+    messages = " ".join(str(each.message) for each in said)
+    for old, new in {"config": "args", "policy": "model", "reward_model": "reward_funcs"}.items():
+        assert f"RLOOTrainer: {old}= is now {new}=; both work." in messages
+    assert "data_collator= has no effect" in messages
+    assert run.args is config and run.model is policy and run.ref_model is reference and run.reward_funcs == [lengths]
+    run.train()
+    assert run.state.global_step == 1 and run.state.log_history[0]["kl"] > 0
+    with pytest.raises(ValueError, match="got both model= and its earlier name policy="):
+        RLOOTrainer(policy, lengths, config, policy=policy, **given)
+    with pytest.raises(TypeError, match="ref_policy is of type str; pass a loaded model"):
+        RLOOTrainer(policy, lengths, config, ref_policy="somewhere", **given)

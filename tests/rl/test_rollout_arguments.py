@@ -243,6 +243,48 @@ def test_turns_with_tools_are_bounded_by_the_argument(tmp_path):
     assert len(engine.calls) == 3 and logged(run, "tools/call_frequency") == [2.0]
 
 
+def test_tools_can_be_set_between_two_rollouts(tmp_path):
+    def find(where: str):
+        """Find it.
+
+        Args:
+            where: A place.
+        """
+
+    def count(number: int):
+        """Count up to it.
+
+        Args:
+            number: The last one.
+        """
+
+    def described(run):
+        [row, *_] = first_rollout(run).prompt_ids.tolist()
+        text = run.codec.tokenizer.decode(row)
+        return [tool.__name__ for tool in (find, count) if f'"{tool.__name__}"' in text]
+
+    run = trainer(tmp_path, rows=CHATS, options={"tools": [find]})
+    assert described(run) == ["find"]
+    run.tools = [count]
+    assert described(run) == ["count"] and run.tools == [count]
+    run.tools = None
+    assert described(run) == [] and run.tools == []
+    plain = trainer(tmp_path, rows=CHATS)
+    with pytest.raises(ValueError, match="Tools cannot be used with this chat template"):
+        plain.tools = [find]
+    assert plain.tools == []
+
+
+def test_workers_that_read_a_stream_leave_its_groups_whole(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"the {word}", "number": i} for i, word in enumerate(" ".join(tiny.CORPUS).split()[:16])]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+    run = trainer(tmp_path, rows=stream, dataloader_num_workers=2, shuffle_dataset=False, steps_per_generation=2)
+    batches = [[row["number"] for row in batch] for batch in run.get_train_dataloader()]
+    assert all(batch == [batch[0]] * 4 + [batch[4]] * 4 for batch in batches)
+    assert sorted({number for batch in batches for number in batch}) == list(range(16))
+
+
 def test_the_policy_loss_in_the_log_is_that_of_the_update(tmp_path):
     found = []
     for batch, parts in ((8, 1), (4, 2)):

@@ -46,7 +46,8 @@ class Environments:
     def __init__(
         self, tools: Sequence[Callable[..., Any]] | None = None, factory: Any = None, max_turns: int | None = None
     ) -> None:
-        self.tools, self.max_turns = {tool.__name__: tool for tool in tools or ()}, max_turns
+        self.max_turns = max_turns
+        self.set_tools(tools)
         self.factories = factory if isinstance(factory, Mapping) else {None: factory} if factory is not None else {}
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
@@ -54,8 +55,6 @@ class Environments:
         self.overlaps = False
         self._busy: set[int] = set()
         self._lock = threading.Lock()
-        for tool in self.tools.values():
-            schema_of(tool)
         self.reward_functions = []
         for instance in {type(pool[0]): pool[0] for pool in self.pools.values()}.values():
             if not callable(getattr(instance, "reset", None)):
@@ -65,6 +64,12 @@ class Environments:
 
     def __bool__(self) -> bool:
         return bool(self.tools or self.factories)
+
+    def set_tools(self, tools: Sequence[Callable[..., Any]] | None) -> None:
+        """Give every completion from the next one on these tools, beside those of its environment."""
+        self.tools = {tool.__name__: tool for tool in tools or ()}
+        for tool in self.tools.values():
+            schema_of(tool)
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Give each sample a reset environment and add the output of ``reset()`` to its prompt."""

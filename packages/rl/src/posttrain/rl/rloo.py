@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from posttrain.core.config import Resolved, opt
 from posttrain.core.old_names import Removed, Renamed
 from posttrain.core.training.argument_attributes import reads_from_arguments
+from posttrain.core.training.hf_compat import renamed_arguments
 from posttrain.rl.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.policy_losses import clipped
@@ -60,13 +63,41 @@ class RLOOConfig(RolloutConfig):
 
 @reads_from_arguments("normalize_advantages", "reward_clip_range")
 class RLOOTrainer(RolloutTrainer):
-    """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`."""
+    """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`.
+
+    Those of trl's trainer of this name before 0.23 are taken too: ``config``, ``policy``, ``ref_policy``, the reference
+    where it is not what the policy begins with, and ``reward_model``.
+    """
 
     config_class = RLOOConfig
     args: RLOOConfig
     tag_names = ("trl", "rloo")
     average = "sequences"
     needs_kl_of_samples = True
+    OLD_ARGUMENTS: ClassVar[dict[str, str]] = RolloutTrainer.OLD_ARGUMENTS | {
+        "config": "args", "policy": "model", "reward_model": "reward_funcs",
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        model: nn.Module | str | None = None,
+        reward_funcs: Any = None,
+        args: RLOOConfig | None = None,
+        *others: Any,
+        ref_policy: nn.Module | None = None,
+        **named: Any,
+    ) -> None:
+        if named.pop("data_collator", None) is not None:
+            warnings.warn(
+                "RLOOTrainer: data_collator= has no effect: prompts are tokenized when they are sampled from.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        now = renamed_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args} | named)
+        if ref_policy is not None and not isinstance(ref_policy, nn.Module):
+            raise TypeError(f"ref_policy is of type {type(ref_policy).__name__}; pass a loaded model.")
+        self.given_reference = ref_policy
+        super().__init__(now.pop("model"), now.pop("reward_funcs"), now.pop("args"), *others, **now)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""

@@ -198,11 +198,10 @@ class RolloutTrainer(Trainer):
         kwargs = self.image_prompts.vision.template_kwargs(args.chat_template_kwargs) if self.image_prompts else None
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
-        row = None if pipeline.is_stream(train_dataset) else train_dataset[0]
-        if row is None:  # each process reads its own part of the stream, as trl notes in the same place
+        if pipeline.is_stream(train_dataset):  # each process reads its own part, as trl notes in the same place
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
-        self._ends_of_calls = self.environments.check(self.codec, row) if rollout_func is None else ()
+        self._ends_of_calls = self._check_tools()
         example = None if self.image_prompts is None else self.image_prompts.example
         self.generator = generator or make_generator(tokenizer, args, example)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
@@ -231,19 +230,8 @@ class RolloutTrainer(Trainer):
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
         yield from image_problems(args, parts, cls.reads_images)
-        if args.data_parallel_size < args.world_size:
-            for name in ("rollout_func", "tools", "environment_factory"):
-                if parts.others.get(name):
-                    yield (
-                        f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) "
-                        "differently, and they must sample alike. Set both to 1, or shard the model by fsdp"
-                    )
-        for name in ("rollout_func", "tools", "environment_factory"):
-            if args.router_replay and parts.others.get(name):
-                yield (
-                    f"router_replay=True replays the experts chosen in sampling, and of the turns of {name} they are "
-                    "not known; leave one of the two out"
-                )
+        names = ("rollout_func", "tools", "environment_factory")
+        yield from _turn_problems(args, [name for name in names if parts.others.get(name)])
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
@@ -844,7 +832,8 @@ class RolloutTrainer(Trainer):
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
         local = entropies[mask.bool()].float()
         everyone = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0, pad_index=-1))
-        everyone = everyone.view(self.dist.num_processes, -1)[:: self.dist.peers]  # of equal ones, one
+        if self.accelerator.num_processes > 1:  # of processes that read the same rows, one
+            everyone = everyone.view(self.accelerator.num_processes, -1)[:: self.dist.peers]
         least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
         return (entropies >= least) & mask.bool()
 
@@ -994,8 +983,29 @@ class RolloutTrainer(Trainer):
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """What the policy may call, the tools of every kind of environment included."""
+        """What the policy may call, the tools of every kind of environment included. Others can be set between two
+        rollouts; environments keep theirs.
+        """
         return self.environments.all_tools()
+
+    @tools.setter
+    def tools(self, tools: list[Callable[..., Any]] | None) -> None:
+        for problem in _turn_problems(self.args, ["tools"] if tools else []):
+            raise ValueError(f"{problem}.")
+        before = list(self.environments.tools.values())
+        self.environments.set_tools(tools)
+        try:
+            self._ends_of_calls = self._check_tools()
+        except ValueError:
+            self.environments.set_tools(before)
+            raise
+
+    def _check_tools(self) -> set[int]:
+        """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""
+        if self.rollout_func is not None:
+            return set()
+        row = None if pipeline.is_stream(self.train_dataset) else self.train_dataset[0]
+        return self.environments.check(self.codec, row)
 
     @property
     def reward_weights(self) -> torch.Tensor:
@@ -1043,6 +1053,21 @@ RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
 def as_they_are(rows: list[Any]) -> list[Any]:
     """The collator: a batch of prompts is a list of rows."""
     return rows
+
+
+def _turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
+    """What does not go together with further turns of the policy, which the arguments called `names` make."""
+    for name in names:
+        if args.data_parallel_size < args.world_size:
+            yield (
+                f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) differently, and "
+                "they must sample alike. Set both to 1, or shard the model by fsdp"
+            )
+        if args.router_replay:
+            yield (
+                f"router_replay=True replays the experts chosen in sampling, and of the turns of {name} they are not "
+                "known; leave one of the two out"
+            )
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:

@@ -321,6 +321,27 @@ class HFCompat:
             )
 
 
+def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor under their names of today, with one warning for each old one.
+
+    Args:
+        given: by name; None is taken as not given.
+
+    Raises:
+        ValueError: both the old and the new name were given.
+    """
+    owner = trainer_class.__name__
+    renamed = {name: value for name, value in given.items() if name not in trainer_class.OLD_ARGUMENTS}
+    for old, new in trainer_class.OLD_ARGUMENTS.items():
+        if given.get(old) is None:
+            continue
+        if renamed.get(new) is not None:
+            raise ValueError(f"{owner} got both {new}= and its earlier name {old}=; pass {new}= alone.")
+        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=3)
+        renamed[new] = given[old]
+    return renamed
+
+
 def accept_old_names(owner: HFCompat, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
     """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``, with one warning each.
 
