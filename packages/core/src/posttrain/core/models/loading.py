@@ -80,6 +80,8 @@ def _whole_class(path: str, kwargs: dict[str, Any], auto_class: str) -> str:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     config = _config(path, kwargs)
+    reader: Any
+    seer: Any
     reader, seer = (
         classes[type(config)] if type(config) in classes else None
         for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
