@@ -187,7 +187,8 @@ class ResponseMarks:
     @cached_property
     def thoughts(self) -> Thoughts | None:
         """The marks of thoughts, if the template has any: those that it writes around them, or known ones in it."""
-        for key in THOUGHT_KEYS:
+        keys = THOUGHT_KEYS[::-1] if "<|channel|>" in self.source else THOUGHT_KEYS  # as the trainers have it
+        for key in keys:
             text = self._rendered({"content": CONTENT, key: THOUGHT})
             before, found, behind = text.partition(THOUGHT)
             if found and CONTENT in behind:
@@ -198,8 +199,8 @@ class ResponseMarks:
                 mark = before[len(os.path.commonprefix([self._asked, before])) :].strip()
                 if mark and (end := self._first_special(between)):
                     return Thoughts(key, mark, end)
-        known = (Thoughts(THOUGHT_KEYS[0], *marks) for marks in THOUGHTS if marks[1] in self.source)
-        return next(known, None)
+        read = next((key for key in keys if re.search(rf"[.'\"]{key}\b", self.source)), keys[0])
+        return next((Thoughts(read, *marks) for marks in THOUGHTS if marks[1] in self.source), None)
 
     @cached_property
     def _omits_closing(self) -> bool:
