@@ -23,6 +23,8 @@ SLICED = {"parallelism_config": {"cp_size": 2}}
 SLICED_ALWAYS = ["causal-lm", "sft-packed", "dpo", "reward", "grpo"]
 #: No causal attention, or two texts.
 NOT_SLICED = {"classifier", "seq2seq"}
+#: Nor rows of text alone.
+SEE = {name for name in EXACT if name.endswith("-images")}
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.
 OPTIONS = {
     "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
@@ -263,9 +265,9 @@ def test_two_processes_that_split_rows_do_what_one_does(name, shared, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED))
+@pytest.mark.parametrize("name", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED - SEE))
 def test_every_trainer_splits_rows(name, shared, alone):
-    runs = sliced_job(shared, "cp-all", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED))
+    runs = sliced_job(shared, "cp-all", sorted({*EXACT} - {*SLICED_ALWAYS} - NOT_SLICED - SEE))
     assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name), padding=False)
 
 
@@ -302,10 +304,11 @@ def test_slices_of_rows_make_up_whole_rows_and_their_gradients(shared):
 
 def test_rows_that_cannot_be_cut_are_refused_by_the_models_name(shared):
     def work(folder):
-        return [[name, "refused", {"name": name, "out": str(folder / name), **SLICED}] for name in NOT_SLICED]
+        names = {*NOT_SLICED, "sft-images"}
+        return [[name, "refused", {"name": name, "out": str(folder / name), **SLICED}] for name in names]
 
     runs = job(shared, "cp-refused", work)
-    for name, model in [("classifier", "Bert"), ("seq2seq", "T5")]:
+    for name, model in [("classifier", "Bert"), ("seq2seq", "T5"), ("sft-images", "Qwen2_5_VL")]:
         told = jobs.result(runs, name)
         assert told.startswith("cp_size=2: ") and model in told and told.endswith("Set cp_size=1.")
 
