@@ -12,6 +12,7 @@ from posttrain.rl.preference_batches import PreferenceCollator
 from posttrain.rl.preference_images import OTHER_ROW, WithOthers, image_collator, rows_with_images
 from posttrain.rl.shared_prefix import score_completions
 from tests import tiny, tiny_vision
+from tests.contract import trainers as contract
 
 pytest.importorskip("PIL.Image")
 
@@ -177,3 +178,17 @@ def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
         assert one["input_ids"][one["attention_mask"] == 1].tolist() == wanted.tolist()
     answers = [processor.tokenizer.decode(one["input_ids"][one["completion_mask"] == 1]) for one in alone]
     assert ["neither" in answer for answer in answers] == [False, True] * 3
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "ORPOTrainer", "TPOTrainer"])
+def test_rows_are_measured_with_the_tokens_of_their_images(kind, tmp_path):
+    import posttrain.rl
+
+    trainer_class = getattr(posttrain.rl, kind)
+    columns = "prompt chosen rejected" + (" reference" if kind == "TPOTrainer" else "")
+    it = contract.images(trainer_class, columns, "qwen2_vl")(tmp_path, max_batch_tokens=400)
+    alone = [it.data_collator([it.train_dataset[i]]) for i in range(len(it.train_dataset))]
+    lengths = it.row_lengths(it.train_dataset)
+    assert lengths == [batch["input_ids"].numel() for batch in alone]
+    batches = list(it.get_train_dataloader())
+    assert max(batch["input_ids"].numel() for batch in batches) <= 400 < sum(lengths)

@@ -273,8 +273,10 @@ def test_a_model_and_its_processor_are_loaded_by_name_and_evaluated(tmp_path):
 
 
 def test_what_cannot_be_done_with_pictures_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="packing=True is not supported for rows with images"):
-        make(tmp_path, rows("messages"), packing=True)
+    with pytest.raises(ConfigError, match="packing_strategy='bfd_split' splits rows, and images cannot be split"):
+        make(tmp_path, rows("messages"), packing=True, packing_strategy="bfd_split")
+    with pytest.raises(ConfigError, match="use_cache=True keeps keys of all documents of a packed row"):
+        make(tmp_path, rows("messages"), packing=True, use_cache=True)
     with pytest.raises(ConfigError, match="too_long='split' is not supported for rows with images"):
         make(tmp_path, rows("messages"), too_long="split")
     with pytest.raises(TypeError, match="Qwen3ForCausalLM reads text alone"):

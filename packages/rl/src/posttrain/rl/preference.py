@@ -38,10 +38,10 @@ from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy import router_coefficient
-from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, padded_lengths, pair_metrics
+from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
-from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, rows_with_images
+from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
 from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class PreferenceTrainer(Trainer):
     # ---------------------------------------------------------------------------------------------- overridable methods
 
     def row_lengths(self, dataset: Any) -> list[int]:
-        return padded_lengths(dataset, self.signature_columns or (), self.completions_per_row)
+        return row_lengths(dataset, self.data_collator, self.signature_columns or (), self.completions_per_row)
 
     def train(
         self,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from posttrain.core.errors import DataError
 from posttrain.rl.preference_data import REFERENCE_COLUMNS
 from posttrain.rl.preference_rows import PAIR
 from posttrain.rl.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, shared_rows
@@ -69,13 +68,8 @@ def padded_lengths(dataset: Any, columns: Sequence[str], completions: int) -> li
     Args:
         columns: that the collator reads; those of tokens end in ``_ids``.
         completions: how many of them are read.
-
-    Raises:
-        DataError: the rows are not tokens yet, as those with images.
     """
     read = [name for name in columns if name.endswith("_ids")]
-    if not read:
-        raise DataError("The length of rows with images is not known; set per_device_train_batch_size instead.")
     prompts = dataset["prompt_ids"] if "prompt_ids" in read else [()] * len(dataset)
     sides = [dataset[name] for name in read if name != "prompt_ids"][:completions]
     return [len(texts) * (len(prompt) + max(map(len, texts))) for prompt, *texts in zip(prompts, *sides, strict=True)]

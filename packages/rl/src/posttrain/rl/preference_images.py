@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from posttrain.core.data import image_tokens
 from posttrain.core.data.images import ROW_NUMBER, ImageReader, NumberedRows, fault_of, numbered, read_images
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.vision import (
@@ -27,6 +28,7 @@ from posttrain.core.data.vision import (
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import ImageCopies
 from posttrain.core.models.image_positions import ImagePositions
+from posttrain.rl.preference_batches import padded_lengths
 from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
 from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
 
@@ -238,6 +240,27 @@ class ImageCollator:
         entries = {name: tuple(len(row.tensors.get(name, ())) for row in shown) for name in tensors}
         tokens = tuple(row["prompt_ids"].count(token) for row in made)
         batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
+
+
+def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions: int) -> list[int]:
+    """Tokens that a model reads of each row: its completions, each with the prompt, its images among it, and padded to
+    the longest.
+
+    Args:
+        dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
+        columns, completions: as for `posttrain.rl.preference_batches.padded_lengths`.
+    """
+    if not isinstance(collate, ImageCollator):
+        return padded_lengths(dataset, columns, completions)
+    most = collate.prepare.max_length
+
+    def length(draft: Tokens) -> tuple[int, int]:
+        if draft.fault:
+            return draft.index, 0
+        whole = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0) + max(map(len, draft.completions))
+        return draft.index, len(draft.completions) * min(whole, most or whole)
+
+    return image_tokens.row_lengths(dataset, collate.prepare, length)
 
 
 def image_collator(

@@ -151,6 +151,8 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     def _problems(self) -> Iterator[str]:
         if self.packing and self.max_batch_tokens is not None:
             yield "packing=True fills each row up to max_length, so max_batch_tokens has nothing to sort; leave it out"
+        if self.use_cache and (self.packing or self.eval_packing or self.padding_free):
+            yield "use_cache=True keeps keys of all documents of a packed row, which would see each other; leave it out"
         for name in ("eval_packing", "padding_free"):
             if self.predict_with_generate and getattr(self, name):
                 yield f"predict_with_generate=True needs a separate row for each prompt; set {name}=False"

@@ -60,6 +60,12 @@ class Packing:
         return (self[i] for i in range(len(self)))
 
     @property
+    def lengths(self) -> np.ndarray:
+        """(N,) the tokens of each bin."""
+        ends = np.cumsum(np.concatenate([[0], self.stops - self.starts]))[self.bounds]
+        return np.diff(ends)
+
+    @property
     def fill(self) -> float:
         """The share of all bins' capacity that holds tokens."""
         return float((self.stops - self.starts).sum() / max(1, len(self) * self.capacity))
@@ -268,8 +274,14 @@ def documents_leak(
     return max(float((a - b).abs().max()) for a, b in pairs) / max(largest, 1e-12)
 
 
-def refuse_leaks(model: torch.nn.Module, device: torch.device, collate: Callable[[list[dict]], dict]) -> None:
-    """Raise if documents of packed rows, laid out by `collate`, attend to each other in `model`.
+def refuse_leaks(
+    model: torch.nn.Module,
+    device: torch.device,
+    collate: Callable[[list[dict]], dict],
+    images_leak: Callable[[torch.nn.Module], float] | None = None,
+) -> None:
+    """Raise if documents of packed rows, laid out by `collate`, attend to each other in `model`, or if `images_leak`
+    finds that their images affect each other.
 
     Weights that are not on `device` yet, such as those sharded later, are tested with the model's plain attention,
     because flash attention needs the device.
@@ -282,8 +294,16 @@ def refuse_leaks(model: torch.nn.Module, device: torch.device, collate: Callable
         )
     with plain_attention(model) if next(model.parameters()).device.type != device.type else nullcontext():
         leak = documents_leak(model, collate=collate)
+        of_images = images_leak(model) if images_leak is not None and leak < 1 else 0.0
     exact = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
-    if not leak <= (1e-4 if exact else 5e-3):  # nor where it is no number
+    allowed = 1e-4 if exact else 5e-3
+    if leak <= allowed < of_images:
+        raise ValueError(
+            f"{type(base_model(model)).__name__} lets the images of a packed row's documents affect each other (logits "
+            f"differ by {of_images:.2g} with the place of another document's image). Set packing=False and "
+            "padding_free=False."
+        )
+    if not leak <= allowed:  # nor where it is no number
         raise ValueError(
             f"{type(base_model(model)).__name__} lets the documents of a packed row attend to each other (logits "
             f"differ by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or "

@@ -7,23 +7,28 @@ from typing import Any
 
 from posttrain.core.cli.registry import Run
 from posttrain.core.data import chat_template
+from posttrain.core.data.images import has_images
 from posttrain.core.models import loading
 from posttrain.core.tools import preview
+from posttrain.sft import vision_preview
 from posttrain.sft.preparing import prepare_rows
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """The first `count` training rows of `run` and the lines of its data report, made as for training.
 
-    Only the tokenizer is loaded. Tokens outside the model's vocabulary are found when the trainer is created.
+    Only the tokenizer is loaded, or the processor for rows with images. Tokens outside the model's vocabulary are found
+    when the trainer is created.
     """
     config = run.config
-    source = run.model.model_name_or_path
-    tokenizer = loading.load_tokenizer(
-        source, trust_remote_code=config.trust_remote_code, revision=run.model.model_revision
-    )
-    chat_template.set_up_tokenizer(tokenizer, config)
     train_rows, _ = run.data.load()
+    where = {"trust_remote_code": config.trust_remote_code, "revision": run.model.model_revision}
+    if sees := has_images(train_rows):
+        where["auto_class"] = loading.SEEING[1]
+    tokenizer = loading.load_tokenizer(run.model.model_name_or_path, **where)
+    chat_template.set_up_tokenizer(tokenizer, config)
+    if sees:
+        return vision_preview.first_rows(train_rows, tokenizer, run, count)
     done = prepare_rows(train_rows, tokenizer, config, packing=config.packing)
     rows = [
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))

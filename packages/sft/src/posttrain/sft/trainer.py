@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -16,7 +17,7 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import chat_template
-from posttrain.core.data.images import columns_of, has_images, numbered
+from posttrain.core.data.images import columns_of, has_images
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.segments import with_segments, without_padding
 from posttrain.core.data.vision import CountedBatch, check_model
@@ -41,7 +42,8 @@ from posttrain.sft.mixture import Mixture, check_parts, named_sets, representati
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
-from posttrain.sft.vision import COLUMNS, VisionCollator, check_config, vision_collator
+from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
+from posttrain.sft.vision_packing import images_leak, ready_rows, row_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -133,17 +135,19 @@ class SFTTrainer(GeneratesText, Trainer):
         self.run_preflight(args, parts)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
-            self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
+            self.signature_columns = (*COLUMNS, PACKED, *columns_of(train_dataset, eval_dataset))
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
         self._prepared: list[Any] = []
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+        data_collator = data_collator or _collator(args, tokenizer, model, self._sees, formatting_func)
+        self._image_rows = data_collator.prepare if isinstance(data_collator, VisionCollator) else None
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or _collator(args, tokenizer, model, self._sees, formatting_func),
+            data_collator=data_collator,
             train_dataset=representative(train_dataset),
             eval_dataset=eval_dataset,
             processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
@@ -267,6 +271,13 @@ class SFTTrainer(GeneratesText, Trainer):
         """Prepares the rows, without packing, so that each has its prediction."""
         return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
 
+    def row_lengths(self, dataset: Any) -> list[int]:
+        """As the core's; of rows with images, the tokens that their images become are counted too."""
+        columns = getattr(dataset, "column_names", None) or (dataset[0] if len(dataset) else ())
+        if self._image_rows is None or self.args.length_column_name in columns:
+            return super().row_lengths(dataset)
+        return row_lengths(dataset, self._image_rows)
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
@@ -327,11 +338,15 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def _refuse_leaks(self) -> None:
         """Test packed rows as in training: two in a batch, on its device, in its precision."""
-        collate = self.data_collator
-        if not isinstance(collate, SFTCollator):
+        collate, of_images = self.data_collator, None
+        if isinstance(collate, VisionCollator):
+            one_row = flash_attention.reads_boundaries(self.model)
+            seeing = self.data_collator = dataclasses.replace(collate, one_row=one_row)
+            collate, of_images = seeing.of_tokens, functools.partial(images_leak, collate=seeing)
+        elif not isinstance(collate, SFTCollator):
             collate = SFTCollator(0, flash_kwargs=flash_attention.reads_boundaries(self.model))
         with self.dist.autocast():
-            refuse_leaks(self.model, self.dist.device, collate)
+            refuse_leaks(self.model, self.dist.device, collate, of_images)
 
     def _statistics_of(
         self, outputs: Any, labels: torch.Tensor | None, sources: torch.Tensor | None
@@ -383,18 +398,18 @@ class SFTTrainer(GeneratesText, Trainer):
 
     def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
         """`dataset` tokenised, masked and packed; the report is logged and kept in `data_reports`."""
-        if (self._sees or self._skip_preparation) and isinstance(dataset, Mapping):
-            what = "Rows with images are used" if self._sees else "skip_prepare_dataset takes the rows"
+        if self._image_rows is not None:
+            return ready_rows(dataset, self.args, self._image_rows, bool(packing), name)
+        if self._skip_preparation and isinstance(dataset, Mapping):
             raise DataError(
-                f"{what} without preparation, and datasets are mixed only after preparation. Pass one dataset"
-                + ("." if self._sees else ", or leave skip_prepare_dataset out.")
+                "skip_prepare_dataset takes the rows without preparation, and datasets are mixed only after "
+                "preparation. Pass one dataset, or leave skip_prepare_dataset out."
             )
         if any(dataset is ready for ready in self._prepared):
             return dataset
-        if self._skip_preparation and not self._sees and isinstance(self.data_collator, SFTCollator):
+        if self._skip_preparation and isinstance(self.data_collator, SFTCollator):
             check_ready(dataset, name)
-        if self._sees or self._skip_preparation:
-            dataset = numbered(dataset) if self._sees else dataset
+        if self._skip_preparation:
             return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and name == "train" else dataset
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_rows(

@@ -13,6 +13,8 @@ from posttrain.core.data.collators import IGNORE_INDEX, round_up
 from posttrain.core.data.images import ROW_NUMBER, ImageReader, fault_of, read_images
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.models.document_positions import DocumentPositions
+from posttrain.core.models.image_positions import SeenPrompt
 from posttrain.sft.report import FACTS
 from posttrain.sft.rows import NO_TOKENS, Draft, Preparation, preparation_options
 
@@ -21,6 +23,8 @@ COLUMNS = (
     "images", "image", "videos", "video", "messages", "conversations", "prompt", "completion", "text", "tools",
     "chat_template_kwargs", ROW_NUMBER,
 )  # fmt: skip
+#: The key of a packed row, under which the rows in it are.
+PACKED = "packed_rows"
 #: The columns of messages, in the order in which they are rendered.
 TALKS = ("messages", "conversations", "prompt", "completion")
 
@@ -28,11 +32,12 @@ TALKS = ("messages", "conversations", "prompt", "completion")
 def check_config(args: Any, processor: Any) -> None:
     """Raise ConfigError for settings that do not support images, TypeError without an image processor."""
     check_processor(processor)
-    problems = [
-        f"{name}=True is not supported for rows with images; set {name}=False"
-        for name in ("packing", "eval_packing", "padding_free", "predict_with_generate")
-        if getattr(args, name, False)
-    ]
+    problems = []
+    if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
+        problems.append(
+            f"packing_strategy={args.packing_strategy!r} splits rows, and images cannot be split; set "
+            "packing_strategy=bfd"
+        )
     if args.too_long == "split":
         problems.append("too_long='split' is not supported for rows with images; set truncate, drop or error")
     if problems:
@@ -106,63 +111,113 @@ class VisionCollator:
 
     A row has ``images`` (or one ``image``): PIL images, arrays, bytes, paths, URLs or what a Hub dataset stores; and
     ``messages``, a ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's
-    placeholders. Parts of messages may hold images themselves, see `posttrain.core.data.vision.place_images`.
+    placeholders. Parts of messages may hold images themselves, see `posttrain.core.data.vision.place_images`. A row of
+    `posttrain.sft.vision_packing.PackedRows` holds several such rows.
 
     Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and the processor's image
     tensors, joined along their first dimension. Labels are -100 at padding, at tokens of images and where the
-    preparation says so. Rows that cannot be trained on are left out, and counted in the batch's `row_facts`; if none
-    is left, there is one of a single token without a label.
+    preparation says so. Packed rows have ``position_ids`` in place of the mask, (B, T), or (4, B, T) where those of
+    images have three dimensions; they begin anew with each document, whose first label is -100. Rows that cannot be
+    trained on are left out, and counted in the batch's `row_facts`; if none is left, there is one of a single token
+    without a label.
 
     Args:
         prepare: makes tokens, labels and image tensors of rows.
+        positions: numbers the documents of packed rows.
         pad_to_multiple_of: round T up to a multiple of this.
+        padding_free: all rows of a batch become one.
+        one_row: all packed rows of a batch become one, for attention that separates documents in one row alone.
     """
 
     prepare: VisionPreparation
+    positions: DocumentPositions
     pad_to_multiple_of: int | None = None
+    padding_free: bool = False
+    one_row: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
+        is_packed = PACKED in rows[0]
+        bins = [self._prepared(row[PACKED]) for row in rows] if is_packed else [self._prepared(rows)]
+        kept = [[draft for draft in drafts if not draft.fault] for drafts in bins]
+        joins = self.padding_free or (is_packed and self.one_row)
+        lines = kept if is_packed else [[draft] for draft in kept[0]]
+        if joins:
+            lines = [[draft for line in lines for draft in line]]
+        batch = self.lay_out([line for line in lines if line], packed=is_packed or joins)
+        batch.row_facts = facts_of([draft for drafts in bins for draft in drafts])
+        return batch
+
+    def _prepared(self, rows: Sequence[Mapping[str, Any]]) -> list[Draft]:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
         bare = [{name: value for name, value in row.items() if name != ROW_NUMBER} for row in rows]
-        drafts = self.prepare(bare, numbers)
-        kept = [draft for draft in drafts if not draft.fault]
-        if not kept:
+        return self.prepare(bare, numbers)
+
+    def lay_out(self, lines: list[list[Draft]], packed: bool) -> CountedBatch:
+        """The batch of prepared documents, those of each row of the batch in a list."""
+        if not lines:
             end = np.array([self.prepare.eos_token_id or 0], dtype=np.int32)
-            kept = [Draft(-1, ids=end, labels=np.full_like(end, IGNORE_INDEX))]
-        width = round_up(max(len(draft.ids) for draft in kept), self.pad_to_multiple_of)
-        ids = torch.full((len(kept), width), self.prepare.tokenizer.pad_token_id)
+            lines = [[Draft(-1, ids=end, labels=np.full_like(end, IGNORE_INDEX))]]
+        width = round_up(max(sum(len(draft.ids) for draft in line) for line in lines), self.pad_to_multiple_of)
+        ids = torch.full((len(lines), width), self.prepare.tokenizer.pad_token_id)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE_INDEX)
         others = {name: torch.zeros_like(ids) for name in self.prepare.vision.token_inputs}
-        for place, draft in enumerate(kept):
-            length = len(draft.ids)
-            ids[place, :length], mask[place, :length] = torch.from_numpy(draft.ids), 1
-            labels[place, :length] = torch.from_numpy(draft.labels)
-            if isinstance(draft, VisionDraft):
-                for name, values in draft.shown.numbers(draft.ids.tolist()).items():
-                    others[name][place, :length] = torch.tensor(values)
-        tensors = [draft.shown.tensors if isinstance(draft, VisionDraft) else {} for draft in kept]
-        images = join_tensors(tensors)
-        batch = CountedBatch({"input_ids": ids, "attention_mask": mask, "labels": labels, **others, **images})
-        batch.row_facts = _facts(drafts)
-        batch.entries = {name: [len(row.get(name, ())) for row in tensors] for name in images}
+        positions = torch.zeros(self.positions.dimensions, *ids.shape, dtype=torch.long)
+        for place, line in enumerate(lines):
+            start = 0
+            for draft in line:
+                stop = start + len(draft.ids)
+                ids[place, start:stop], mask[place, start:stop] = torch.from_numpy(draft.ids), 1
+                labels[place, start:stop] = torch.from_numpy(draft.labels)
+                numbers = draft.shown.numbers(draft.ids.tolist()) if isinstance(draft, VisionDraft) else {}
+                for name, values in numbers.items():
+                    others[name][place, start:stop] = torch.tensor(values)
+                if packed:
+                    labels[place, start] = IGNORE_INDEX
+                    ids_of = draft.ids.tolist()
+                    seen = draft.shown.prompt(ids_of) if isinstance(draft, VisionDraft) else SeenPrompt(ids_of)
+                    positions[:, place, start:stop] = self.positions(seen)
+                start = stop
+            positions[:, place, start:] = torch.arange(width - start)
+        images = join_tensors([_tensors_of(draft) for line in lines for draft in line])
+        where = (
+            {"position_ids": positions if len(positions) > 1 else positions[0]} if packed else {"attention_mask": mask}
+        )
+        batch = CountedBatch({"input_ids": ids, "labels": labels, **where, **others, **images})
+        batch.entries = {
+            name: [sum(len(_tensors_of(draft).get(name, ())) for draft in line) for line in lines] for name in images
+        }
         return batch
+
+    def of_tokens(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """A packed batch of rows of ``input_ids`` whose ``seq_lengths`` are the tokens of each document."""
+        lines = []
+        for row in rows:
+            parts = np.split(np.array(row["input_ids"], dtype=np.int32), np.cumsum(row["seq_lengths"])[:-1])
+            lines.append([Draft(-1, ids=part, labels=part.copy()) for part in parts])
+        joined = [[draft for line in lines for draft in line]] if self.one_row or self.padding_free else lines
+        return self.lay_out(joined, packed=True)
+
+
+def _tensors_of(draft: Draft) -> Mapping[str, torch.Tensor]:
+    """The image tensors of a document."""
+    return draft.shown.tensors if isinstance(draft, VisionDraft) else {}
+
+
+def preparation(vision: VisionProcessor, args: Any, formatting_func: Any = None) -> VisionPreparation:
+    """The preparation of rows with images that `args`, an `SFTConfig`, sets."""
+    options = preparation_options(args) | {"formatting_func": formatting_func}
+    return VisionPreparation(vision, ImageReader.of(args), args.bad_images == "drop", **options)
 
 
 def vision_collator(
     processor: Any, model: torch.nn.Module, args: Any, formatting_func: Any, pad_to_multiple_of: int | None
 ) -> VisionCollator:
     """The collator of an `SFTTrainer` with these arguments, for rows with images."""
-    prepare = VisionPreparation(
-        VisionProcessor.of_run(processor, model, args),
-        ImageReader.of(args),
-        args.bad_images == "drop",
-        **preparation_options(args),
-        formatting_func=formatting_func,
-    )
-    return VisionCollator(prepare, pad_to_multiple_of)
+    prepare = preparation(VisionProcessor.of_run(processor, model, args), args, formatting_func)
+    return VisionCollator(prepare, DocumentPositions(model), pad_to_multiple_of, args.padding_free)
 
 
-def _facts(drafts: Sequence[Draft]) -> dict[str, Any]:
+def facts_of(drafts: Sequence[Draft]) -> dict[str, Any]:
     """Columns `FACTS` of prepared rows and their lengths, for the data report."""
     facts = {name: np.array([getattr(draft, name) for draft in drafts]) for name in FACTS}
     return {"facts": facts, "lengths": np.array([len(draft.ids) for draft in drafts])}

@@ -12,7 +12,7 @@ import os
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ VIDEO_COLUMNS = ("videos", "video")
 ROW_NUMBER = "row_number"
 #: Rows of a list that are searched for images.
 ROWS_LOOKED_AT = 1000
+#: The number of the orientation in EXIF data, and its values that exchange width and height.
+ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 #: Bytes of a remote image, at most, and how long to wait for it.
 REMOTE_BYTES, REMOTE_SECONDS = 64 * 2**20, 30
 
@@ -128,21 +130,44 @@ class ImageReader:
         """
         if isinstance(value, Video):
             return replace(value, frames=self._frames(value))
-        image_module = require("PIL.Image", "pillow", why="rows with images")
         image_ops = require("PIL.ImageOps", "pillow", why="rows with images")
+        image, name, opened = self._checked(value)
+        try:
+            image.load()
+        except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+            raise ImageError(f"{name} is truncated or damaged ({error})") from error
+        return (image_ops.exif_transpose(image) if opened else image).convert("RGB")
+
+    def size(self, value: Any) -> tuple[int, int]:
+        """(width, height) of what `value` is read to, from its first bytes: nothing is decoded.
+
+        Raises:
+            ImageError: as for reading, but for images that are truncated or damaged behind their first bytes.
+            ValueError: it is a video.
+        """
+        if isinstance(value, Video):
+            raise ValueError(
+                "A row has a video, whose tokens are known when its frames are read. Leave out packing, "
+                "max_batch_tokens and train_sampling_strategy='group_by_length' for rows with videos."
+            )
+        image, _, opened = self._checked(value)
+        width, height = image.size
+        # A PNG may have its orientation behind the pixels, which would be decoded to find it.
+        knows = opened and (image.format != "PNG" or "exif" in image.info)
+        lies = knows and image.getexif().get(ORIENTATION, 1) in LYING
+        if opened and not isinstance(value, io.IOBase):
+            image.close()
+        return (height, width) if lies else (width, height)
+
+    def _checked(self, value: Any) -> tuple[Any, str, bool]:
+        """(image of a size that is allowed, not decoded yet; its name in messages; whether it was opened here)"""
+        image_module = require("PIL.Image", "pillow", why="rows with images")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", image_module.DecompressionBombWarning)  # the size is checked below
-            if isinstance(value, image_module.Image):
-                image, name, turn = value, "the image", False
-            else:
-                opened, name = self._opened(value, image_module)
-                image, turn = opened, True
+            given = isinstance(value, image_module.Image)
+            image, name = (value, "the image") if given else self._opened(value, image_module)
             self._check_size(image, name)
-            try:
-                image.load()
-            except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
-                raise ImageError(f"{name} is truncated or damaged ({error})") from error
-        return (image_ops.exif_transpose(image) if turn else image).convert("RGB")
+        return image, name, not given
 
     def _frames(self, video: Video) -> list[Any]:
         found = []
@@ -376,8 +401,8 @@ def numbered(dataset: Any) -> Any:
     return NumberedRows(dataset) if sized and not isinstance(dataset, NumberedRows) else dataset
 
 
-def read_images(values: Iterable[Any], reader: ImageReader) -> list[Any]:
-    """The images, decoded; an error says which of several it is."""
+def read_images(values: Iterable[Any], reader: Callable[[Any], Any]) -> list[Any]:
+    """What `reader`, an `ImageReader` or its `size`, makes of each; an error says which of several it is."""
     images = []
     for place, value in enumerate(values):
         try:
@@ -385,6 +410,23 @@ def read_images(values: Iterable[Any], reader: ImageReader) -> list[Any]:
         except ImageError as error:
             raise ImageError(f"image {place + 1}: {error}") from error
     return images
+
+
+def name_of(value: Any) -> str:
+    """Where an image of a row comes from: its path or URL, or its kind."""
+    if isinstance(value, Mapping):
+        value = value.get("path") or value.get("bytes")
+    if isinstance(value, str):
+        return "data URL" if value[:5].lower() == "data:" else value
+    kinds = {"bytes": "bytes", "bytearray": "bytes", "ndarray": "array", "Tensor": "array"}
+    return str(value) if hasattr(value, "__fspath__") else kinds.get(type(value).__name__, "PIL image")
+
+
+def described(value: Any, shown: Any) -> str:
+    """Where an image of a row comes from and its size, or how many frames a video has; `shown` is what was read."""
+    if isinstance(shown, Video):
+        return f"a video of {len(shown.frames)} frames, {shown.frames[0].width} x {shown.frames[0].height}"
+    return f"{name_of(value)}, {shown.width} x {shown.height}"
 
 
 def fault_of(error: DataError, row: int, drops_bad_images: bool) -> str:

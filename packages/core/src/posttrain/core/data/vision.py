@@ -53,7 +53,7 @@ def check_model(model: torch.nn.Module) -> None:
     raise TypeError(CANNOT_SEE.format(type(model).__name__))
 
 
-def image_token_id(model: torch.nn.Module) -> int | None:
+def image_token_id(model: Any) -> int | None:
     """The id in whose places `model` puts the features of images."""
     config = getattr(model, "config", None)
     names = ("image_token_id", "image_token_index")
@@ -152,7 +152,8 @@ class Shown:
     text: what is tokenized. places: of each image, where its placeholder stood and what stands there now, in
     characters. tensors: the processor's, for this row's images. ids: tokens that stand for images, never trained on.
     kinds: of each input with a number for each token, the token ids whose number is not 0. pictured: the same for an
-    engine that reads images itself, where one does.
+    engine that reads images itself, where one does. hidden: tokens of images that the text leaves out, where it serves
+    to count them alone.
     """
 
     text: str
@@ -161,6 +162,7 @@ class Shown:
     ids: frozenset[int] = frozenset()
     kinds: dict[str, dict[int, int]] = field(default_factory=dict)
     pictured: Any = None
+    hidden: int = 0
 
     def position(self, place: int) -> int:
         """Where the character at `place` of the text without image tokens is now."""
@@ -190,10 +192,10 @@ class VisionProcessor:
 
     Args:
         processor: with a tokenizer and an image processor.
-        model: whose config names further placeholders; None without one.
+        model: whose config names further placeholders, or anything else that has the config; None without one.
     """
 
-    def __init__(self, processor: Any, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, processor: Any, model: Any = None) -> None:
         check_processor(processor)
         self.processor, self.tokenizer = processor, processor.tokenizer
         holders = (processor, getattr(model, "config", None))
@@ -238,7 +240,7 @@ class VisionProcessor:
         """
         videos = [one for one in images if isinstance(one, Video)]
         pictures = [one for one in images if not isinstance(one, Video)]
-        self._check_places(text, image=pictures, video=videos)
+        self.check_places(text, image=pictures, video=videos)
         if videos and getattr(self.processor, "video_processor", None) is None:
             name = type(self.processor).__name__
             raise DataError(f"the row has a video, and this {name} reads none; give its frames as images")
@@ -273,7 +275,8 @@ class VisionProcessor:
             end = stop
         return Shown("".join([*shown, text[end:]]), places, tensors, self._ids_in(offsets), kinds)
 
-    def _check_places(self, text: str, **shown: Sequence[Any]) -> None:
+    def check_places(self, text: str, **shown: Sequence[Any]) -> None:
+        """Raise DataError where `text` has not as many places as there are of what is `shown`, image= and video=."""
         for kind, values in shown.items():
             placeholder = getattr(self.processor, f"{kind}_token", None)
             if placeholder is not None and (count := text.count(placeholder)) != len(values):
@@ -342,7 +345,9 @@ class CountedBatch(dict):
 
     def _part(self, rows: slice) -> CountedBatch:
         assert self.entries is not None
-        part = CountedBatch({name: value[rows] for name, value in self.items() if name not in self.entries})
+        own = {name: value for name, value in self.items() if name not in self.entries}
+        # Positions of three dimensions are (4, B, T), all else (B, T).
+        part = CountedBatch({name: value[:, rows] if value.ndim == 3 else value[rows] for name, value in own.items()})
         part.entries = {name: counts[rows] for name, counts in self.entries.items()}
         for name, counts in self.entries.items():
             start = sum(counts[: rows.start])

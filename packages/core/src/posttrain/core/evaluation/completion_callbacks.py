@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.data.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
+from posttrain.core.data.vision import Shown, VisionProcessor, join_tensors, place_images
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import samples
 from posttrain.core.logging.trackers import show_table
-from posttrain.core.models.wrapping import unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 
 
 class _Answers(TrainerCallback):
@@ -27,12 +30,14 @@ class _Answers(TrainerCallback):
                 f"{type(self).__name__} answers prompts of the eval_dataset, and the trainer has none; pass one."
             )
         self.rows = _first(trainer.eval_dataset, num_prompts)
+        self.notes: list[str] = []
 
     def answer(self) -> list[tuple[str, str]]:
         """(prompt, completion) of each row, on every process, which all must call."""
         trainer, tokenizer = self.trainer, self.trainer.processing_class
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        prompts = [_prompt_of(row, tokenizer) for row in self.rows]
+        reads = _reader(trainer) if has_images(self.rows) else None
+        prompts = [_prompt_of(row, tokenizer) if reads is None else _shown_prompt(row, *reads) for row in self.rows]
         dist = getattr(trainer, "dist", None)
         rank, size = (0, 1) if dist is None else (dist.rank, dist.world_size)
         whole = contextlib.nullcontext() if dist is None else dist.gathered(trainer.model)
@@ -45,22 +50,45 @@ class _Answers(TrainerCallback):
                 for text in complete(trainer.model, tokenizer, mine[start : start + batch], self.generation_config)
             ]
         parts = [written] if dist is None else dist.gather_object(written)
-        return [(prompt, parts[i % size][i // size]) for i, (prompt, _) in enumerate(prompts)]
+        self.notes = [prompt.note for prompt in prompts]
+        return [(prompt.text, parts[i % size][i // size]) for i, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is answered.
+
+    text: as it is shown. ids: its tokens, those of images among them. shown: its images. note: what there is to say
+    about them.
+    """
+
+    text: str
+    ids: list[int]
+    shown: Shown | None = None
+    note: str = ""
 
 
 @torch.no_grad()
-def complete(model: Any, tokenizer: Any, prompts: Sequence[tuple[str, list[int]]], generation_config: Any) -> list[str]:
-    """What `model` writes after each of `prompts`, (text, tokens)."""
+def complete(model: Any, tokenizer: Any, prompts: Sequence[Prompt], generation_config: Any) -> list[str]:
+    """What `model` writes after each of `prompts`."""
     model = unwrap(model)
-    width, pad = max(len(ids) for _, ids in prompts), tokenizer.pad_token_id
+    width, pad = max(len(prompt.ids) for prompt in prompts), tokenizer.pad_token_id
     device = next(model.parameters()).device
-    ids = torch.tensor([[pad or 0] * (width - len(one)) + one for _, one in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for _, one in prompts], device=device)
+
+    def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([[fill] * (width - len(row)) + row for row in rows], device=device)
+
+    ids = padded([prompt.ids for prompt in prompts], pad or 0)
+    mask = padded([[1] * len(prompt.ids) for prompt in prompts], 0)
+    images = [(prompt.ids, prompt.shown) for prompt in prompts if prompt.shown is not None]
+    inputs = {name: tensor.to(device) for name, tensor in join_tensors([shown.tensors for _, shown in images]).items()}
+    for name in images[0][1].kinds if images else ():
+        inputs[name] = padded([shown.numbers(row)[name] for row, shown in images], 0)
     options: dict[str, Any] = {"pad_token_id": pad}
     if generation_config is not None:  # transformers takes either a configuration or single arguments
         options = {"generation_config": copy.copy(generation_config)}
         options["generation_config"].pad_token_id = pad
-    out = model.generate(input_ids=ids, attention_mask=mask, **options)
+    out = model.generate(input_ids=ids, attention_mask=mask, **inputs, **options)
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return tokenizer.batch_decode(out[:, 1 if has_encoder else width :], skip_special_tokens=True)
 
@@ -76,24 +104,53 @@ def _first(dataset: Any, number: int | None) -> list[Any]:
     return rows
 
 
-def _prompt_of(row: Any, tokenizer: Any) -> tuple[str, list[int]]:
-    """(text, tokens) of the prompt of a row: of its `prompt`, or of the `prompt_ids` that it was prepared to."""
+def _reader(trainer: Any) -> tuple[VisionProcessor, ImageReader]:
+    """What reads prompts with images for `trainer`."""
+    args = trainer.args
+    reader = ImageReader.of(args) if hasattr(args, "max_image_pixels") else ImageReader()
+    return VisionProcessor(trainer.processing_class, base_model(trainer.model)), reader
+
+
+def _shown_prompt(row: Any, vision: VisionProcessor, reader: ImageReader) -> Prompt:
+    """The prompt of a row with or without images; its text has their placeholders."""
+    if (prompt := row.get("prompt")) is None:
+        raise _no_prompt(row)
+    placed, values = place_images(
+        {name: row[name] for name in ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in row}, ("prompt",)
+    )
+    images, text, is_text = read_images(values, reader), prompt, isinstance(prompt, str)
+    if not is_text:
+        options = vision.template_kwargs() | {"add_generation_prompt": True}
+        text = vision.tokenizer.apply_chat_template(placed["prompt"], tokenize=False, **options)
+    shown = vision.show(text, images)
+    ids = vision.tokenizer(shown.text, add_special_tokens=is_text)["input_ids"]
+    note = "; ".join(map(described, values, images))
+    return Prompt(text, list(ids), shown, note)
+
+
+def _prompt_of(row: Any, tokenizer: Any) -> Prompt:
+    """The prompt of a row: its `prompt`, or the `prompt_ids` that it was prepared to."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):
-        return prompt, list(tokenizer(prompt)["input_ids"])
+        return Prompt(prompt, list(tokenizer(prompt)["input_ids"]))
     if prompt is not None:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Prompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     if "prompt_ids" in row:
-        return tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"])
-    raise DataError(
+        return Prompt(tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"]))
+    raise _no_prompt(row)
+
+
+def _no_prompt(row: Any) -> DataError:
+    return DataError(
         f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep one, "
         "with remove_unused_columns=True the trainer itself does not read it."
     )
 
 
 class LogCompletionsCallback(_Answers):
-    """Logs completions of evaluation prompts as the table ``completions``: step, prompt, completion.
+    """Logs completions of evaluation prompts as the table ``completions``: step, prompt, completion; of prompts with
+    images also ``images``, where each comes from and its size.
 
     The table goes to wandb, trackio and comet_ml, if `report_to` names them and a run is active, and to
     ``samples.jsonl`` in the output directory.
@@ -121,6 +178,8 @@ class LogCompletionsCallback(_Answers):
         self._last_logged_step = step
         answers = self.answer()
         rows = [{"prompt": prompt, "completion": text} for prompt, text in answers]
+        if any(self.notes):
+            rows = [row | {"images": note} for row, note in zip(rows, self.notes, strict=True)]
         self.table += [{"step": step} | row for row in rows]
         if state.is_world_process_zero:
             samples.append(rows, step, args.output_dir)

@@ -320,6 +320,10 @@ def encode(model: PretrainedModel, inputs: Mapping[str, Any]) -> Any:
     return encoder(**{name: value for name, value in inputs.items() if name in names}, return_dict=True)
 
 
+#: Inputs with the kind of each token, text or image, that models which see read with a prompt.
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
+
+
 def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Rows of prompt and target become (prompts padded on the left, targets padded on the right with -100).
 
@@ -328,7 +332,7 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
 
     Args:
         inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any;
-            other inputs that are not per token are kept.
+            other inputs that are not per token are kept, image tensors among them, and `TOKEN_KINDS`.
 
     Raises:
         DataError: a row is labelled from its first token on, so it has no prompt.
@@ -359,11 +363,12 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
             "is nothing to generate from. Use rows of prompt and completion, with labels of -100 over the prompt, "
             "or set predict_with_generate=False."
         )
+    kinds = {name: _pack(inputs[name], is_prompt, 0, "left") for name in TOKEN_KINDS if name in inputs}
     by_token = {name for name, v in inputs.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape}
     rest = {name: v for name, v in inputs.items() if name not in {*by_token, "labels", "seq_lengths"} and v is not None}
     prompts = {"input_ids": _pack(ids, is_prompt, pad_token_id, "left")}
     prompts["attention_mask"] = _pack(is_prompt.long(), is_prompt, 0, "left")
-    return rest | prompts, targets
+    return rest | kinds | prompts, targets
 
 
 def _pack(values: torch.Tensor, keep: torch.Tensor, fill: int, side: str) -> torch.Tensor:

@@ -52,8 +52,13 @@ def text_part(base: PretrainedModel) -> PretrainedModel:
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """The configs that forwards of `model` read: its own, and the copy that the decoder of some models has."""
-    base, found = base_model(model), [getattr(model, "config", None)]
-    if getattr(found[0], "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
+    """The configs that forwards of `model` read: its own, that of its decoder of text where it has other parts too, and
+    the copy that the decoder of some models has.
+    """
+    base, own = base_model(model), getattr(model, "config", None)
+    found = [own]
+    if own is not None and getattr(own, "vision_config", None) is not None:
+        found.append(own.get_text_config())
+    if getattr(own, "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
         found.append(getattr(base.get_decoder(), "config", None))
     return [config for config in found if config is not None]

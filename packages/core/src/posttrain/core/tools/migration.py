@@ -31,10 +31,10 @@ UNKNOWN = object()
 SEES = re.compile(r"ImageTextToText|Vision2Seq|VL\w*ForConditionalGeneration|Llava|Idefics|PaliGemma|^PIL$")
 WITH_IMAGES = {
     "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; "
-    "packing, padding_free and predict_with_generate are refused there, and a collator of "
-    "the script's own needs remove_unused_columns=False and skip_prepare_dataset",
+    "too_long=split and packing that splits rows are refused there, and a collator of the script's own needs "
+    "remove_unused_columns=False and skip_prepare_dataset",
     "rl": "takes prompts with images and the processor as processing_class; vLLM and precomputed log-probabilities of "
-    "the reference are refused there, and reward models and distillation read texts alone",
+    "the reference are refused there",
 }
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 

@@ -5,11 +5,14 @@ It prints colours on a terminal, or brackets without colours, or writes a self-c
 
 from __future__ import annotations
 
+import base64
+import io
+import itertools
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,12 +121,21 @@ class Cell:
     label: str | None = None
 
 
+@dataclass(frozen=True)
+class Picture:
+    """An image that a document shows: what there is to say about it, and a small copy as a data URL."""
+
+    caption: str
+    thumbnail: str
+
+
 @dataclass
 class Document:
     """A text of a row: `title` says which it is."""
 
     title: str
     cells: list[Cell] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
 
 
 @dataclass
@@ -159,6 +171,29 @@ def cells_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> list[
     return cells
 
 
+#: Pixels of the longer side of a thumbnail.
+THUMBNAIL = 160
+
+
+def picture(image: Any, caption: str) -> Picture:
+    """A `Picture` of a PIL image in RGB."""
+    small, stored = image.copy(), io.BytesIO()
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    small.save(stored, "PNG" if max(image.size) <= THUMBNAIL else "JPEG")
+    kind = "png" if max(image.size) <= THUMBNAIL else "jpeg"
+    return Picture(caption, f"data:image/{kind};base64,{base64.b64encode(stored.getvalue()).decode()}")
+
+
+def joined(cells: Sequence[Cell], tokens: Collection[int]) -> list[Cell]:
+    """`cells` with each run of one of `tokens`, of which an image has many, as one."""
+    found: list[Cell] = []
+    for cell, run in itertools.groupby(cells):
+        number = len(list(run))
+        is_run = number > 1 and set(cell.ids) <= set(tokens)
+        found += [replace(cell, text=f"{cell.text}×{number}")] if is_run else [cell] * number
+    return found
+
+
 def as_text(rows: Sequence[Row], color: bool) -> str:
     """The rows for a terminal; without `color` what is trained on stands between ⟦ and ⟧."""
     lines = []
@@ -167,6 +202,7 @@ def as_text(rows: Sequence[Row], color: bool) -> str:
         for document in row.documents:
             if len(row.documents) > 1:
                 lines.append(_rule(f"── {document.title} ", "─", color))
+            lines += [f"▣ {_visible(picture.caption)}" for picture in document.pictures]
             lines.append(_colored(document.cells) if color else _bracketed(document.cells))
     return "\n".join(lines)
 
@@ -225,8 +261,14 @@ def as_html(rows: Sequence[Row], report: Sequence[str], title: str = "What is tr
         for document in row.documents:
             if len(row.documents) > 1:
                 body.append(f"<h3>{escape(document.title)}</h3>")
+            body += [_figure(picture) for picture in document.pictures]
             body.append(f'<div class="row">{"".join(_span(cell) for cell in document.cells)}</div>')
     return PAGE.format(title=escape(title), style=STYLE, body="\n".join(body))
+
+
+def _figure(picture: Picture) -> str:
+    caption = escape(_visible(picture.caption))
+    return f'<figure><img src="{escape(picture.thumbnail)}" alt=""><figcaption>{caption}</figcaption></figure>'
 
 
 def _span(cell: Cell) -> str:
@@ -247,6 +289,7 @@ pre, .row { font-family: ui-monospace, monospace; font-size: 13px; white-space: 
 .row span { color: var(--soft); border-right: 1px dotted var(--soft); }
 span.t, .row span.t { background: var(--trained); color: var(--ink); border-right: 1px solid var(--edge); }
 i { opacity: .5; font-style: normal; }
+figure { display: inline-block; margin: .25rem 1rem .25rem 0; } figcaption { font-size: .85rem; color: var(--soft); }
 """
 PAGE = """<!doctype html>
 <html lang="en">
