@@ -186,7 +186,7 @@ def test_rows_are_measured_with_the_tokens_of_their_images(kind, tmp_path):
 
     trainer_class = getattr(posttrain.rl, kind)
     columns = "prompt chosen rejected" + (" reference" if kind == "TPOTrainer" else "")
-    it = contract.images(trainer_class, columns, "qwen2_vl")(tmp_path, max_batch_tokens=400)
+    it = contract.images(trainer_class, columns, "qwen2_vl")(tmp_path, max_batch_tokens=400, shared_prefix=False)
     alone = [it.data_collator([it.train_dataset[i]]) for i in range(len(it.train_dataset))]
     lengths = it.row_lengths(it.train_dataset)
     assert lengths == [batch["input_ids"].numel() for batch in alone]
