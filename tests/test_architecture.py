@@ -35,7 +35,7 @@ LAYERS = {
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
         data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
-        data.training_template
+        data.training_template data.image_tokens
         evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
         logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading
@@ -45,7 +45,8 @@ LAYERS = {
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run
         models.clone_template models.context_parallel models.document_kernels models.image_features
-        models.padding_masks models.image_positions logging.parameter_monitor logging.profiling
+        models.padding_masks models.image_positions models.document_positions
+        logging.parameter_monitor logging.profiling
     """.split(),
     2: """
         cli trainer cli.scripts evaluation.completion_callbacks evaluation.predict_with_generate evaluation.win_rate
