@@ -4,10 +4,10 @@ The pictures are drawn, so that there are as many as are wanted: one to four cir
 one of four colours. "How many?" is answered by a number and a colour. Each of the 16 answers is as frequent as the
 others, so that guessing is right for 6%.
 
-Fine-tuning teaches a model of 0.14 million parameters nearly all of them. A second one, that fine-tuning left halfway,
+Fine-tuning teaches a model of 0.14 million parameters most of them. A second one, that fine-tuning left halfway,
 goes on with GRPO, told by an exact checker which of its own answers are right. Accuracy is that of the most probable
-answers to pictures drawn anew. Some of them, mostly of one or two shapes, equal one that was trained on; how many do
-not, is printed.
+answers to held-out pictures. A fifth of all pictures that can be drawn are held out, chosen by a checksum of their
+pixels, so that none of them equals one that was trained on.
 
 python examples/shapes.py
 python examples/shapes.py --seeds 0 1 2
@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), 
 SHAPES = ("circle", "square", "triangle")
 MOST = 4  # shapes of a picture
 CELL, CELLS = 8, 3  # pixels of a cell, cells of a side
+HELD_OUT = 5  # one of so many pictures is not trained on
 WORDS = ("<pad>", "<end>", "<image>", "<user>", "<assistant>", "how", "many", *COLOURS, *map(str, range(1, MOST + 1)))
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}> {% for part in message['content'] %}"
@@ -53,9 +55,21 @@ CHAT = (
 )
 
 
-def draw(draws: random.Random) -> tuple[Image.Image, str]:
-    """(a picture, how many shapes it shows and of which colour)."""
+def is_held_out(image: Image.Image) -> bool:
+    """Whether a picture is one that no model is trained on, by a checksum of its pixels."""
+    return zlib.crc32(image.tobytes()) % HELD_OUT == 0
+
+
+def draw(draws: random.Random, held_out: bool) -> tuple[Image.Image, str]:
+    """(a picture for training, or a held-out one; how many shapes it shows and of which colour)."""
     colour, count = draws.choice(list(COLOURS)), draws.randint(1, MOST)
+    while is_held_out(image := picture(draws, colour, count)) != held_out:
+        pass
+    return image, f"{count} {colour}"
+
+
+def picture(draws: random.Random, colour: str, count: int) -> Image.Image:
+    """So many shapes of a colour, anywhere."""
     image = Image.new("RGB", (CELL * CELLS, CELL * CELLS), (255, 255, 255))
     pen = ImageDraw.Draw(image)
     for cell in draws.sample(range(CELLS**2), count):
@@ -65,15 +79,15 @@ def draw(draws: random.Random) -> tuple[Image.Image, str]:
             pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=COLOURS[colour])
         else:
             (pen.ellipse if shape == "circle" else pen.rectangle)(corners, fill=COLOURS[colour])
-    return image, f"{count} {colour}"
+    return image
 
 
-def rows(number: int, seed: int) -> list[dict[str, Any]]:
+def rows(number: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
     """So many questions about pictures, with their answers."""
     draws, found = random.Random(seed), []
     asked = [{"role": "user", "content": "how many"}]
     for _ in range(number):
-        image, answer = draw(draws)
+        image, answer = draw(draws, held_out)
         told = [{"role": "assistant", "content": answer}]
         found.append({"images": [image], "prompt": asked, "completion": told, "answer": answer})
     return found
@@ -156,9 +170,8 @@ def run(
     seed: int, steps: int = 300, weak_steps: int = 80, updates: int = 250, pictures: int = 4000, held_out: int = 400
 ) -> dict[str, float]:
     """Accuracies on held-out pictures, by name: before training, after fine-tuning, after a brief one, after GRPO."""
-    train, measured = rows(pictures, 1000 + seed), rows(held_out, 2000 + seed)
-    seen = {row["images"][0].tobytes() for row in train}
-    found: dict[str, float] = {"unseen": sum(row["images"][0].tobytes() not in seen for row in measured) / held_out}
+    train, measured = rows(pictures, 1000 + seed), rows(held_out, 2000 + seed, held_out=True)
+    found: dict[str, float] = {}
     started = time.process_time()
     with tempfile.TemporaryDirectory() as out:
 
@@ -198,8 +211,7 @@ def main() -> None:
         ("grpo", "and then by GRPO"),
     ):  # fmt: skip
         print(f"  {title:<20} {with_error([each[name] for each in found])}")
-    print(f"\n{with_error([each['unseen'] for each in found])} of these pictures equal none that was trained on")
-    print(f"{statistics.mean([each['cpu_seconds'] for each in found]):.0f} s of one core for each seed")
+    print(f"\n{statistics.mean([each['cpu_seconds'] for each in found]):.0f} s of one core for each seed")
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

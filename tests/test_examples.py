@@ -440,6 +440,13 @@ def test_shapes_are_drawn_as_they_are_counted(shapes):
         assert str(len(filled)) == row["answer"].split()[0]
 
 
+def test_no_held_out_picture_of_shapes_is_trained_on(shapes):
+    trained, held_out = shapes.rows(2000, 1), shapes.rows(400, 2, held_out=True)
+    assert {row["answer"] for row in held_out} == {row["answer"] for row in trained}
+    seen, measured = ({row["images"][0].tobytes() for row in part} for part in (trained, held_out))
+    assert not seen & measured and len(measured) > 200
+
+
 def test_shapes_runs_from_end_to_end(shapes, tmp_path, monkeypatch, capsys):
     small = dict(zip(shapes.run.__code__.co_varnames[1:6], (3, 2, 1, 64, 16), strict=True))
     act = shapes.run
@@ -448,7 +455,7 @@ def test_shapes_runs_from_end_to_end(shapes, tmp_path, monkeypatch, capsys):
     shapes.main()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert [each["seed"] for each in found] == [0, 1]
-    assert all(0 <= each[name] <= 1 for each in found for name in ("unseen", "before", "sft", "weak_sft", "grpo"))
+    assert all(0 <= each[name] <= 1 for each in found for name in ("before", "sft", "weak_sft", "grpo"))
     assert "and then by GRPO" in capsys.readouterr().out
 
 
