@@ -40,7 +40,7 @@ LAYERS = {
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
         logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading
         models.parts models.blank_images
-        models.adapters
+        models.adapters models.float8
         models.arguments models.bema models.compiling models.ema models.flash_attention models.liger models.lm_head
         models.loading models.quantization models.varlen_attention optim.builder training.argument_changes
         training.nonfinite_report training.oom training.preemption training.preflight training.resume training.run

@@ -110,6 +110,17 @@ def mixture(name, arch="qwen3_moe", model=None, **changes):
         return train(name, **changes)
 
 
+def memory(out, folder, **changes):
+    """The bytes that each process holds of a model that is divided between them, and its peak in a step."""
+    from tests.core.tools import test_memory_plan
+
+    run = test_memory_plan.a_run(folder, out, **changes)
+    found = vars(test_memory_plan.really(run))
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, found)
+    return gathered
+
+
 def text_beside_images(out, family, **changes):
     """One process has rows of text alone in every micro-batch, and the other one rows with images: SFT's weights."""
     processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -47,11 +47,11 @@ class Watched(SFTTrainer):
     """Notes the bytes that autograd keeps of the first forward."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+        own = {local(p).untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
         kept: dict[int, int] = {}
 
         def pack(tensor):
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             if storage.data_ptr() not in own:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
@@ -72,7 +72,7 @@ class Second(TrainerCallback):
             self.profile.__enter__()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        self.gradients = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
         if state.global_step == 2:
@@ -86,13 +86,19 @@ class Second(TrainerCallback):
             self.weights, self.optimizer = held(model), state_bytes(optimizer)
 
 
+def local(tensor):
+    """What this process holds of `tensor`."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def held(model) -> int:
-    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    return sum(local(tensor).nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
 def state_bytes(optimizer) -> int:
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    return sum(local(value).nbytes for value in values)
 
 
 def really(run: registry.Run, watch: bool = True) -> SimpleNamespace:

@@ -36,6 +36,7 @@ from posttrain.core.checkpoint.manager import CheckpointManager, Contents, State
 from posttrain.core.data import pipeline
 from posttrain.core.data.stateful_dataloader import check_limits
 from posttrain.core.distributed import Distributed
+from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
 from posttrain.core.logging import report, run_record, trackers
@@ -47,6 +48,7 @@ from posttrain.core.models import (
     compiling,
     ema,
     embeddings,
+    float8,
     gradient_checkpointing,
     liger,
     loading,
@@ -949,6 +951,8 @@ class Trainer(HFCompat):
             gradient_checkpointing.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
         if args.use_liger_kernel and (why_not := liger.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
+        if args.fp8:
+            float8.use_float8(model)
         return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
 
     def _compiled(self) -> contextlib.AbstractContextManager:
@@ -991,6 +995,7 @@ class Trainer(HFCompat):
             guard=self._new_guard(),
             splitter=BatchSplitter(args.auto_find_batch_size, self.train_batch_size, args.gradient_accumulation_steps),
             watch=preemption.Watch(on_signals, limit, self.dist.num_processes, self.dist.device),
+            pace=Pace(self.dist.seconds_waited, self.dist.process_index),
             ema=ema.make(self.model, args, self.optimizer),
         )
 
@@ -1285,6 +1290,7 @@ class Trainer(HFCompat):
 
     def _log_evaluate_save(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the flags of the control ask for, and clear them."""
+        self.run.pace.pause()
         self._agree()
         if reason := self.run.watch.due():
             self._interrupt(model, trial, reason)
@@ -1309,17 +1315,21 @@ class Trainer(HFCompat):
                 self._save_checkpoint(model, trial)
         if self.args.save_on_exception:
             self.checkpoints.boundary = copy.deepcopy(self._contents().position())
+        self.dist.enter_step(self.state.global_step + 1)
+        self.run.pace.resume()
 
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
-        progress, step = self.run.progress, self.state.global_step
-        pairs = self.metrics.drain(self.dist.gather_object)
+        progress, pace, step = self.run.progress, self.run.pace, self.state.global_step
+        steps = step - progress.last_logged
+        pairs = self.metrics.drain(pace.gathering(self.dist.gather_object, self.clock.phases, steps))
         self._count_inputs(pairs)
         progress.add_losses(*pairs["loss"])
         progress.grad_norm = float(progress.grad_norm)
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
         logs |= self.run.group_rates | self.run.guard.logged()
-        logs |= self.clock.performance(step - progress.last_logged, steps_left(self.state, self.args.max_tokens))
+        logs |= self.clock.performance(steps, steps_left(self.state, self.args.max_tokens))
+        logs |= pace.logged(logs["perf/step_seconds"])
         progress.last_logged = step
         self.log(logs)
         self._agree()

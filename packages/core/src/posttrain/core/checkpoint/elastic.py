@@ -1,19 +1,56 @@
-"""Redistributes per-process state when a run resumes with another number of processes."""
+"""Elastic jobs: where a job that its launcher has restarted goes on, and what each process then takes over where their
+number is another one.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.rng import rng_state, set_rng_state
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+
+def starting_point(
+    store: Store, wanted: bool | str | Path | None, environ: Mapping[str, str] = os.environ
+) -> Path | None:
+    """The checkpoint from which a run that was asked to resume from `wanted` starts; None: from the beginning.
+
+    A job that its launcher has restarted (``torchrun --max-restarts``) goes on from the newest whole checkpoint that it
+    has written, whatever its first start was asked for.
+
+    Args:
+        environ: what the launcher says: ``TORCHELASTIC_RESTART_COUNT`` and ``TORCHELASTIC_MAX_RESTARTS``.
+
+    Raises:
+        CheckpointError: `wanted` is damaged or not there; or the job may be restarted, and would then go on from a
+            checkpoint of an earlier run.
+    """
+    restarts, may_restart = (int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if (wanted == AUTO or restarts) and (store.has_begun() or wanted in (AUTO, None, False)):
+        start = store.resolve(True) if store.has_begun() else None
+        place = f"the beginning, for {store.output_dir} holds no checkpoint yet" if start is None else str(start)
+        logger.info("%sThe run starts from %s.", f"Restart {restarts} of this job. " if restarts else "", place)
+        return start
+    start = store.resolve(wanted) if wanted else None
+    newest = store.newest_whole() if may_restart else None
+    if newest is not None and (start is None or start.resolve() != newest.resolve()):
+        raise CheckpointError(
+            f"The launcher may restart this job (max_restarts={may_restart}), which then goes on from the newest "
+            f"checkpoint in {store.output_dir}. That would be {newest.name}, of an earlier run. Set "
+            f"resume_from_checkpoint={AUTO!r} to go on from it now, or set another output_dir."
+        )
+    return start
 
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, rng, sharded, weights
-from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.models import ema, wrapping
@@ -97,19 +96,14 @@ class CheckpointManager:
         if wanted is None:
             wanted = asked_for(self.args.resume_from_checkpoint)
         self._on_savers(self.store.clean)
-        if wanted == AUTO:
-            wanted = self.dist.on_main(self.store.has_begun, "the look for checkpoints")
-            if not wanted:
-                logger.info("%s holds no checkpoint yet: the run starts from the beginning.", self.args.output_dir)
-        if wanted:
-            return self.dist.on_main(lambda: self.store.resolve(wanted), "the check of the checkpoint")
-        if self.store.checkpoints() and not self.args.overwrite_output_dir:
+        start = self.dist.on_main(lambda: elastic.starting_point(self.store, wanted), "the check of the checkpoint")
+        if start is None and self.store.checkpoints() and not self.args.overwrite_output_dir:
             logger.warning(
                 "%s holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
                 "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True.",
                 self.args.output_dir,
             )  # fmt: skip
-        return None
+        return start
 
     def check_space(self, contents: Contents, saves: int) -> None:
         """Warn before training that the disk is too small for the `saves` checkpoints of this run."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, tensor_parallel
+from posttrain.core.distributed import deepspeed, expert_parallel, global_batch, shard_settings, tensor_parallel
 from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
+from posttrain.core.models import float8
 
 
 @dataclass
@@ -21,6 +22,10 @@ class DistributedArguments:
     use_cpu: bool = opt(False, "Train on the CPU even where an accelerator is present.", aliases=("no_cuda",))
     bf16: bool = opt(False, "Compute in bfloat16 under autocast; the weights keep their own precision.")
     fp16: bool = opt(False, "Compute in float16 under autocast with loss scaling. Needs an accelerator.")
+    fp8: bool = opt(
+        False,
+        "Multiply matrices in float8, through torchao, on GPUs that can; weights keep their precision. Set bf16 too.",
+    )
     bf16_full_eval: bool = opt(False, "Evaluate with the weights cast to bfloat16: half the memory, other metrics.")
     fp16_full_eval: bool = opt(False, "Evaluate with the weights cast to float16: half the memory, other metrics.")
     tf32: bool | None = opt(
@@ -28,6 +33,13 @@ class DistributedArguments:
     )
     average_tokens_across_devices: bool = opt(
         True, "Divide the loss by the items of all processes, so that splitting a batch differently changes nothing."
+    )
+    global_batch_size: int | None = opt(
+        None,
+        "Rows of an optimizer step over all processes. It overrides gradient_accumulation_steps, and "
+        "per_device_train_batch_size is then the most rows of a micro-batch: a job that goes on with other processes "
+        "keeps its step.",
+        min=1,
     )
     local_rank: int = opt(-1, "Set by launchers; the trainer reads the environment variable LOCAL_RANK.", min=-1)
     ddp_backend: str | None = opt(
@@ -82,14 +94,25 @@ class DistributedArguments:
         settings, problems = shard_settings.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         if settings is not None and not problems and settings.activation_checkpointing:
             vars(self).update(activation_checkpointing=True, gradient_checkpointing=True)
+        if self.global_batch_size is not None and self.global_batch_size > 0:
+            own: Any = self
+            rows = own.per_device_train_batch_size
+            size, steps = global_batch.dealt(self.global_batch_size, self.data_parallel_size, rows)
+            vars(self).update(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
 
     def _problems(self) -> Iterator[str]:
         if self.bf16 and self.fp16:
             yield "bf16=True and fp16=True cannot both hold; keep one (bf16 needs no loss scaling)"
+        if self.fp8 and self.fp16:
+            yield "fp8=True and fp16=True cannot both hold; set bf16=True beside fp8"
+        if self.fp8 and self.deepspeed is not None:
+            yield "fp8=True changes layers that deepspeed divides; set one of the two to its default"
         if self.bf16_full_eval and self.fp16_full_eval:
             yield "bf16_full_eval=True and fp16_full_eval=True cannot both hold; keep one"
         if self.fp16 and (self.use_cpu or not accelerator_present()):
             yield "fp16=True needs an accelerator and this run is on the CPU; set bf16=True instead"
+        if self.global_batch_size is not None and getattr(self, "max_batch_tokens", None) is not None:
+            yield "global_batch_size counts rows, and max_batch_tokens takes as many as fit; set one of them to None"
         if self.tf32 and not torch.cuda.is_available():
             yield "tf32=True needs a CUDA GPU (Ampere or newer) and none is visible; leave it None"
         sizes = self.parallelism_config
@@ -99,6 +122,8 @@ class DistributedArguments:
         yield from problems
         groups = shard_settings.sizes_of(sizes)
         if (size := groups.get("tp_size", 1)) > 1:
+            if self.fp8:
+                yield f"fp8=True does not work on split matrices; set it to False, or tp_size=1 in place of {size}"
             yield from tensor_parallel.problems(size, self)
         if (size := groups.get("cp_size", 1)) > 1:
             yield from shard_settings.context_problems(size, groups.get("tp_size", 1), self)
@@ -117,6 +142,11 @@ class DistributedArguments:
         yield from shard_settings.world_problems(shard_settings.sizes_of(self.parallelism_config), world_size())
         if deepspeed.is_asked_for(self.deepspeed) and (error := missing("deepspeed", "deepspeed", "deepspeed=...")):
             yield error
+        if self.fp8:
+            if why := float8.problem(self.use_cpu):
+                yield why
+            elif error := missing("torchao", float8.PACKAGE, "fp8=True"):
+                yield error
         if (self.bf16 or self.bf16_full_eval) and not self.use_cpu and torch.cuda.is_available():
             if not torch.cuda.is_bf16_supported():
                 name = "bf16" if self.bf16 else "bf16_full_eval"

@@ -76,9 +76,10 @@ def precision(args: Any) -> str:
         return "bf16" if args.bf16 else "fp16"
     chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if chosen not in ("no", "bf16", "fp16"):
+        here = "; set bf16=True and fp8=True in the arguments of the run instead" if chosen == "fp8" else ""
         raise ConfigError(
             "mixed_precision",
-            [f"the launcher sets {chosen!r} (ACCELERATE_MIXED_PRECISION); supported are bf16, fp16 and no"],
+            [f"the launcher sets {chosen!r} (ACCELERATE_MIXED_PRECISION); supported are bf16, fp16 and no{here}"],
         )
     return chosen
 

@@ -19,7 +19,15 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed import (
+    attempts,
+    deepspeed,
+    expert_parallel,
+    global_batch,
+    shard_settings,
+    sharding,
+    tensor_parallel,
+)
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import (
     accelerator_present,
@@ -116,7 +124,9 @@ class Distributed:
         if (lost := lost_processes()) is not None:
             logger.warning(lost)
         self.sharding = self._read_sharding()
-        group = InitProcessGroupKwargs(backend=self._backend(), timeout=timedelta(seconds=args.ddp_timeout + GRACE))
+        group = InitProcessGroupKwargs(
+            self._backend(), attempts.init_method(), timedelta(seconds=args.ddp_timeout + GRACE)
+        )
         # `autocast` below handles autocast, because accelerate would patch the forward of the user's model. Its
         # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
         # backward, which old training_steps call, would divide the loss again.
@@ -131,6 +141,8 @@ class Distributed:
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers
         self.local_rank: int = self.accelerator.local_process_index
+        if args.global_batch_size and (note := global_batch.note(args.global_batch_size, self.world_size)):
+            logger.warning(note)
         self._is_slow_in_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
         self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: _NOTHING
         self._waits: Waits | None = None
@@ -213,6 +225,15 @@ class Distributed:
     @property
     def is_local_main(self) -> bool:
         return self.local_rank == 0
+
+    def enter_step(self, step: int) -> None:
+        """Optimizer step `step` begins, from 1: where the processes hang, each says which one it is in."""
+        if isinstance(self._waiting, Watchdog):
+            self._waiting.step = step
+
+    def seconds_waited(self) -> float:
+        """How long this process has waited for the others so far, within steps and evaluations."""
+        return self._waiting.waited if isinstance(self._waiting, Watchdog) else 0.0
 
     @property
     def shards(self) -> bool:

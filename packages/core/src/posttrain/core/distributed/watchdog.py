@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from posttrain.core.distributed.waits import LostProcessError, beat
 
 FOLDER = "hang"
 _ALARM, _DONE = "posttrain/alarm", "posttrain/done"
+_FRAMES = 4  # innermost lines of a process that its report names
 
 
 class Watchdog(threading.Thread):
@@ -31,6 +33,10 @@ class Watchdog(threading.Thread):
         seconds: how long a wait may take.
         folder: where to write ``rank-<k>.txt``.
         leave: ends the process; `os._exit`, for the main thread may never return.
+
+    Attributes:
+        step: the optimizer step that this process is in, from 1; 0 before the first.
+        waited: seconds that the main thread has waited for the other processes so far.
     """
 
     def __init__(
@@ -42,6 +48,8 @@ class Watchdog(threading.Thread):
         self.seconds, self.folder, self.leave = seconds, Path(folder), leave
         self._waits: tuple[str, float] | None = None
         self._what = ""
+        self.step, self.waited = 0, 0.0
+        self._main = threading.main_thread().ident
         self._stopped = threading.Event()
 
     def __call__(self, what: str) -> Watchdog:
@@ -53,6 +61,8 @@ class Watchdog(threading.Thread):
         self._waits = (self._what, time.monotonic())
 
     def __exit__(self, *error: object) -> None:
+        if self._waits is not None:
+            self.waited += time.monotonic() - self._waits[1]
         self._waits = None
 
     def stop(self) -> None:
@@ -70,7 +80,8 @@ class Watchdog(threading.Thread):
                 waits = self._waits
                 if waits is not None and time.monotonic() - waits[1] > self.seconds:
                     self.store.set(
-                        _ALARM, f"rank {self.rank} has waited {self.seconds:g} s for the others in {waits[0]}"
+                        _ALARM,
+                        f"rank {self.rank} has waited {self.seconds:g} s for the others in {waits[0]}{self._at()}",
                     )
                 if self.store.check([_ALARM]):
                     return self._end(self.store.get(_ALARM).decode())
@@ -80,7 +91,9 @@ class Watchdog(threading.Thread):
     def _end(self, alarm: str) -> None:
         waits = self._waits
         mine = (
-            f"waited in {waits[0]} for {time.monotonic() - waits[1]:.0f} s" if waits else "did not wait for the others"
+            f"waited in {waits[0]} for {time.monotonic() - waits[1]:.0f} s{self._at()}"
+            if waits
+            else f"did not wait for the others{self._at()}: it is at {self._place()}"
         )
         path = self.folder / f"rank-{self.rank}.txt"
         try:
@@ -102,6 +115,16 @@ class Watchdog(threading.Thread):
         finally:
             self.leave(1)
 
+    def _at(self) -> str:
+        return f" (step {self.step})" if self.step else ""
+
+    def _place(self) -> str:
+        """Where the main thread is: its innermost lines, the innermost first."""
+        frame = sys._current_frames().get(self._main or 0)
+        stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+        lines = [f"{one.name} ({os.sep.join(Path(one.filename).parts[-2:])}:{one.lineno})" for one in reversed(stack)]
+        return ", called by ".join(lines) or "its end"
+
     def _report(self, alarm: str) -> None:
         lines = []
         for rank in range(self.world_size):
@@ -109,7 +132,7 @@ class Watchdog(threading.Thread):
             said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
             lines.append(f"  rank {rank} {said}")
         message = (
-            f"The processes of this run hang: {alarm} (ddp_timeout). Check the one that did not wait.\n"
+            f"The processes of this run hang: {alarm} (ddp_timeout). Check those that did not wait.\n"
             + "\n".join(lines) + f"\nThe stacks of all threads are in {self.folder}."
         )  # fmt: skip
         print(message, file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
+from posttrain.core.optim.bf16 import BF16AdamW
 from posttrain.core.optim.galore import SIDES, galore
 from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
@@ -114,6 +115,11 @@ def _adam(args: Any) -> dict[str, Any]:
 def adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
     """Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101."""
     return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad}
+
+
+def bf16_adamw(args: Any, model: Any, *, stochastic_rounding: bool = True) -> ClassAndArguments:
+    """AdamW with its state in bfloat16, rounded stochastically; weights in bfloat16 too."""
+    return BF16AdamW, _adam(args) | {"stochastic_rounding": stochastic_rounding, "seed": getattr(args, "seed", 0)}
 
 
 def fused_adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
@@ -360,6 +366,7 @@ def npu_adamw(args: Any, model: Any) -> ClassAndArguments:
 OPTIMIZERS: dict[str, Factory] = {
     "adamw_torch": adamw,
     "adamw_torch_fused": fused_adamw,
+    "adamw_bf16": bf16_adamw,
     "adamw_torch_xla": xla_adamw,
     "adamw_torch_npu_fused": npu_adamw,
     "adafactor": adafactor,

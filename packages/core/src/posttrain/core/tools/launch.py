@@ -120,7 +120,7 @@ WITHOUT_EFFECT = {
     "tpu_env": "TPUs are not supported", "tpu_use_cluster": "TPUs are not supported",
     "tpu_use_sudo": "TPUs are not supported", "tpu_name": "TPUs are not supported",
     "tpu_zone": "TPUs are not supported", "tpu_vm": "TPUs are not supported", "command_file": "TPUs are not supported",
-    "commands": "TPUs are not supported", "fp8_config": "fp8 is not supported",
+    "commands": "TPUs are not supported", "fp8_config": "set fp8 in the arguments of the run",
     "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "processes are started by torch, not by mpirun",
 }  # fmt: skip

@@ -9,12 +9,9 @@ see `Footprint`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from posttrain.core.cli.registry import Run
 from posttrain.core.data.segments import Segments
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import language_modeling
 from posttrain.core.models import (
     adapters,
+    context_parallel,
     gradient_checkpointing,
     lm_head,
     loading,
@@ -37,6 +36,8 @@ from posttrain.core.models import (
     wrapping,
 )
 from posttrain.core.optim import builder
+from posttrain.core.tools import memory_mesh
+from posttrain.core.tools.memory_mesh import local
 
 aten = torch.ops.aten
 TILE = 512  # rows of the largest tile of `posttrain.core.losses.language_modeling`
@@ -73,12 +74,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes in one process, sharded over none.
+    """Bytes in one process.
 
     weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
     `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most.
-    cache: keys and values in generation. peak: the most that lives at one time. Not in it: what kernels use inside, the
-    fragments between tensors, batches that are waiting, CUDA's own libraries, Python.
+    buckets: gradients as DDP averages them, which live beside them. cache: keys and values in generation. peak: the
+    most that lives at one time. Not in it: what kernels use inside, the fragments between tensors, batches that are
+    waiting, CUDA's own libraries, Python.
     """
 
     weights: int
@@ -90,6 +92,7 @@ class Footprint:
     reference: int = 0
     average: int = 0
     cache: int = 0
+    buckets: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -99,6 +102,7 @@ class Footprint:
             "reference model": self.reference,
             "average of the weights": self.average,
             "gradients": self.gradients,
+            "gradients in DDP's buckets": self.buckets,
             "optimizer state": self.optimizer,
             "activations": self.activations,
             "loss and logits": self.head,
@@ -107,15 +111,6 @@ class Footprint:
         rest = self.peak - sum(found.values())
         found["passing tensors" if rest > 0 else "not at the same time"] = rest
         return {name: size for name, size in found.items() if size or name == "weights"}
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Arguments to set, what that costs, and the footprint of the run with them."""
-
-    changes: dict[str, Any]
-    price: str
-    footprint: Footprint
 
 
 def rows_of(config: Any, longest: int, sides: int = 1) -> int:
@@ -151,9 +146,11 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self.now = self.high = self.peak = 0
         self.most = sys.maxsize
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # what is done with a process's part of it is counted
         if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
             found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
         elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
@@ -163,20 +160,41 @@ class _Live(TorchDispatchMode):
         self.add(found)
         return found
 
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        resize, live = self._resize, self
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes memory so
+            result = resize(storage, size)
+            if (held := live._known.get(storage)) is not None:
+                live._count(size - held[0])
+                held[0] = size
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     def add(self, tree: Any) -> int:
         """Count the tensors in `tree` that are not counted yet; returns the bytes."""
         before = self.now
         for tensor in tree_leaves(tree):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            storage = local(tensor).untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage not in self._known:
-                self._known.add(storage)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
+                self._known[storage] = held = [storage.nbytes()]
+                self._count(held[0])
+                weakref.finalize(storage, self._free, held)
         return self.now - before
 
-    def _free(self, size: int) -> None:
-        self.now -= size
+    def _count(self, size: int) -> None:
+        self.now += size
+        self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
+
+    def _free(self, held: list[int]) -> None:
+        self.now -= held[0]
 
 
 def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
@@ -190,15 +208,21 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    config = load_config(run)
+    config, device = load_config(run), device or device_type(run.config)
+    mesh = memory_mesh.mesh_of(run.config, device)
     try:
         with torch.device("meta"):
             model, quantized = _make(run, work, config)
         # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
         # device.
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device or device_type(run.config)):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
             _make_fake(model)
-            return _measure(run, work, model, quantized)
+            precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
+            if run.config.activation_checkpointing:
+                how = run.config.activation_checkpointing_kwargs
+                gradient_checkpointing.enable_gradient_checkpointing(model, how)
+            memory_mesh.divide(model, mesh, torch.device(device), precision)
+            return _measure(run, work, model, quantized, mesh)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [""]
         raise ConfigError("posttrain plan", [f"{run.model.model_name_or_path} cannot be run without numbers: "
@@ -269,30 +293,44 @@ def _register_attention() -> str:
     return "footprint"
 
 
-def _measure(run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear]) -> Footprint:
+def _measure(
+    run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear], mesh: memory_mesh.Mesh
+) -> Footprint:
     args, live = run.config, _Live()
     weights = live.add([*model.parameters(), *model.buffers()])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if args.activation_checkpointing:
-        gradient_checkpointing.enable_gradient_checkpointing(model, args.activation_checkpointing_kwargs)
     with live:
         optimizer = builder.build(model, args)
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
+            _accumulate(model, args, work, live, trained)
         activations, head = _pass(model, args, work, live)
-        gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
+        gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
         early, in_pass = _state_bytes(optimizer), live.peak  # of optimizers that step in the backward
         optimizer.step()
     state = _state_bytes(optimizer)
     saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
     reference = weights if work.reference and not wrapping.is_peft_model(model) else 0
-    average = 0 if args.ema_decay is None else sum(4 * parameter.numel() for parameter in trained)
+    average = 0 if args.ema_decay is None else sum(4 * local(parameter).numel() for parameter in trained)
     cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
+    buckets = gradients if mesh.copies else 0
     # The pass was measured without optimizer state, which always exists from the second step on.
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
-    return Footprint(weights - saved, gradients, state, activations, head, peak, reference, average, cache)
+    parts = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
+    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **parts)
+
+
+def _accumulate(model: nn.Module, args: Any, work: Workload, live: _Live, trained: list[nn.Parameter]) -> None:
+    """What the micro-batches before the last one leave: gradients, under FSDP of whole weights."""
+    sharded: Any = model
+    if not hasattr(model, "set_requires_gradient_sync"):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        return
+    each = bool(args.accelerator_config.accumulation.get("sync_each_batch"))
+    sharded.set_requires_gradient_sync(each)
+    _pass(model, args, work, live)
+    sharded.set_requires_gradient_sync(True)
 
 
 def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Linear]]:
@@ -308,7 +346,8 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     if options.attn_implementation:
         kwargs["attn_implementation"] = options.attn_implementation
     model = getattr(transformers, work.auto_class).from_config(config, **kwargs).train()
-    if model.config._attn_implementation == "sdpa" and not getattr(config, "is_encoder_decoder", False):
+    slices = memory_mesh.cp_size(run.config) > 1  # their own attention
+    if model.config._attn_implementation == "sdpa" and not slices and not getattr(config, "is_encoder_decoder", False):
         model.set_attn_implementation(_register_attention())
     if options.load_in_4bit or options.load_in_8bit:
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
@@ -343,16 +382,20 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
     def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
         targets, live.most = language_modeling.shift_labels(labels), TILE
+        if slicing is not None and slicing.current is not None:
+            targets = slicing.current.cut(targets, language_modeling.IGNORE_INDEX)
+        weight = sharding.whole(head.weight)
         if work.loss == "logps":
-            scores = language_modeling.token_logps(hidden, head.weight, targets, bias=head.bias, stats=STATS)
+            scores = language_modeling.token_logps(hidden, weight, targets, bias=head.bias, stats=STATS)
             return torch.stack(tuple(scores))
         loss, stats, *_ = language_modeling.linear_cross_entropy(
-            hidden, head.weight, targets, bias=head.bias, return_stats=True
+            hidden, weight, targets, bias=head.bias, return_stats=True
         )
         return torch.stack([loss, *stats])
 
     low = bool(args.bf16 or args.fp16)
     with contextlib.ExitStack() as stack:
+        slicing = stack.enter_context(context_parallel.head_reads_slices(model)) if in_tiles else None
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
         if isinstance(head, nn.Linear) and in_tiles:
@@ -373,7 +416,9 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(tensor.nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor))
+    return sum(
+        local(tensor).nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor)
+    )
 
 
 def _quantized_rate(options: Any) -> float:
@@ -388,106 +433,3 @@ def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads_kept = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads_kept * width * tokens * itemsize
-
-
-# ------------------------------------------------------------------------------------------------------ what would help
-
-
-def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
-    """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
-
-    Changes that suffice alone, or else combinations. The last one fits, unless nothing does.
-
-    Args:
-        workload: the method's function that returns a run's workload.
-        memory: available bytes.
-    """
-
-    def try_rung(run: Run, rung: Rung) -> Proposal | None:
-        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot
-        be.
-        """
-        found = None
-        for changes, price in rung(run, workload(run)):
-            changed = with_changes(run, changes)
-            try:
-                found = Proposal(changes, price, measure(changed, workload(changed)))
-            except ConfigError:  # this model does not support it, such as an adapter on layers unknown to peft
-                continue
-            if found.footprint.peak <= memory:
-                break
-        return found
-
-    alone = [try_rung(run, rung) for rung in RUNGS]
-    if enough := [found for found in alone if found and found.footprint.peak <= memory]:
-        yield from enough
-        return
-    least = measure(run, workload(run)).peak
-    changes: dict[str, Any] = {}
-    for rung, first in zip(RUNGS, alone, strict=True):
-        found = try_rung(with_changes(run, changes), rung) if changes else first
-        if found is not None and found.footprint.peak < least:
-            changes, least = changes | found.changes, found.footprint.peak
-            yield dataclasses.replace(found, changes=changes)
-        if least <= memory:
-            return
-
-
-def with_changes(run: Run, changes: dict[str, Any]) -> Run:
-    """`run` with other arguments of its config and its model."""
-    of_model = {field.name for field in dataclasses.fields(run.model)} & set(changes)
-    config = dataclasses.replace(run.config, **{name: changes[name] for name in changes if name not in of_model})
-    return dataclasses.replace(
-        run, config=config, model=dataclasses.replace(run.model, **{n: changes[n] for n in of_model})
-    )
-
-
-Rung = Callable[[Run, Workload], Iterator[tuple[dict[str, Any], str]]]
-
-
-def _checkpointing(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if not run.config.activation_checkpointing:
-        changes = {"activation_checkpointing": True, "gradient_checkpointing": True}
-        yield changes, "the same optimizer step, about a third slower"
-
-
-def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    rows, accumulation = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
-    if (tokens := run.config.max_batch_tokens) is not None:
-        if (half := tokens // 2) >= work.length:
-            changes = {"max_batch_tokens": half, "gradient_accumulation_steps": 2 * accumulation}
-            yield changes, "an optimizer step of about as many tokens in smaller parts"
-        return
-    for smaller in sorted({n for n in (rows // 2, rows // 4, 1) if n and rows % n == 0} - {rows}, reverse=True):
-        times = rows // smaller
-        changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}
-        if getattr(run.config, "steps_per_generation", None):
-            changes["steps_per_generation"] = run.config.steps_per_generation * times
-        yield changes, "the same optimizer step in smaller parts"
-
-
-def _half_precision(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if not (run.config.bf16 or run.config.fp16) and run.model.dtype in (None, "float32"):
-        yield {"bf16": True}, "products in bfloat16, weights unchanged"
-
-
-def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if builder.plain(run.config.optim).startswith("adamw_torch") and importlib.util.find_spec("bitsandbytes"):
-        yield {"optim": "adamw_8bit"}, "the optimizer's state is rounded to 8 bits"
-
-
-def _adapter(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if not run.model.use_peft:
-        changes: dict[str, Any] = {"use_peft": True, "lora_target_modules": ["all-linear"]}
-        if work.loss == "score":
-            changes["lora_task_type"] = "SEQ_CLS"
-        yield changes, "trains an adapter, not the weights"
-
-
-def _four_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if not (run.model.load_in_4bit or run.model.load_in_8bit) and importlib.util.find_spec("bitsandbytes"):
-        changes = dict(next(_adapter(run, work), ({}, ""))[0])
-        yield changes | {"load_in_4bit": True}, "trains an adapter on weights that are rounded to 4 bits"
-
-
-RUNGS: tuple[Rung, ...] = (_checkpointing, _smaller_batches, _half_precision, _eight_bits, _adapter, _four_bits)

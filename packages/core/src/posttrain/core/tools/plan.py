@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from posttrain.core.cli import parse, registry
 from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
 
-USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--length N] [--name value ...]
+USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N] [--length N] [--name value ...]
 
 Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
 method (posttrain <method> --help); nothing is loaded, trained or written.
 
   --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
+  --processes N  processes of the run, each with so much memory; fsdp and parallelism_config divide the model over them
   --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
 
 Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
@@ -30,24 +32,36 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     """Print the memory plan of a run.
 
     Args:
-        words: a method, files and flags, among them ``--memory SIZE`` and ``--length N``.
+        words: a method, files and flags, among them ``--memory SIZE``, ``--processes N`` and ``--length N``.
         read: makes a run of a method and its words.
     """
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return
-    words, memory, length = _take_options(words)
+    words, options = _take_options(words)
     found = registry.first_named(words, "plan")
     workload_of = found.workload
     if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
         raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
-    asked = read(found, words[1:])
+    processes = options["processes"] or 1
 
-    from posttrain.core.tools import memory_plan  # after the words are known to be right: this imports torch
+    from posttrain.core.tools import memory_mesh  # after the words are known to be right: this imports torch
 
+    with memory_mesh.imagined(processes):
+        _plan(found, words[1:], read, options["memory"], options["length"], processes)
+
+
+def _plan(
+    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], memory: int | None, length: int | None,
+    processes: int,
+) -> None:  # fmt: skip
+    from posttrain.core.tools import memory_plan, memory_proposals
+
+    asked = read(method, words)
     device = memory_plan.device_type(asked.config)
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
+    workload_of: Any = method.workload
 
     def workload(run: Run) -> Any:
         return workload_of(run, length)
@@ -55,14 +69,15 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     work = workload(asked)
     plan = memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
-    print(f"A micro-batch of {tokens} tokens, in one process on the {device}:\n")
+    where = "in one process" if processes == 1 else f"in each of {processes} processes"
+    print(f"A micro-batch of {tokens} tokens, {where} on the {device}:\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
     print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n")
     print(f"{_verdict(plan.peak, memory)}: {in_words(memory)} {whose}.", flush=True)
     if plan.peak > memory:
-        _propose(memory_plan.proposals(asked, workload, memory), memory)
+        _propose(memory_proposals.proposals(asked, workload, memory), memory)
 
 
 def _verdict(peak: int, memory: int) -> str:
@@ -83,8 +98,8 @@ def _propose(proposals: Any, memory: int) -> None:
         )
     if not fits:
         print(
-            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or several processes "
-            "(FSDP)."
+            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or more processes "
+            "(--processes)."
         )
 
 
@@ -92,6 +107,8 @@ ALIASES = {"activation_checkpointing"}  # the other name is set too, and wins ov
 
 
 def _as_word(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"'{json.dumps(value)}'"
     return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -114,8 +131,8 @@ def _free(device: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
 
-def _take_options(words: list[str]) -> tuple[list[str], int | None, int | None]:
-    options: dict[str, int | None] = {"memory": None, "length": None}
+def _take_options(words: list[str]) -> tuple[list[str], dict[str, int | None]]:
+    options: dict[str, int | None] = {"memory": None, "length": None, "processes": None}
     rest, given = parse.take_flags(words, options)
     problems = []
     for name, value in given:
@@ -128,4 +145,4 @@ def _take_options(words: list[str]) -> tuple[list[str], int | None, int | None]:
             options[name] = int(float(size[1]) * UNITS[size[2]])
     if problems:
         raise ConfigError("posttrain plan", problems)
-    return rest, options["memory"], options["length"]
+    return rest, options

@@ -44,8 +44,10 @@ def resume_plan(
     changed = resumed(plan, step, progress["epoch"] + ended, batches, by_steps)
     logger.warning(
         "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
-        "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d.",
+        "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d. global_batch_size=%d "
+        "would keep the step, with any number of processes.",
         rows_per_step, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
+        saved["rows_per_update"],
     )  # fmt: skip
     return changed
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core.checkpoint import rng
+from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.models.ema import EMA
 from posttrain.core.training.nonfinite import FiniteGuard
 from posttrain.core.training.oom import BatchSplitter
@@ -27,6 +28,7 @@ class RunState:
         guard: keeps steps that are not finite from the weights.
         splitter: splits micro-batches that do not fit into memory.
         watch: notices signals and the time limit.
+        pace: how long this process takes for its part of a step.
         ema: the averaged weights, where there are any.
         first_step: the optimizer step it started from.
         rows_read: over all processes, since it started.
@@ -46,6 +48,7 @@ class RunState:
     guard: FiniteGuard = field(default_factory=FiniteGuard)
     splitter: BatchSplitter = field(default_factory=BatchSplitter)
     watch: Watch = field(default_factory=lambda: Watch(on_signals=False))
+    pace: Pace = field(default_factory=Pace)
     ema: EMA | None = None
     first_step: int = 0
     rows_read: int = 0

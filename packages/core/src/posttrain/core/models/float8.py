@@ -1,0 +1,61 @@
+"""Matrix products in float8 (8 bits, with a scale for each matrix), through torchao.
+
+Micikevicius et al. 2022, FP8 formats for deep learning, https://arxiv.org/abs/2209.05433. Weights, gradients and
+optimizer state keep their type: inputs, weights and gradients are rounded for each product, by the largest number in
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import require
+from posttrain.core.models.lm_head import output_embedding
+from posttrain.core.models.wrapping import base_model
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "torchao>=0.11"
+#: The kernels take matrices whose sides are multiples of this.
+MULTIPLE = 16
+#: The least compute capability of a GPU that multiplies float8 (Ada and Hopper).
+CAPABILITY = (8, 9)
+
+
+def problem(use_cpu: bool) -> str | None:
+    """Why this machine cannot multiply in float8, as a sentence; None if it can."""
+    needs = "fp8=True needs a GPU that multiplies float8 (compute capability 8.9 or newer, such as L4, RTX 40 or H100)"
+    if use_cpu or not torch.cuda.is_available():
+        return f"{needs}, and this run is on the CPU; set bf16=True instead"
+    found = torch.cuda.get_device_capability()
+    if found < CAPABILITY:
+        return f"{needs}, and {torch.cuda.get_device_name()} has {found[0]}.{found[1]}; set bf16=True instead"
+    return None
+
+
+def use_float8(model: nn.Module, emulate: bool = False) -> int:
+    """Let the linear layers of `model` multiply in float8, but for its head and for adapters; how many do.
+
+    May be called again. Parameters stay the same objects under the same names.
+
+    Args:
+        emulate: compute the same numbers in float32, on any device: for tests.
+    """
+    torchao = require("torchao.float8", PACKAGE, why="fp8=True")
+    head = output_embedding(base_model(model))
+
+    def fits(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear or module is head or ".lora_" in f".{name}":
+            return False
+        return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+    before = sum(type(module) is nn.Linear for module in model.modules())
+    config = torchao.Float8LinearConfig(emulate=emulate)
+    torchao.convert_to_float8_training(model, module_filter_fn=fits, config=config)
+    left = sum(type(module) is nn.Linear for module in model.modules())
+    logger.info("%d linear layers multiply in float8; %d do not (the head, adapters and odd shapes).",
+                before - left, left)  # fmt: skip
+    return before - left

@@ -1,0 +1,150 @@
+"""Finds changes to a run that make it fit into memory, the cheapest first, each measured by a memory plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.cli.registry import Run
+from posttrain.core.distributed.accelerator_config import DEFAULTS
+from posttrain.core.errors import ConfigError
+from posttrain.core.optim import builder
+from posttrain.core.tools import memory_mesh
+from posttrain.core.tools.memory_plan import Footprint, Workload, measure
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Arguments to set, what that costs, and the footprint of the run with them."""
+
+    changes: dict[str, Any]
+    price: str
+    footprint: Footprint
+
+
+def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
+    """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
+
+    Changes that suffice alone, or else combinations. The last one fits, unless nothing does.
+
+    Args:
+        workload: the method's function that returns a run's workload.
+        memory: available bytes.
+    """
+
+    def try_rung(run: Run, rung: Rung) -> Proposal | None:
+        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot
+        be.
+        """
+        found = None
+        for changes, price in rung(run, workload(run)):
+            changed = with_changes(run, changes)
+            try:
+                found = Proposal(changes, price, measure(changed, workload(changed)))
+            except ConfigError:  # this model does not support it, such as an adapter on layers unknown to peft
+                continue
+            if found.footprint.peak <= memory:
+                break
+        return found
+
+    alone = [try_rung(run, rung) for rung in RUNGS]
+    if enough := [found for found in alone if found and found.footprint.peak <= memory]:
+        yield from enough
+        return
+    least = measure(run, workload(run)).peak
+    changes: dict[str, Any] = {}
+    for rung, first in zip(RUNGS, alone, strict=True):
+        found = try_rung(with_changes(run, changes), rung) if changes else first
+        if found is not None and found.footprint.peak < least:
+            changes, least = changes | found.changes, found.footprint.peak
+            yield dataclasses.replace(found, changes=changes)
+        if least <= memory:
+            return
+
+
+def with_changes(run: Run, changes: dict[str, Any]) -> Run:
+    """`run` with other arguments of its config and its model."""
+    of_model = {field.name for field in dataclasses.fields(run.model)} & set(changes)
+    config = dataclasses.replace(run.config, **{name: changes[name] for name in changes if name not in of_model})
+    return dataclasses.replace(
+        run, config=config, model=dataclasses.replace(run.model, **{n: changes[n] for n in of_model})
+    )
+
+
+Rung = Callable[[Run, Workload], Iterator[tuple[dict[str, Any], str]]]
+
+
+def _checkpointing(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not run.config.activation_checkpointing:
+        changes = {"activation_checkpointing": True, "gradient_checkpointing": True}
+        yield changes, "the same optimizer step, about a third slower"
+
+
+def _sharded(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if memory_mesh.processes() > 1 and not run.config.fsdp:
+        yield {"fsdp": "full_shard"}, "the same optimizer step; weights are gathered layer by layer"
+
+
+def _cut_rows(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    total, now = memory_mesh.processes(), memory_mesh.cp_size(run.config)
+    for size in (2**n for n in range(1, total.bit_length()) if now == 1 and total % 2**n == 0):
+        steps = run.config.gradient_accumulation_steps * size
+        changes: dict[str, Any] = {"fsdp": "full_shard", "parallelism_config": {"cp_size": size}}
+        price = f"{size} processes to a row, so an optimizer step takes {size} times the micro-batches"
+        changes |= {"gradient_accumulation_steps": steps, "accelerator_config": _synced(run)}
+        yield changes, price
+
+
+def _synced(run: Run) -> dict[str, Any]:
+    """`accelerator_config` with which FSDP keeps no gradients of whole weights between the micro-batches of a step."""
+    given = {name: value for name, value in run.config.accelerator_config.items() if value != DEFAULTS.get(name)}
+    return given | {
+        "gradient_accumulation_kwargs": run.config.accelerator_config.accumulation | {"sync_each_batch": True}
+    }
+
+
+def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    rows, accumulation = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
+    if (tokens := run.config.max_batch_tokens) is not None:
+        if (half := tokens // 2) >= work.length:
+            changes = {"max_batch_tokens": half, "gradient_accumulation_steps": 2 * accumulation}
+            yield changes, "an optimizer step of about as many tokens in smaller parts"
+        return
+    for smaller in sorted({n for n in (rows // 2, rows // 4, 1) if n and rows % n == 0} - {rows}, reverse=True):
+        times = rows // smaller
+        changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}
+        if getattr(run.config, "steps_per_generation", None):
+            changes["steps_per_generation"] = run.config.steps_per_generation * times
+        yield changes, "the same optimizer step in smaller parts"
+
+
+def _half_precision(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not (run.config.bf16 or run.config.fp16) and run.model.dtype in (None, "float32"):
+        yield {"bf16": True}, "products in bfloat16, weights unchanged"
+
+
+def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if builder.plain(run.config.optim).startswith("adamw_torch") and importlib.util.find_spec("bitsandbytes"):
+        yield {"optim": "adamw_8bit"}, "the optimizer's state is rounded to 8 bits"
+
+
+def _adapter(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not run.model.use_peft:
+        changes: dict[str, Any] = {"use_peft": True, "lora_target_modules": ["all-linear"]}
+        if work.loss == "score":
+            changes["lora_task_type"] = "SEQ_CLS"
+        yield changes, "trains an adapter, not the weights"
+
+
+def _four_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
+    if not (run.model.load_in_4bit or run.model.load_in_8bit) and importlib.util.find_spec("bitsandbytes"):
+        changes = dict(next(_adapter(run, work), ({}, ""))[0])
+        yield changes | {"load_in_4bit": True}, "trains an adapter on weights that are rounded to 4 bits"
+
+
+RUNGS: tuple[Rung, ...] = (
+    _sharded, _checkpointing, _smaller_batches, _cut_rows, _half_precision, _eight_bits, _adapter, _four_bits,
+)  # fmt: skip
