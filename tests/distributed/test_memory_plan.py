@@ -15,7 +15,6 @@ CASES = {
     "2 shards, accumulating": (2, SHARDED | {"gradient_accumulation_steps": 2}),
     "2 shards, bfloat16": (2, SHARDED | {"bf16": True}),
     "2 slices of a row": (2, SHARDED | {"parallelism_config": {"cp_size": 2}, "activation_checkpointing": False}),
-    "2 halves of a matrix": (2, {"parallelism_config": {"tp_size": 2}}),
     "4 shards": (4, SHARDED),
     "4: 2 x 2 slices": (4, SHARDED | {"parallelism_config": {"cp_size": 2}}),
 }
