@@ -148,6 +148,7 @@ def test_vllm_in_the_process_gets_the_images_themselves(tokens, monkeypatch):
     image, picture = tiny_vision.number("<image>"), tiny_vision.image(0)
     engine = VLLMColocatedGenerator()
     engine._llm, engine._has_weights = Colocated([5, *[image] * TOKENS, 6]), True
+    engine._model = tiny.causal_lm()
     monkeypatch.setattr(engine, "_params", lambda request: request.sampling)
     prompt = Pictured([5, image, 6], [picture], [5, *[image] * tokens, 6])
     if tokens > TOKENS:
