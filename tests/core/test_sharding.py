@@ -76,6 +76,17 @@ def test_a_file_of_options_is_read(tmp_path):
         ({"parallelism_config": {"tp_size": 2}, "deepspeed": {}}, "cannot both split the model"),
         ({"parallelism_config": {"tp_size": 2}, "optim": "adafactor"}, "with tp_size=2 each process has a part"),
         ({"parallelism_config": {"sp_size": 2}}, "sequence parallelism"),
+        (
+            {"parallelism_config": {"ep_size": 2}, "deepspeed": {}},
+            "ep_size=2 and deepspeed cannot both divide the model",
+        ),
+        ({"parallelism_config": {"ep_size": 2}, "fp16": True}, "fp16=True does not work on divided experts; set it to"),
+        (
+            {"parallelism_config": {"ep_size": 2}, "bf16_full_eval": True},
+            "bf16_full_eval=True does not work on divided",
+        ),
+        ({"parallelism_config": {"ep_size": 2}, "torch_compile": True}, "torch_compile=True does not work on divided"),
+        ({"parallelism_config": {"ep_size": 2}, "optim": "adafactor"}, "with ep_size=2 each process has a part"),
         ({"parallelism_config": {"cp_size": 2, "tp_size": 2}}, "set one of them to 1"),
         ({"parallelism_config": {"cp_size": 2}, "torch_compile": True}, "does not work on rows that are cut"),
         ({"parallelism_config": {"cp_size": 2}, "deepspeed": {}}, "shard the model by fsdp"),

@@ -4,6 +4,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from posttrain.core.distributed import expert_parallel
+from tests import tiny
 from tests.distributed import jobs
 from tests.distributed.test_equal import assert_equal_runs
 
@@ -159,3 +161,23 @@ def test_what_cannot_be_divided_is_refused_with_one_sentence(shared):
     assert "ep_size=4 and tp_size=2 do not work together" in told["both"]
     assert "ep_size=2 and cp_size=2 do not work together; set one of them to 1" in told["rows"]
     assert "ep_size='two' is no number of processes; set it to 1 or more" in told["word"]
+
+
+def test_experts_without_a_plan_with_adapters_and_quantized_are_refused_with_one_sentence():
+    from peft import LoraConfig, get_peft_model
+
+    def with_adapters(**targets):
+        return get_peft_model(tiny.mixture_of_experts(), LoraConfig(r=2, **targets)).get_base_model()
+
+    told = expert_parallel.problem_of(tiny.causal_lm(), 2)
+    assert told.startswith("ep_size=2: Qwen3ForCausalLM has no experts, or transformers no plan for dividing them.")
+    told = expert_parallel.problem_of(with_adapters(target_parameters=["mlp.experts.gate_up_proj"]), 2)
+    assert told.startswith("ep_size=2: the experts of model.layers.0.mlp.experts have an adapter (target_parameters)")
+    assert told.endswith("Give adapters to the attention alone, or set ep_size=1 and shard the model by fsdp.")
+    assert expert_parallel.problem_of(with_adapters(target_modules=["q_proj"]), 2) is None
+    quantized = tiny.mixture_of_experts()
+    quantized.is_quantized = True  # as from_pretrained marks what it has loaded with a quantization_config
+    told = expert_parallel.problem_of(quantized, 2)
+    assert told == (
+        "ep_size=2: Qwen3MoeForCausalLM is quantized, and its experts cannot be divided here. Load it in bfloat16."
+    )
