@@ -47,7 +47,8 @@ def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> s
         for label, function, arguments in work:
             torch.save(getattr(worker, function)(**arguments), folder / f"{label}.pt")
         return ""
-    done = together(processes, [str(WORKER), str(folder), json.dumps(work)], **changes)
+    patience = max(300, 40 * len(work))  # seconds; on a busy machine a training takes ten times as long as alone
+    done = together(processes, [str(WORKER), str(folder), json.dumps(work)], patience, **changes)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stderr
 

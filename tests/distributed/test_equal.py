@@ -16,7 +16,7 @@ SPLIT = {"parallelism_config": {"tp_size": 2}}
 SPLIT_ALWAYS = ["causal-lm", "sft-packed", "sft-lora", "dpo", "reward", "grpo"]
 #: Architectures of which transformers has no plan for splitting matrices, and DoRA, which looks at whole ones.
 NOT_SPLIT = {"classifier", "seq2seq", "sft-dora-head"}
-#: Its quantile of entropies falls on tokens of equal entropy, between which rounding chooses.
+#: Its quantile of entropies falls on tokens of equal entropy, between which rounding chooses: compared with nothing.
 NOT_SPLIT |= {"grpo-adaptive"}
 SLICED = {"parallelism_config": {"cp_size": 2}}
 #: Trainers whose rows are always cut into slices too; the others in a slow test.
@@ -25,6 +25,8 @@ SLICED_ALWAYS = ["causal-lm", "sft-packed", "dpo", "reward", "grpo"]
 NOT_SLICED = {"classifier", "seq2seq"}
 #: Nor rows of text alone.
 SEE = {name for name in EXACT if name.endswith("-images")}
+#: How the names of trainers begin that generate while they train or are evaluated.
+SAMPLES = ("grpo", "rloo", "reinforce++", "online-dpo", "distillation", "gkd", "seq2seq")
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.
 OPTIONS = {
     "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
@@ -111,6 +113,8 @@ def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
     found = jobs.result(runs, name)
     assert found["is_fsdp"] == (mode == "fsdp") and found["class"].startswith("FSDP") == (mode == "fsdp")
     assert_equal_runs(found, jobs.result(alone, name))
+    has_generated = found["predictions"] is None or "eval_generated" in found["eval"]
+    assert has_generated == name.startswith(SAMPLES)
 
 
 #: How two processes are told, with which weights and with which families of vision-language models.
@@ -161,14 +165,20 @@ def test_every_trainer_splits_matrices(name, shared, alone):
     assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name))
 
 
-def test_what_is_split_says_what_cannot_be(shared):
-    def work(folder):
-        names = ["classifier", "sft-dora-head"]
-        return [[name, "refused", {"name": name, "out": str(folder / name), **SPLIT}] for name in names]
+#: Trainers whose models cannot be split, and what is said.
+UNSPLIT = {
+    "classifier": "has no plan for splitting its matrices",
+    "seq2seq": "has no plan for splitting its matrices",
+    "sft-dora-head": "looks at the whole matrix",
+}
 
-    runs = job(shared, "tp-refused", work)
-    assert "has no plan for splitting its matrices" in jobs.result(runs, "classifier")
-    assert "looks at the whole matrix" in jobs.result(runs, "sft-dora-head")
+
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_what_is_split_says_what_cannot_be(name, shared):
+    def work(folder):
+        return [[name, "refused", {"name": name, "out": str(folder / name), **SPLIT}] for name in UNSPLIT]
+
+    assert UNSPLIT[name] in jobs.result(job(shared, "tp-refused", work), name)
 
 
 #: How a model was loaded by so many processes, what the arguments say, and the sentence that is said.
@@ -302,15 +312,15 @@ def test_slices_of_rows_make_up_whole_rows_and_their_gradients(shared):
         assert max(gaps) < 2e-5, (what, gaps)
 
 
-def test_rows_that_cannot_be_cut_are_refused_by_the_models_name(shared):
+@pytest.mark.parametrize("name", sorted(NOT_SLICED | SEE))
+def test_rows_that_cannot_be_cut_are_refused_by_the_models_name(name, shared):
     def work(folder):
-        names = {*NOT_SLICED, "sft-images"}
+        names = sorted(NOT_SLICED | SEE)
         return [[name, "refused", {"name": name, "out": str(folder / name), **SLICED}] for name in names]
 
-    runs = job(shared, "cp-refused", work)
-    for name, model in [("classifier", "Bert"), ("seq2seq", "T5"), ("sft-images", "Qwen2_5_VL")]:
-        told = jobs.result(runs, name)
-        assert told.startswith("cp_size=2: ") and model in told and told.endswith("Set cp_size=1.")
+    told = jobs.result(job(shared, "cp-refused", work), name)
+    model = {"classifier": "Bert", "seq2seq": "T5"}.get(name, "Qwen2_5_VL")
+    assert told.startswith("cp_size=2: ") and model in told and told.endswith("Set cp_size=1.")
 
 
 def test_matrices_that_transformers_split_while_loading_are_trained_and_saved_whole(pair, alone):

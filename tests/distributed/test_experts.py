@@ -163,6 +163,17 @@ def test_what_cannot_be_divided_is_refused_with_one_sentence(shared):
     assert "ep_size='two' is no number of processes; set it to 1 or more" in told["word"]
 
 
+@pytest.mark.parametrize("name", ["classifier", "seq2seq"])
+def test_a_model_without_experts_is_refused(name, shared):
+    def make(folder):
+        work = [[n, "refused", {"name": n, "out": str(folder / n), **EXPERTS}] for n in ("classifier", "seq2seq")]
+        jobs.do(2, work, folder)
+
+    told = jobs.result(jobs.once(shared, "no-experts", make), name)
+    model = {"classifier": "BertConfig", "seq2seq": "T5Config"}[name]
+    assert told.endswith(f"ep_size=2: a model of {model} has no experts. Set ep_size=1.")
+
+
 def test_experts_without_a_plan_with_adapters_and_quantized_are_refused_with_one_sentence():
     from peft import LoraConfig, get_peft_model
 
