@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.trainers import EXACT
-from tests.distributed import test_equal, test_experts, test_resume_axes
+from tests.distributed import test_equal, test_experts, test_resume_axes, test_resume_elsewhere
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 START, END = "<!-- made by python -m tests.distributed.axes -->\n", "<!-- end -->"
@@ -36,21 +36,45 @@ REFUSED: dict[str, Callable[..., None]] = {
 }
 
 
-def parameters(test: Callable[..., None] | None) -> list[Any]:
+#: By way of a run that goes from one process to two and back, its axis and trainer.
+WAYS = {
+    "1-2-1": ("dp_replicate", "causal-lm"),
+    "1-2p-1": ("dp_shard", "causal-lm"),
+    "1-2t-1": ("tp", "causal-lm"),
+    "1-2c-1": ("cp", "causal-lm"),
+    "lora-2p-1": ("dp_shard", "sft-lora"),
+    "1-e-1": ("ep", "sft"),
+}
+RESUMED = [
+    test_resume_elsewhere.test_the_run_goes_on_as_if_nothing_had_changed,
+    test_experts.test_a_run_goes_on_with_experts_divided_otherwise,
+    test_resume_axes.test_a_run_goes_there_and_back,
+]
+
+
+def parameters(test: Callable[..., None]) -> list[Any]:
     """What `test` is parametrized with."""
-    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    return [value for mark in marks for value in mark.args[1]]
+    return [value for mark in _marks(test, "parametrize") for value in mark.args[1]]
+
+
+def _marks(test: Callable[..., None], name: str) -> list[Any]:
+    return [mark for mark in getattr(test, "pytestmark", []) if mark.name == name]
+
+
+def how(tests: list[Callable[..., None]], letters: str, is_of: Callable[[Any], bool]) -> str:
+    """`letters`, in brackets if every test that has a parameter of the cell is slow, and nothing if there is none."""
+    found = [test for test in tests if any(map(is_of, parameters(test)))]
+    return f"({letters})" if found and all(_marks(test, "slow") for test in found) else letters * bool(found)
 
 
 def cell(axis: str, name: str) -> str:
     """Letters of what is compared: E weights, V evaluation, G what is generated, R the end of a resumed run."""
-    if name in parameters(REFUSED.get(axis)):
+    if axis in REFUSED and name in parameters(REFUSED[axis]):
         return "refused"
-    equal = {label.split()[0] for test in EQUAL[axis] for label in parameters(test)}
-    if name not in equal:
-        return "–"
-    resumes = (axis, name) in parameters(test_resume_axes.test_a_run_goes_there_and_back)
-    return "E V" + " G" * name.startswith(test_equal.SAMPLES) + " R" * resumes
+    letters = "E V G" if name.startswith(test_equal.SAMPLES) else "E V"
+    equal = how(EQUAL[axis], letters, lambda label: label.split()[0] == name)
+    resumed = how(RESUMED, "R", lambda way: WAYS.get(way, way) == (axis, name))
+    return f"{equal} {resumed}".strip() or "–"
 
 
 def table() -> str:
