@@ -14,7 +14,7 @@ from torch import nn
 
 from posttrain.core.checkpoint.weights import check_indices
 from posttrain.core.errors import did_you_mean, missing
-from posttrain.core.models.quantization import asked_bits, quantization_kwargs
+from posttrain.core.models.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
 from posttrain.core.models.wrapping import base_model, unwrap
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -68,7 +68,9 @@ def load_causal_lm(
     with explain_missing(path, "model"):
         name = _whole_class(path, kwargs, auto_class) if auto_class in (READING[0], SEEING[0]) else auto_class
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
-        return loader.from_pretrained(path, **kwargs)
+        model = loader.from_pretrained(path, **kwargs)
+    stored_otherwise = getattr(_config(path, kwargs), "quantization_config", None) is not None
+    return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
 
 
 def _whole_class(path: str, kwargs: dict[str, Any], auto_class: str) -> str:

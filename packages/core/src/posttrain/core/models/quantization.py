@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from posttrain.core.errors import require
@@ -17,6 +18,21 @@ def is_quantized(model: nn.Module) -> bool:
     base = base_model(model)
     marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     return any(getattr(base, mark, False) for mark in marks) or getattr(base, "hf_quantizer", None) is not None
+
+
+def to_one_type(model: nn.Module) -> nn.Module:
+    """`model`, whose stored weights were read as what they stand for, with all of them in the dtype of its config.
+
+    transformers computes float8 weights in that dtype where the device does not multiply them, and leaves norms,
+    embeddings and the head in the one they are stored in. What the model keeps in float32 remains.
+    """
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # fmt: skip
+    for name, parameter in model.named_parameters():
+        stays = parameter.dtype == torch.float32 and any(part in name.split(".") for part in kept)
+        if parameter.is_floating_point() and not stays:
+            parameter.data = parameter.data.to(model.config.dtype)
+    return model
 
 
 def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -> str | None:

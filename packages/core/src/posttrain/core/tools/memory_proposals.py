@@ -41,10 +41,10 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
         """
         found = None
         for changes, price in rung(run, workload(run)):
-            changed = with_changes(run, changes)
             try:
+                changed = with_changes(run, changes)
                 found = Proposal(changes, price, measure(changed, workload(changed)))
-            except ConfigError:  # this model does not support it, such as an adapter on layers unknown to peft
+            except ConfigError:  # not with this model, as an adapter on layers unknown to peft, or this config
                 continue
             if found.footprint.peak <= memory:
                 break
@@ -127,7 +127,8 @@ def _half_precision(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], 
 
 
 def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
-    if builder.plain(run.config.optim).startswith("adamw_torch") and importlib.util.find_spec("bitsandbytes"):
+    plain = builder.plain(run.config.optim).startswith("adamw_torch") and not run.config.fsdp
+    if plain and importlib.util.find_spec("bitsandbytes"):
         yield {"optim": "adamw_8bit"}, "the optimizer's state is rounded to 8 bits"
 
 
