@@ -28,10 +28,11 @@ def to_one_type(model: nn.Module) -> nn.Module:
     """
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # fmt: skip
+    config: Any = model.config
     for name, parameter in model.named_parameters():
         stays = parameter.dtype == torch.float32 and any(part in name.split(".") for part in kept)
         if parameter.is_floating_point() and not stays:
-            parameter.data = parameter.data.to(model.config.dtype)
+            parameter.data = parameter.data.to(config.dtype)
     return model
 
 
