@@ -27,20 +27,10 @@ TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.onlin
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {
-    "apply_chat_template": "the trainers apply the chat template themselves",
     "DatasetMixtureConfig": "dataset_mixture of the command line, and dicts of datasets",
-    "extract_prompt": "the trainers of preferences find the prompt themselves",
     "get_dataset": "the command line loads datasets; scripts call datasets",
     "init_zero_verbose": "DeepSpeed's own logger",
-    "is_conversational": "the trainers find messages themselves",
-    "is_conversational_from_value": "the trainers read `from` and `value` themselves",
-    "maybe_apply_chat_template": "the trainers apply the chat template themselves",
-    "maybe_convert_to_chatml": "the trainers read `from` and `value` themselves",
-    "maybe_extract_prompt": "the trainers of preferences find the prompt themselves",
-    "maybe_unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
     "pack_dataset": "SFTConfig(packing=True)",
-    "prepare_multimodal_messages": "SFTTrainer reads images itself",
-    "unpair_preference_dataset": "KTOTrainer takes pairs apart itself",
 }
 #: Methods that are missing on purpose.
 METHODS = {

@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     )
     from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
+    from posttrain.core.data.row_formats import (
+        apply_chat_template,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        prepare_multimodal_messages,
+    )
     from posttrain.core.data.training_template import get_training_chat_template
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
@@ -81,6 +89,14 @@ _HOMES = {
         "DataCollatorWithFlattening",
         "DataCollatorWithPadding",
         "default_data_collator",
+    ),
+    "data.row_formats": (
+        "apply_chat_template",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
+        "prepare_multimodal_messages",
     ),
     "data.training_template": ("get_training_chat_template",),
     "evaluation.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),

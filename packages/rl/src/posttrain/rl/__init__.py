@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     )
     from posttrain.rl.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.row_formats import (
+        extract_prompt,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from posttrain.rl.tool_protocol import parse_response
     from posttrain.rl.tpo import TPOConfig, TPOTrainer
 
@@ -52,6 +58,12 @@ _HOMES = {
     ),
     "reward_model": ("RewardConfig", "RewardTrainer"),
     "rloo": ("RLOOConfig", "RLOOTrainer"),
+    "row_formats": (
+        "extract_prompt",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ),
     "tool_protocol": ("parse_response",),
     "tpo": ("TPOConfig", "TPOTrainer"),
 }

@@ -84,10 +84,7 @@ for _names, _why in {
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
     "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
-    "apply_chat_template maybe_apply_chat_template prepare_multimodal_messages chat_template_utils": _TEMPLATE,
-    "is_conversational is_conversational_from_value maybe_convert_to_chatml": "the trainers detect messages and "
-    "read `conversations` with from and value too",
-    "extract_prompt maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset "
+    "chat_template_utils": _TEMPLATE,
     "maybe_reformat_dpo_to_kto": _PREFERENCES,
     "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "
     "environment": _OF_TRL,
