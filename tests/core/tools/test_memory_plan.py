@@ -16,7 +16,7 @@ from posttrain.core import TrainerCallback
 from posttrain.core.cli import main, registry
 from posttrain.core.models.arguments import ModelConfig
 from posttrain.core.models.loading import load_causal_lm
-from posttrain.core.tools import memory_plan
+from posttrain.core.tools import memory_mesh, memory_plan, memory_proposals
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -263,6 +263,31 @@ def test_methods_say_what_their_batches_are(folder):
     work, found = plan(per_device_train_batch_size=3)
     assert (work.rows, work.length, found.reference) == (6, 64, found.weights)
     assert plan(precompute_ref_log_probs=True)[1].reference == plan(use_peft=True)[1].reference == 0
+
+
+def test_a_divided_step_is_planned_without_whole_matrices(tmp_path):
+    """Each of 8 processes holds 4/8 of the weights' bytes (weights, gradients, two moments), and gathers a layer."""
+    tiny.causal_lm(hidden_size=256, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
+    run = a_run(str(tmp_path), fsdp="full_shard", per_device_train_batch_size=1)
+    alone = memory_plan.measure(a_run(str(tmp_path)), workload(run)).weights
+    with memory_mesh.imagined(8):
+        plan = memory_plan.measure(run, workload(run))
+    assert plan.weights + plan.gradients + plan.optimizer == pytest.approx(alone / 2, rel=0.02)
+    assert plan.peak < 2 * alone  # an optimizer step over whole matrices would take 4 times them
+
+
+def test_proposals_for_divided_weights_leave_out_optimizers_that_need_them_whole(folder, monkeypatch):
+    tried = []
+
+    def measure(run, work):
+        tried.append(run.config.optim)
+        return memory_plan.Footprint(1, 1, 1, 1, 1, peak=5)
+
+    monkeypatch.setattr(memory_proposals, "measure", measure)
+    with memory_mesh.imagined(2):
+        run = a_run(folder, fsdp="full_shard", activation_checkpointing=False)
+        assert not list(memory_proposals.proposals(run, workload, 4))
+    assert len(tried) > 4 and set(tried) == {run.config.optim}
 
 
 def test_whole_logits_are_counted_where_a_method_holds_them(tmp_path):

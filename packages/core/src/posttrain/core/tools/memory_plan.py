@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -146,6 +147,7 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self.now = self.high = self.peak = 0
         self.most = sys.maxsize
+        self.paused = False
         self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -157,7 +159,8 @@ class _Live(TorchDispatchMode):
             return 1
         else:
             found = func(*args, **(kwargs or {}))
-        self.add(found)
+        if not self.paused:
+            self.add(found)
         return found
 
     def __enter__(self) -> Any:
@@ -172,10 +175,21 @@ class _Live(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        self._shapes = shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:  # DTensor asks for shapes with fake tensors, always, of wholes
+            live.paused = True
+            try:
+                return shapes(*args, **kwargs)
+            finally:
+                live.paused = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._shapes  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def add(self, tree: Any) -> int:
