@@ -355,3 +355,24 @@ def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] =
                 seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
             kept[name] = seen[place]
     return kept
+
+
+@contextlib.contextmanager
+def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
+
+    It finds them by running an operation on fake tensors of the whole size, which no process ever holds.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    asked = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return asked(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = within  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = asked  # type: ignore[method-assign]

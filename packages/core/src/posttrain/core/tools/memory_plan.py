@@ -12,12 +12,12 @@ import contextlib
 import functools
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -175,22 +175,23 @@ class _Live(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
-        self._shapes = shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def uncounted(*args: Any, **kwargs: Any) -> Any:  # DTensor asks for shapes with fake tensors, always, of wholes
-            live.paused = True
-            try:
-                return shapes(*args, **kwargs)
-            finally:
-                live.paused = False
-
-        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign]
+        self._shapes = sharding.shapes_within(self._pause)
+        self._shapes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._shapes  # type: ignore[method-assign]
+        self._shapes.__exit__(*error)
         super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """What is made in here is not counted."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
     def add(self, tree: Any) -> int:
         """Count the tensors in `tree` that are not counted yet; returns the bytes."""
