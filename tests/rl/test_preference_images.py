@@ -180,15 +180,16 @@ def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
     assert ["neither" in answer for answer in answers] == [False, True] * 3
 
 
+@pytest.mark.parametrize(("shared", "most"), [(False, 400), (True, 200)])
 @pytest.mark.parametrize("kind", ["DPOTrainer", "ORPOTrainer", "TPOTrainer"])
-def test_rows_are_measured_with_the_tokens_of_their_images(kind, tmp_path):
+def test_rows_are_measured_with_the_tokens_of_their_images(kind, shared, most, tmp_path):
     import posttrain.rl
 
     trainer_class = getattr(posttrain.rl, kind)
     columns = "prompt chosen rejected" + (" reference" if kind == "TPOTrainer" else "")
-    it = contract.images(trainer_class, columns, "qwen2_vl")(tmp_path, max_batch_tokens=400, shared_prefix=False)
+    it = contract.images(trainer_class, columns, "qwen2_vl")(tmp_path, max_batch_tokens=most, shared_prefix=shared)
     alone = [it.data_collator([it.train_dataset[i]]) for i in range(len(it.train_dataset))]
     lengths = it.row_lengths(it.train_dataset)
     assert lengths == [batch["input_ids"].numel() for batch in alone]
     batches = list(it.get_train_dataloader())
-    assert max(batch["input_ids"].numel() for batch in batches) <= 400 < sum(lengths)
+    assert max(batch["input_ids"].numel() for batch in batches) <= most < sum(lengths)

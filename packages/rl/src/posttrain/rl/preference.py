@@ -218,7 +218,8 @@ class PreferenceTrainer(Trainer):
     # ---------------------------------------------------------------------------------------------- overridable methods
 
     def row_lengths(self, dataset: Any) -> list[int]:
-        return row_lengths(dataset, self.data_collator, self.signature_columns or (), self.completions_per_row)
+        read = self.signature_columns or (), self.completions_per_row
+        return row_lengths(dataset, self.data_collator, *read, shared=self._shared)
 
     def train(
         self,

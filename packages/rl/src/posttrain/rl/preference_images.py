@@ -28,7 +28,7 @@ from posttrain.core.data.vision import (
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import ImageCopies
 from posttrain.core.models.image_positions import ImagePositions
-from posttrain.rl.preference_batches import padded_lengths
+from posttrain.rl.preference_batches import read_length, read_lengths
 from posttrain.rl.preference_data import KEPT_COLUMNS, facts_of
 from posttrain.rl.preference_rows import PAIR, PreferencePreparation, Tokens, to_unpaired
 
@@ -242,23 +242,22 @@ class ImageCollator:
         batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
 
 
-def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions: int) -> list[int]:
-    """Tokens that a model reads of each row: its completions, each with the prompt, its images among it, and padded to
-    the longest.
+def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool) -> list[int]:
+    """Tokens that a model reads of each row, those of its images among them.
 
     Args:
         dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
-        columns, completions: as for `posttrain.rl.preference_batches.padded_lengths`.
+        columns, completions, shared: as for `posttrain.rl.preference_batches.read_lengths`.
     """
     if not isinstance(collate, ImageCollator):
-        return padded_lengths(dataset, columns, completions)
+        return read_lengths(dataset, columns, completions, shared)
     most = collate.prepare.max_length
 
     def length(draft: Tokens) -> tuple[int, int]:
         if draft.fault:
             return draft.index, 0
-        whole = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0) + max(map(len, draft.completions))
-        return draft.index, len(draft.completions) * min(whole, most or whole)
+        prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
+        return draft.index, read_length(prompt, list(map(len, draft.completions)), shared, most)
 
     return image_tokens.row_lengths(dataset, collate.prepare, length)
 
