@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _LOW_BITS = 16  # of a float32 that bfloat16 lacks
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def stochastically_rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -61,11 +62,16 @@ class BF16AdamW(torch.optim.Optimizer):
                 self._update(parameter, group, place)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():  # torch gives state the type of its weight
+            state |= {name: state[name].to(torch.bfloat16) for name in _MOMENTS if name in state}
+
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], place: int) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = 0
-            state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in _MOMENTS}
         state["step"] += 1
         first, second, weight = _own(state["exp_avg"]), _own(state["exp_avg_sq"]), _own(parameter)
         gradient, generator = _own(parameter.grad).float(), self._generator(weight.device, state["step"], place)
