@@ -21,6 +21,14 @@ from tests.contract.trainers import TRAINERS, weights
 MAKE = TRAINERS["causal-lm"]
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C interrupts, also where the tests run in the background of a shell, which ignores it for them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class At(TrainerCallback):
     """Calls `what` at the given event of the given step."""
 
