@@ -83,21 +83,33 @@ class RLOOTrainer(RolloutTrainer):
         model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: RLOOConfig | None = None,
-        *others: Any,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
         ref_policy: nn.Module | None = None,
-        **named: Any,
+        **others: Any,
     ) -> None:
-        if named.pop("data_collator", None) is not None:
+        if others.pop("data_collator", None) is not None:
             warnings.warn(
                 "RLOOTrainer: data_collator= has no effect: prompts are tokenized when they are sampled from.",
                 FutureWarning,
                 stacklevel=2,
             )
-        now = renamed_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args} | named)
+        given = {"model": model, "reward_funcs": reward_funcs, "args": args, "callbacks": callbacks}
+        now = renamed_arguments(type(self), given | {"processing_class": processing_class} | others)
         if ref_policy is not None and not isinstance(ref_policy, nn.Module):
             raise TypeError(f"ref_policy is of type {type(ref_policy).__name__}; pass a loaded model.")
         self.given_reference = ref_policy
-        super().__init__(now.pop("model"), now.pop("reward_funcs"), now.pop("args"), *others, **now)
+        super().__init__(
+            train_dataset=train_dataset, eval_dataset=eval_dataset, optimizers=optimizers, peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes, quantization_config=quantization_config, **now,
+        )  # fmt: skip
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""
