@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from posttrain.core.distributed.shard_settings import optimizer_problems
+from posttrain.core.distributed.shard_settings import division_problems
 from posttrain.core.distributed.sharding import is_piece, load_from_main
 from posttrain.core.models.wrapping import base_model
 
@@ -151,9 +151,4 @@ def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
         )
     if (cp := sizes.get("cp_size", 1)) > 1:
         yield f"ep_size={size} and cp_size={cp} do not work together; set one of them to 1"
-    if getattr(args, "deepspeed", None) is not None:
-        yield f"ep_size={size} and deepspeed cannot both divide the model; set one of them to None"
-    for name in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):
-        if getattr(args, name, False):
-            yield f"{name}=True does not work on divided experts; set it to False, or ep_size=1"
-    yield from optimizer_problems(getattr(args, "optim", ""), f"ep_size={size}")
+    yield from division_problems("ep_size", size, "divide", "divided experts", args)

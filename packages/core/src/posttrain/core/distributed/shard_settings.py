@@ -271,6 +271,20 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
         )
 
 
+def division_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
+    """Why `args` cannot train weights that the argument `name` divides over `size` processes.
+
+    Args:
+        verb: what it does to the model. parts: what each process then has.
+    """
+    if getattr(args, "deepspeed", None) is not None:
+        yield f"{name}={size} and deepspeed cannot both {verb} the model; set one of them to None"
+    for other in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):
+        if getattr(args, other, False):
+            yield f"{other}=True does not work on {parts}; set it to False, or {name}=1"
+    yield from optimizer_problems(getattr(args, "optim", ""), f"{name}={size}")
+
+
 def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:
     """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`."""
     name = str(getattr(name, "value", name))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel
-from posttrain.core.distributed.shard_settings import optimizer_problems
+from posttrain.core.distributed.shard_settings import division_problems
 from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.wrapping import base_model, is_peft_model
 
@@ -159,12 +159,7 @@ def problems(size: int, args: Any) -> Iterator[str]:
         importlib.import_module("transformers.distributed.tensor_parallel")
     except ImportError:
         yield f"tp_size={size} needs {NEEDS} or newer: pip install -U transformers"
-    if getattr(args, "deepspeed", None) is not None:
-        yield f"tp_size={size} and deepspeed cannot both split the model; set one of them to None"
-    for name in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):
-        if getattr(args, name, False):
-            yield f"{name}=True does not work on split matrices; set it to False, or tp_size=1"
-    yield from optimizer_problems(getattr(args, "optim", ""), f"tp_size={size}")
+    yield from division_problems("tp_size", size, "split", "split matrices", args)
 
 
 def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:

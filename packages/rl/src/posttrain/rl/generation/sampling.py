@@ -120,8 +120,13 @@ def never(sampling: Sampling) -> dict[int, float] | None:
 
 def filters(sampling: Sampling) -> bool:
     """Whether some tokens are made less probable than the model finds them."""
+    return prefers_probable(sampling) or bool(sampling.never)
+
+
+def prefers_probable(sampling: Sampling) -> bool:
+    """Whether improbable or repeated tokens are filtered; tokens that are never drawn are not looked at."""
     asked = 0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
-    return bool(asked or sampling.never)
+    return bool(asked)
 
 
 def sample(

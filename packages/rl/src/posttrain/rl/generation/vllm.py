@@ -23,7 +23,7 @@ from torch import nn
 from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
-from posttrain.rl.generation.sampling import filters, never
+from posttrain.rl.generation.sampling import never, prefers_probable
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.trl_server import TrlServer
@@ -207,7 +207,7 @@ class VLLMServerGenerator:
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
-        plain = not filters(replace(sampling, never=())) if self._scaled else sampling.temperature == 1
+        plain = not prefers_probable(sampling) if self._scaled else sampling.temperature == 1
         found = completions(done, with_logps=plain)
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from posttrain.core.errors import require
 from posttrain.core.models.router_replay import layers_of
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
-from posttrain.rl.generation.sampling import filters, never
+from posttrain.rl.generation.sampling import never, prefers_probable
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
 
@@ -129,7 +129,7 @@ class VLLMColocatedGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         rows = [prompt for prompt in prompts for _ in range(n)]
         done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
-        return completions(done, with_logps=not filters(replace(sampling, never=())))
+        return completions(done, with_logps=not prefers_probable(sampling))
 
     def _start(self, model: nn.Module) -> Any:
         vllm = require("vllm", "vllm", "use_vllm=True")
