@@ -261,6 +261,18 @@ def test_new_rows_have_no_reference_once_it_was_let_go(tmp_path):
     assert "eval_loss" in with_adapter.evaluate(ROWS[4:8])
 
 
+def test_rows_evaluated_before_training_keep_their_reference_after_it(tmp_path):
+    runs = {}
+    for kept in (False, True):
+        trainer = make(tmp_path / str(kept), precompute_ref_log_probs=kept)
+        before = trainer.evaluate(ROWS[4:8])["eval_loss"]
+        trainer.train()
+        runs[kept] = before, trainer.evaluate(ROWS[4:8])["eval_loss"]
+    assert runs[True] == pytest.approx(runs[False], rel=1e-5)
+    assert runs[True][0] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(runs[True][1] - math.log(2)) > 1e-3  # it would be log 2 under the trained policy as its own reference
+
+
 def test_log_probabilities_of_a_stream_cannot_be_precomputed(tmp_path):
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     with pytest.raises(ValueError, match="streaming=False"):
