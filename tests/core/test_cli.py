@@ -124,6 +124,17 @@ def test_flags_come_in_every_usual_form(recorder):
     assert (config.templates, config.weights, config.eval_steps) == (["a", "b"], [1.0, 2.5], 0.5)
 
 
+def test_a_flag_without_a_value_is_true_for_a_switch_alone(recorder, capsys):
+    words = {name: parse.Setting(f"--{name}", "true", is_bare=True) for name in ("bf16", "resume_from_checkpoint")}
+    (config,) = parse.configs([TeachConfig], words, [])
+    assert (config.bf16, config.resume_from_checkpoint) == (True, "true")  # such fields say what they mean alone
+    words = "teach --model_name_or_path --dataset_name d --run_name --templates --max_steps --config".split()
+    said = "\n".join(refused(capsys, *words))
+    for name in ("model_name_or_path", "run_name", "templates", "max_steps", "config"):
+        assert f"  - --{name} has no value; write --{name} VALUE" in said
+    assert "5 problems" in said and not recorder.runs
+
+
 def test_lists_and_mappings_of_a_file_are_read(recorder):
     config = teach(recorder, yaml="templates: [a, '1']\nweights:\n  - 1\n  - 1e-3\noptions:\n  a: 1e-3\n").config
     assert (config.templates, config.weights, config.options) == (["a", "1"], [1.0, 1e-3], {"a": 1e-3})

@@ -187,6 +187,54 @@ def test_each_line_gets_its_completion_in_the_order_of_the_file(base, tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+def generated(words, monkeypatch=None, batches=None):
+    """The completions of a command; with `batches`, it is interrupted after so many."""
+    if batches is not None:
+        made = generate.in_batches
+
+        def interrupted(*args, **options):
+            for number, batch in enumerate(made(*args, **options)):
+                if number == batches:
+                    raise KeyboardInterrupt
+                yield batch
+
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "in_batches", interrupted)
+            assert main(words) == 130
+        return None
+    assert main(words) == 0
+    with open(words[3], encoding="utf-8") as file:
+        return [json.loads(line)["completion"] for line in file]
+
+
+def test_an_interrupted_generation_goes_on_where_it_was(base, tmp_path, monkeypatch, capsys):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "the cat " * n}) + "\n" for n in (1, 4, 2, 5, 3)), encoding="utf-8")
+    options = "--max_new_tokens 4 --batch_size 2 --temperature 1 --seed 3 --device cpu".split()
+
+    def command(name, *more):
+        return ["generate", base, str(source), str(tmp_path / name), *options, *more]
+
+    expected = generated(command("whole.jsonl"))
+    assert len(set(expected)) > 1
+    generated(command("cut.jsonl"), monkeypatch, batches=2)
+    part = tmp_path / "cut.jsonl.part"
+    assert "4 of 5 completions are in" in capsys.readouterr().out and not (tmp_path / "cut.jsonl").exists()
+    _, *lines = part.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert {(line := json.loads(text))["number"]: line["completion"] for text in lines} == {
+        number: expected[number] for number in (3, 1, 4, 2)
+    }
+    assert main(command("cut.jsonl", "--seed", "4")) == 2 and "seed differs" in capsys.readouterr().err
+    with part.open("a", encoding="utf-8") as file:
+        file.write('{"number": 0, "compl')  # a line that was cut off
+    calls = []
+    monkeypatch.setattr(
+        torch, "manual_seed", lambda seed, set_seed=torch.manual_seed: calls.append(seed) or set_seed(seed)
+    )
+    assert generated(command("cut.jsonl")) == expected
+    assert calls == [3 + 4] and not part.exists()  # the third batch alone, with its own seed
+
+
 def test_an_answer_ends_with_the_turn_of_the_chat_template(tmp_path):
     model, tokenizer = tiny.causal_lm("llama", vocab_size=384), tiny.tokenizer()
     turn = tokenizer.convert_tokens_to_ids("<|im_end|>")

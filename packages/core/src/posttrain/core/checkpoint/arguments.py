@@ -85,6 +85,7 @@ class CheckpointArguments:
         None,
         "Folder of the checkpoint to resume from; true: the newest whole one in output_dir; auto: that, or a start "
         "from the beginning where there is none, so that one command starts a run and goes on with it.",
+        flag="true",
     )
     allow_pickle: bool = opt(
         False,

@@ -23,6 +23,7 @@ from posttrain.core.logging.redaction import shown
 from posttrain.core.old_names import Renamed, old_names
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+NO_VALUE = "{flag} has no value; write {flag} VALUE"
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,10 +49,15 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(re
 
 @dataclass
 class Setting:
-    """One value as it was written: where, and its text, texts, mapping, or None."""
+    """One value as it was written: where, and its text, texts, mapping, or None. A bare flag has no value: "true"."""
 
     where: str
     value: Any
+    is_bare: bool = False
+
+    def lacks_value(self, allowed: tuple[type, ...]) -> bool:
+        """Whether it is a bare flag, of a field whose types, `allowed`, are not those of a switch."""
+        return self.is_bare and bool(allowed) and not {bool, object} & set(allowed)
 
 
 def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
@@ -116,7 +122,8 @@ def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
         open_flag = None if equals else values[name]
     one_or_many = {0: lambda _: "true", 1: lambda texts: texts[0]}
     return words, {
-        name: Setting(f"--{name}", one_or_many.get(len(texts), list)(texts)) for name, texts in values.items()
+        name: Setting(f"--{name}", one_or_many.get(len(texts), list)(texts), is_bare=not texts)
+        for name, texts in values.items()
     }
 
 
@@ -144,6 +151,9 @@ def typed_flags(
     for name, setting in flags.items():
         if name not in kinds:
             problems.append(f"unknown flag --{name}{did_you_mean(name, kinds)}")
+            continue
+        if setting.lacks_value((kinds[name],)):
+            problems.append(NO_VALUE.format(flag=setting.where))
             continue
         try:
             given[name] = convert(setting.value, (kinds[name],))
@@ -180,8 +190,11 @@ def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
     problems: list[str] = []
     files, flags = read_flags(words)
     if "config" in flags:
-        named = flags.pop("config").value
-        files += named if isinstance(named, list) else [named]
+        named = flags.pop("config")
+        if named.is_bare:
+            problems.append(NO_VALUE.format(flag=named.where))
+        else:
+            files += named.value if isinstance(named.value, list) else [named.value]
     settings: dict[str, Setting] = {}
     for file in files:
         settings |= read_yaml(file, problems)
@@ -259,8 +272,13 @@ def configs(
             hint = next(filter(None, hints), did_you_mean(name, everything))
             problems.append(f"{setting.where}: unknown argument {name!r}{hint}")
         for config_class in owners[name]:
+            allowed, element = _types(config_class, name)
+            alone = _alone(config_class, name) if setting.is_bare else None
+            if alone is None and setting.lacks_value(allowed):
+                problems.append(NO_VALUE.format(flag=setting.where))
+                continue
             try:
-                kwargs[config_class][name] = convert(setting.value, *_types(config_class, name))
+                kwargs[config_class][name] = convert(alone or setting.value, allowed, element)
             except ValueError as error:
                 problems.append(f"{setting.where}: {name}={shown(name, setting.value)} {error}")
     made = []
@@ -291,6 +309,13 @@ def _located(problem: str, settings: dict[str, Setting]) -> str:
 
 def _names(config_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class) if field.init} | set(old_names(config_class))
+
+
+def _alone(config_class: type, name: str) -> str | None:
+    """The text that ``--name`` alone stands for if the field says so; None otherwise."""
+    field = next((field for field in dataclasses.fields(config_class) if field.name == name), None)
+    alone = None if field is None else field.metadata.get("const")
+    return None if alone is None else str(alone)
 
 
 def _types(config_class: type, name: str) -> tuple[tuple[type, ...], type]:

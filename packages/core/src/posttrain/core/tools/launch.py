@@ -173,10 +173,12 @@ def split(words: list[str]) -> tuple[dict[str, parse.Setting], list[str]]:
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         name = {"n": "num_processes", "m": "module", "config": FILE, "accelerate_config": FILE}.get(name, name)
+        is_bare = False
         if not equals:
             takes_value = name not in switches or (rest and rest[0].lower() in ("true", "false"))
-            value = rest.pop(0) if takes_value and rest else "true"
-        flags[name] = parse.Setting(word.partition("=")[0], value)
+            is_bare = not (takes_value and rest)
+            value = "true" if is_bare else rest.pop(0)
+        flags[name] = parse.Setting(word.partition("=")[0], value, is_bare)
     return flags, rest
 
 
@@ -210,6 +212,9 @@ def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
 
 def _held(file: parse.Setting, problems: list[str]) -> dict[str, parse.Setting]:
     """The settings of a file, or of the preset that it names."""
+    if file.is_bare:
+        problems.append(parse.NO_VALUE.format(flag=file.where))
+        return {}
     if file.value in PRESETS and not Path(file.value).exists():
         return {name: parse.Setting(f"{file.where} {file.value}", value) for name, value in PRESETS[file.value].items()}
     if not Path(file.value).exists() and not Path(file.value).suffix:
