@@ -383,6 +383,16 @@ def test_gguf_needs_the_converter_of_llama_cpp(base, tmp_path, monkeypatch, caps
     assert not (tmp_path / "model.gguf").exists()
 
 
+def test_a_package_that_the_converter_lacks_is_named_and_not_its_requirements(base, tmp_path, capsys):
+    """Those of llama.cpp would put a transformers in place that is too old for this package."""
+    (tmp_path / "convert_hf_to_gguf.py").write_text("import a_package_that_is_not_there", encoding="utf-8")
+    pytest.importorskip("gguf")
+    assert main(["export", base, str(tmp_path / "model.gguf"), "--llama_cpp", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "Run: pip install a_package_that_is_not_there (its requirements.txt pins another transformers)" in told
+    assert not (tmp_path / "model.gguf").exists()
+
+
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP does not name a clone of llama.cpp")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "q8_0"])
 def test_a_gguf_file_read_back_is_the_model(dtype, tmp_path):

@@ -163,7 +163,8 @@ def typed_flags(
         if not given[name] >= (least or {}).get(name, given[name]):
             problems.append(f"--{name}={setting.value} must be >= {(least or {})[name]}")
     if len(given_names) != names:
-        problems.append(f"it takes {what}, before any flag; {len(given_names)} words were given, not {names}")
+        were = "1 word was" if len(given_names) == 1 else f"{len(given_names)} words were"
+        problems.append(f"it takes {what}, before any flag; {were} given, not {names}")
     if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
         problems.append(f"--dtype={given['dtype']} is not one of float32, bfloat16, float16")
     if problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -176,11 +177,8 @@ def _convert(converter: Path, folder: Path, file: Path, dtype: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not file.is_file():
         last = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()][-3:]
-        needs = (
-            f" Its packages: pip install -r {converter.parent / 'requirements.txt'}"
-            if "ModuleNotFound" in last[-1]
-            else ""
-        )
+        absent = re.search(r"No module named '(\w+)", " ".join(last))
+        needs = f" Run: pip install {absent[1]} (its requirements.txt pins another transformers)" if absent else ""
         raise CheckpointError(f"{converter} failed with status {done.returncode}: {' '.join(last)}.{needs}")
 
 
