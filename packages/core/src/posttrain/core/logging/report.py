@@ -335,7 +335,8 @@ def _tiles(run: Run) -> str:
     tiles |= {"tokens a second": f"{sorted(speed)[len(speed) // 2]:,.0f}"} if speed else {}
     memory = lasts.get("perf/peak_device_mib") or lasts.get("perf/peak_host_mib")
     tiles |= {"peak memory": f"{memory / 1024:.1f} GiB"} if memory else {}
-    cells = "".join(f'<div class="tile"><span>{_text(n)}</span><b>{_text(v)}</b></div>' for n, v in tiles.items())
+    named = ((_text(name).replace("_", "_<wbr>"), _text(value)) for name, value in tiles.items())
+    cells = "".join(f'<div class="tile"><span>{name}</span><b>{value}</b></div>' for name, value in named)
     return f'<div class="tiles">{cells}</div>'
 
 
@@ -366,7 +367,7 @@ def _times(run: Run, name: str) -> str:
         f"{_duration(s)} ({s / total:.0%})</span>"
         for p, s in spent.items()
     )
-    return _section(f"Time {name}".strip(), f'<div class="bar">{bar}</div><p class="soft">{keys}</p>')
+    return _section(f"Time {name}".strip(), f'<div class="bar">{bar}</div><p class="soft keys">{keys}</p>')
 
 
 def _samples(run: Run, name: str) -> str:
@@ -422,8 +423,13 @@ def _arguments(runs: Sequence[Run]) -> str:
 
 
 def _facts(run: Run) -> str:
-    groups = [run.record.get(group) or {} for group in ("model", "data", "hardware", "code", "packages")]
-    rows = [[name, _value(value)] for group in groups for name, value in group.items() if value != "not installed"]
+    groups = {group: run.record.get(group) or {} for group in ("model", "data", "hardware", "code", "packages")}
+    rows = [
+        [f"{group} {name}" if group in ("model", "data") else name, _value(value)]  # both have a class
+        for group, facts in groups.items()
+        for name, value in facts.items()
+        if value != "not installed"
+    ]
     return _section("Model, data, machine", _table(rows)) if rows else ""
 
 
