@@ -11,8 +11,8 @@ step, one to a problem), and GRPO's reward is 1 for the right result (512 answer
 below the teacher's accuracy on held-out steps, or with the budget.
 
 Counted are multiplications and additions of matrix products and of attention, by PyTorch's own counter: those of
-sampling, of the teacher's reading and of training, in every tenth optimizer step, for the nine after it too. Evaluation is not counted, and neither is what the teacher learned
-before.
+sampling, of the teacher's reading and of training, in every tenth optimizer step, for the nine after it too. Evaluation
+is not counted, and neither is what the teacher learned before.
 """
 
 from __future__ import annotations
