@@ -46,3 +46,20 @@ def test_dpo_goes_on_from_its_newest_checkpoint_with_an_adapter(run_file, tmp_pa
     history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert [record["step"] for record in history if "loss" in record] == [1, 2, 3, 4]
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_reward_model_is_named_beside_functions(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.causal_lm().save_pretrained("model")
+    tiny.classifier(num_labels=1).save_pretrained("judge")
+    for folder in ("model", "judge"):
+        tiny.tokenizer().save_pretrained(folder)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat", "solution": "4"}\n' * 4)
+    words = "--model_name_or_path model --dataset_name prompts.jsonl --reward_model_name_or_path judge --max_steps 1"
+    more = "--num_generations 2 --per_device_train_batch_size 4 --max_completion_length 4 --logging_steps 1 --use_cpu"
+    end = "--reward_funcs accuracy_reward --output_dir out --report_to none --disable_tqdm".split()
+    assert main([method, *words.split(), *more.split(), *end]) == 0
+    (record, *_) = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    found = {name for name in record if name.startswith("rewards/") and name.endswith("/mean")}
+    assert len(found) == 2 and "rewards/accuracy_reward/mean" in found

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import sys
 import time
 
 import numpy as np
@@ -201,6 +202,26 @@ def test_functions_log_metrics_and_columns_of_their_own():
 def test_weights_must_fit_the_functions():
     with pytest.raises(ValueError, match=r"3 numbers and there are 1 reward functions \(length\)"):
         Rewards([length], options(reward_weights=[1.0, 2.0, 3.0]))
+
+
+def test_functions_are_named_by_their_module_also_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_scores_of_this_test.py").write_text(
+        "def three(completions):\n    return [3.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    for name in ("own_scores_of_this_test:three", "own_scores_of_this_test.three"):
+        (function,) = rw.reward_functions([name], None, False)
+        assert function(["a", "b"]) == [3.0, 3.0]
+    assert [str(error) for error in rw.reward_problems(["own_scores_of_this_test.four"], None)] == [
+        "reward_funcs: 'own_scores_of_this_test.four' cannot be imported: module 'own_scores_of_this_test' has no "
+        "attribute 'four'"
+    ]
+    (tmp_path / "model-1.5").mkdir()
+    names = ["org/model-1.5", "model-1.5", "./model", "model", "math.sqrt", "a:b", "accuracy_reward"]
+    assert [rw.is_function_name(name) for name in names] == [False] * 4 + [True] * 3
+    (punishment,) = rw.reward_functions(["get_soft_overlong_punishment"], None, False)
+    assert punishment([[0] * 1024, [0] * 1152, [0] * 1280, [0] * 1281]) == [0.0, -0.5, -1.0, -1.0]
 
 
 def test_a_reward_model_scores_each_text_by_itself():

@@ -101,7 +101,7 @@ GRPO = Method(
     help="Train on the policy's own completions, scored by reward functions and compared within their group.",
     config="posttrain.rl.grpo:GRPOConfig",
     run=train_with("posttrain.rl.grpo:GRPOTrainer"),
-    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
 )
 
@@ -110,7 +110,7 @@ RLOO = Method(
     help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
     config="posttrain.rl.rloo:RLOOConfig",
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
-    needs=("model_name_or_path", "dataset_name", "reward_funcs"),
+    needs=("model_name_or_path", "dataset_name", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
 )
 

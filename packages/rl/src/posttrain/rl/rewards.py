@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,8 +57,11 @@ class RewardArguments:
 
     reward_funcs: list[str] | None = opt(
         None,
-        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function', reward "
-        "models.",
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function' or "
+        "'module.function', also of a file in the current folder, and reward models.",
+    )
+    reward_model_name_or_path: str | None = opt(
+        None, "A reward model by name, for the command line; it is scored with before `reward_funcs`."
     )
     reward_weights: list[float] | None = opt(None, "Weight of each reward function in the sum; None: 1 each.")
     reward_on_error: str = opt(
@@ -307,14 +311,29 @@ def _short(value: Any, length: int = 300) -> str:
 BUILT_IN = {
     function.__name__: function
     for function in (accuracy_reward, math_verify_reward, reasoning_accuracy_reward, think_format_reward)
-}
+} | {"get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256)}  # the lengths that trl's command has
+
+
+def functions_by_name(args: RewardArguments) -> list[str] | None:
+    """The names that a config has, the reward model's first; None where it has none."""
+    model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
+    return [*model, *(args.reward_funcs or [])] or None
+
+
+def is_function_name(name: str) -> bool:
+    """Whether `name` is that of a function, ``accuracy_reward``, ``module:function`` or ``module.function``, and not of
+    a model."""
+    dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
+    return name in BUILT_IN or ":" in name or dotted
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A reward function of this module by its name, or ``"module:function"`` of any that can be imported from here."""
+    """A reward function of this module by its name, or one of any module that can be imported, or is in this folder."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, _, attribute = name.partition(":")
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not {"", os.getcwd()} & set(sys.path):  # programs that pip installs do not look where they are called
+        sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -325,7 +344,7 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
     """Problems with the names, types and number of reward functions, without loading a model."""
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for function in functions:
-        if isinstance(function, str) and (function in BUILT_IN or ":" in function):
+        if isinstance(function, str) and is_function_name(function):
             yield from caught(named_function, function)
         elif isinstance(function, (str, os.PathLike)):
             yield from (ValueError(f"reward_funcs: {error}") for error in _of_folder(function))
@@ -367,7 +386,7 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
         )
     made: list[Callable[..., Any]] = []
     for function, tokenizer in zip(functions, tokenizers, strict=True):
-        if isinstance(function, str) and (function in BUILT_IN or ":" in function):
+        if isinstance(function, str) and is_function_name(function):
             function = named_function(function)
         elif isinstance(function, (str, os.PathLike)):
             function = load_scorer(os.fspath(function), tokenizer, trust_remote_code)

@@ -55,7 +55,7 @@ from posttrain.rl.prompts import (
     runs,
 )  # fmt: skip
 from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
-from posttrain.rl.rewards import RewardModel, Rewards, Scores, reward_functions, reward_problems
+from posttrain.rl.rewards import RewardModel, Rewards, Scores, functions_by_name, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, pictured, same_images
 from posttrain.rl.samples import Rollout, Sample
@@ -147,7 +147,7 @@ class RolloutTrainer(Trainer):
             peft_config=peft_config, ref_model=self.given_reference, datasets={},
             auto_class="AutoProcessor" if sees else "AutoTokenizer",
             others={
-                "reward_funcs": args.reward_funcs if reward_funcs is None else reward_funcs,
+                "reward_funcs": functions_by_name(args) if reward_funcs is None else reward_funcs,
                 "environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func,
             },
         )  # fmt: skip
@@ -160,7 +160,7 @@ class RolloutTrainer(Trainer):
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self._generating, self._scoring = Turns(), Turns(args.reward_concurrency)
         self.rollout_func = rollout_func
-        given = args.reward_funcs if reward_funcs is None else reward_funcs
+        given = functions_by_name(args) if reward_funcs is None else reward_funcs
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
         own = self.environments.reward_functions
         functions += own
