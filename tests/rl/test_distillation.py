@@ -359,6 +359,9 @@ def test_a_missing_teacher_and_missing_completions_are_found_before_anything_is_
         make(tmp_path, rows=[{"prompt": "a"}] * 8, lmbda=0.5)
     with pytest.raises((PreflightError, ValueError), match="Two teachers"):
         make(tmp_path, teacher_model_server_url="http://x")
+    for changes in ({"teacher_model_init_kwargs": {"dtype": "float32"}}, {"teacher_model_revision": "main"}):
+        with pytest.raises((PreflightError, ValueError), match=f"{next(iter(changes))} is for a teacher given by name"):
+            make(tmp_path, **changes)
 
 
 def test_a_teacher_with_other_tokens_is_not_compared_token_by_token(tmp_path):

@@ -127,6 +127,43 @@ def test_unknown_words_of_files_and_of_flags_come_apart_if_asked(tmp_path):
     assert parse_it(words, return_remaining_strings=True)[1] == ["--colour", "red", "--size", "2"]
 
 
+def test_fields_without_a_default_are_asked_for_by_name():
+    @dataclasses.dataclass
+    class Own:
+        depth: int
+        name: str
+        names: list[str] = dataclasses.field(default_factory=list)
+
+    parser = ScriptParser(Own, prog="tool")
+    with pytest.raises(ConfigError) as problem:
+        parser.parse_args_and_config(["--depth", "x"])
+    assert problem.value.problems == [
+        "--depth: depth='x' must be of type int",
+        "name is needed; write `name: ...` in the YAML file or --name on the command line",
+    ]
+    words = ["--depth", "3", "a", "--name", "n", "b", "c", "--names", "d", "e"]
+    own, rest = parser.parse_args_and_config(words, return_remaining_strings=True)
+    assert own == Own(3, "n", ["d", "e"]) and rest == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="depth=.* holds 2 values and takes one"):
+        parser.parse_args_and_config(words)
+
+
+def test_defaults_of_a_parser_can_be_set(tmp_path):
+    @dataclasses.dataclass
+    class Own:
+        depth: int
+        names: list[str] | None = None
+
+    parser = ScriptParser(Own)
+    assert parser.set_defaults_with_config(depth=3, names=["a"], colour="red") == ["--colour", "red"]
+    assert parser.parse_args_and_config([]) == (Own(3, ["a"]),)
+    (tmp_path / "run.yaml").write_text("depth: 4\n")
+    assert parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--names", "b"]) == (Own(4, ["b"]),)
+    commands = (tool := ScriptParser(prog="tool")).add_subparsers()
+    commands.add_parser("look", dataclass_types=Own)
+    assert tool.set_defaults_with_config(depth=5) == [] and tool.parse_args_and_config(["look"])[0].depth == 5
+
+
 def test_no_quantization_and_no_adapter_unless_asked_for():
     assert get_peft_config(ModelConfig()) is None and get_quantization_config(ModelConfig()) is None
     with pytest.raises(ConfigError, match="set use_peft=True"):

@@ -180,6 +180,10 @@ class DistillationTrainer(RolloutTrainer):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
             yield ValueError(f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and "
                              "teacher_model_server_url.")  # fmt: skip
+        if not isinstance(parts.ref_model, (str, os.PathLike)):
+            for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
+                if getattr(args, name):
+                    yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
         if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
             for name in ("teacher_model_server_url", "teacher_tokenizer_name_or_path"):
                 if getattr(args, name):

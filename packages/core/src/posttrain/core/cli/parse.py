@@ -284,6 +284,9 @@ def configs(
                 problems.append(f"{setting.where}: {name}={shown(name, setting.value)} {error}")
     made = []
     for config_class in classes:
+        if missing := [name for name in _required(config_class) if name not in kwargs[config_class]]:
+            problems += (_needed(name) for name in missing if name not in settings)
+            continue
         try:
             made.append(config_class(**kwargs[config_class]))
             config.validate(made[-1])
@@ -292,14 +295,38 @@ def configs(
     for need in needs:
         names = need.split("|")
         if all(name not in settings or settings[name].value in (None, "") for name in names):
-            name = names[0]
-            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-            problems.append(
-                f"{name} is needed{others}; write `{name}: ...` in the YAML file or --{name} on the command line"
-            )
+            problems.append(_needed(*names))
     if problems:
         raise ConfigError("posttrain", dict.fromkeys(problems))
     return made
+
+
+def _needed(name: str, *others: str) -> str:
+    or_others = f" (or {', '.join(others)})" if others else ""
+    return f"{name} is needed{or_others}; write `{name}: ...` in the YAML file or --{name} on the command line"
+
+
+def _required(config_class: type) -> list[str]:
+    """The fields that have no default."""
+    none = dataclasses.MISSING
+    return [
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.init and field.default is none and field.default_factory is none
+    ]
+
+
+def take_surplus(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:
+    """Take out of the flags among `settings` the words after the first where no class takes a list, in their order."""
+    surplus: list[str] = []
+    for name, setting in settings.items():
+        types = [_types(config_class, name)[0] for config_class in classes if name in _names(config_class)]
+        if types and setting.where.startswith("--") and isinstance(setting.value, list):
+            if not any(list in allowed or not allowed for allowed in types):
+                first, *rest = setting.value
+                settings[name] = dataclasses.replace(setting, value=first)
+                surplus += rest
+    return surplus
 
 
 def _located(problem: str, settings: dict[str, Setting]) -> str:

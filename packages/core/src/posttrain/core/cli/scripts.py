@@ -78,8 +78,8 @@ class ScriptParser:
                 )
         self.dataclass_types, self.description = types, description
         self.prog = os.path.basename(sys.argv[0]) or "script" if prog is None else prog
-
         self._commands: Commands | None = None
+        self._defaults: dict[str, parse.Setting] = {}
 
     def add_subparsers(self, dest: str = "command", parser_class: type | None = None, **options: Any) -> Commands:
         """Let the first word choose among commands, each with dataclasses of its own: ``train.py sft --seed 3``.
@@ -93,6 +93,20 @@ class ScriptParser:
         """
         self._commands = Commands(self.prog, dest, parser_class or type(self))
         return self._commands
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Let fields have these values, where neither a file nor a flag sets them; those of commands too.
+
+        Returns:
+            the names that no class has, with their values: ``["--name", "value"]``.
+        """
+        parsers: list[ScriptParser] = [self, *(self._commands.parsers.values() if self._commands else ())]
+        unknown = {name: parse.Setting(f"default of {name}", _as_text(value)) for name, value in values.items()}
+        for parser in parsers:
+            left = set(parse.unknown(parser.dataclass_types, unknown))
+            parser._defaults |= {name: setting for name, setting in unknown.items() if name not in left}
+        known = {name for parser in parsers for name in parser._defaults}
+        return [word for name, value in values.items() if name not in known for word in (f"--{name}", str(value))]
 
     def format_help(self) -> str:
         """What ``--help`` prints: every argument, with its default."""
@@ -118,7 +132,8 @@ class ScriptParser:
 
         Args:
             args: the words; None: those of this process.
-            return_remaining_strings: also return unknown words as a last element, ``["--name", "value"]``.
+            return_remaining_strings: also return unknown words as a last element, ``["--name", "value"]``, and those
+                that follow the one value of a flag.
             fail_with_unknown_args: False leaves such words out.
             separate_remaining_strings: return those of the files and those of the flags as two elements.
 
@@ -135,6 +150,7 @@ class ScriptParser:
             names = ", ".join(self._commands.parsers)
             raise ConfigError(self.prog, [f"the first word must be one of {names}, before any flag"])
         settings, problems = parse.read_words(words)
+        settings = self._defaults | settings
         env = settings.pop("env", None)
         if env is not None and not isinstance(env.value, dict):
             problems.append(f"{env.where}: env must hold `NAME: value` lines")
@@ -146,6 +162,8 @@ class ScriptParser:
                 setting = settings.pop(name)
                 values = setting.value if isinstance(setting.value, list) else [setting.value]
                 remaining[setting.where.startswith("--")].extend([f"--{name}", *map(str, values)])
+        if return_remaining_strings:
+            remaining[1].extend(parse.take_surplus(self.dataclass_types, settings))
         try:
             made = parse.configs(self.dataclass_types, settings, problems)
         except ConfigError as error:
@@ -159,10 +177,18 @@ class ScriptParser:
         commands: Any = self._commands
         chosen = commands.parsers[words[0]]
         both = type(chosen)((*self.dataclass_types, *chosen.dataclass_types), prog=chosen.prog)
+        both._defaults = self._defaults | chosen._defaults
         made = both.parse_args_and_config(words[1:], return_remaining, fail_with_unknown)
         own, count = len(self.dataclass_types), len(both.dataclass_types)
         values = {name: value for config in made[own:count] for name, value in vars(config).items()}
         return *made[:own], argparse.Namespace(**{commands.dest: words[0]} | values), *made[count:]
+
+
+def _as_text(value: Any) -> Any:
+    """`value` as a file would hold it: lists of texts, mappings and None as they are, and the rest as text."""
+    if value is None or isinstance(value, dict):
+        return value
+    return [_as_text(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
 
 
 class Commands:
