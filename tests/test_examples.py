@@ -276,7 +276,6 @@ def test_calculator(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "accuracy.svg").read_text(encoding="utf-8").count("<use") >= 4  # the dots
 
 
-# finding_F1
 def test_the_calculator_claims_what_it_can_show_and_no_more():
     verdict = load("calculator").verdict
     before = [0.0, 0.5] * 200

@@ -44,7 +44,6 @@ def own_fields(config_class: type) -> list[dataclasses.Field]:
     ]
 
 
-# finding_B8
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
 def test_what_a_field_cannot_take_is_refused_by_name_or_works(config_class):
     unclear = []
@@ -62,7 +61,6 @@ def test_what_a_field_cannot_take_is_refused_by_name_or_works(config_class):
     assert unclear == []
 
 
-# finding_B8
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
 def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
     accepted = []
@@ -79,7 +77,6 @@ def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
     assert accepted == []
 
 
-# finding_B8
 @pytest.mark.parametrize(
     ("config_class", "arguments", "parts"),
     [
@@ -126,7 +123,6 @@ def test_these_are_refused_with_what_is_allowed(config_class, arguments, parts):
         assert part in str(caught.value)
 
 
-# finding_B8
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++"])
 def test_metrics_that_nobody_would_call_are_refused(name, tmp_path):
     from posttrain.rl import GRPOTrainer
@@ -142,7 +138,6 @@ def test_metrics_that_nobody_would_call_are_refused(name, tmp_path):
         TRAINERS[name](tmp_path, include_for_metrics=["inputs"])
 
 
-# finding_B8
 @pytest.mark.parametrize("arguments", [
     {"max_grad_norm": INF}, {"max_grad_norm": 0}, {"adam_epsilon": 1e-30}, {"warmup_steps": 10**6},
     {"eval_delay": 10**9}, {"save_total_limit": 0}, {"gradient_accumulation_steps": 10**6},

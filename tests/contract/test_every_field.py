@@ -94,14 +94,12 @@ def read() -> set[str]:
     return reads.names
 
 
-# finding_A6
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
 def test_product_code_reads_every_field(config_class):
     names = {field.name for field in dataclasses.fields(config_class) if field.init}
     assert sorted(names - read() - set(MEANT)) == []
 
 
-# finding_A6
 def test_the_list_of_exceptions_holds_no_field_that_is_read_or_gone():
     fields = {field.name for config_class in CONFIGS for field in dataclasses.fields(config_class)}
     assert sorted(set(MEANT) - fields) == []

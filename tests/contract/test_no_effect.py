@@ -34,7 +34,6 @@ def sft(folder, rows, **changes):
     return SFTTrainer(tiny.causal_lm(), args, train_dataset=rows, processing_class=tiny.tokenizer())
 
 
-# finding_A6
 @pytest.mark.parametrize("how", ["map", "list", "stream", "skipped", "packed stream"])
 def test_shuffle_dataset_acts_on_every_kind_of_rows(how, tmp_path):
     changes = {"packing": how == "packed stream", "train_sampling_strategy": "sequential"}
@@ -55,7 +54,6 @@ def test_shuffle_dataset_acts_on_every_kind_of_rows(how, tmp_path):
 TOKENS = [{name: row[name] for name in ("input_ids",)} for row in tiny.token_rows(12)]
 
 
-# finding_A6
 @pytest.mark.parametrize("config_class", [DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig])
 def test_label_smoothing_factor_is_refused_where_there_are_no_classes(config_class):
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0.1 .* no effect") as caught:
@@ -63,7 +61,6 @@ def test_label_smoothing_factor_is_refused_where_there_are_no_classes(config_cla
     assert ("set label_smoothing" in str(caught.value)) == hasattr(config_class, "label_smoothing")
 
 
-# finding_A6
 def test_logging_dir_is_where_tensorboard_writes(tmp_path):
     pytest.importorskip("tensorboard")
     args = TrainingArguments(
@@ -75,7 +72,6 @@ def test_logging_dir_is_where_tensorboard_writes(tmp_path):
     assert not list(Path(args.output_dir).rglob("events.out.tfevents.*"))
 
 
-# finding_A6
 def test_logging_nan_inf_filter_is_answered_where_it_asks_for_something():
     with pytest.warns(FutureWarning, match="logging_nan_inf_filter has no effect: .*on_nonfinite"):
         TrainingArguments("out", logging_nan_inf_filter=True)
@@ -84,7 +80,6 @@ def test_logging_nan_inf_filter_is_answered_where_it_asks_for_something():
         TrainingArguments("out", logging_nan_inf_filter=False)
 
 
-# finding_A6
 def test_dataset_kwargs_that_do_nothing_are_named():
     with pytest.raises(ConfigError, match="'skip_prepare_datasett' has no effect.*did you mean 'skip_prepare_dataset'"):
         SFTConfig("out", dataset_kwargs={"skip_prepare_datasett": True})
@@ -92,7 +87,6 @@ def test_dataset_kwargs_that_do_nothing_are_named():
         SFTConfig("out", dataset_kwargs={"append_concat_token": False})
 
 
-# finding_A6
 def test_a_sampling_strategy_that_a_stream_cannot_follow_is_refused(tmp_path):
     stream = Dataset.from_list(tiny.token_rows(8)).to_iterable_dataset()
     args = TrainingArguments(str(tmp_path), max_steps=1, train_sampling_strategy="group_by_length", **QUIET)
@@ -102,7 +96,6 @@ def test_a_sampling_strategy_that_a_stream_cannot_follow_is_refused(tmp_path):
         sft(tmp_path, Dataset.from_list(ROWS).to_iterable_dataset(), train_sampling_strategy="group_by_length")
 
 
-# finding_A6
 def test_the_launchers_dynamo_config_sets_torch_compile(monkeypatch):
     setting = parse.Setting("file:1", {"dynamo_backend": "AOT_EAGER", "dynamo_mode": "default"})
     args, _ = launch.read({"dynamo_config": setting})
@@ -115,7 +108,6 @@ def test_the_launchers_dynamo_config_sets_torch_compile(monkeypatch):
         launch.read({"dynamo_config": parse.Setting("file:1", {"dynamo_use_fullgraph": "true"})})
 
 
-# finding_A6
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_neftune_reaches_what_an_encoder_reads(family):
     model = tiny.seq2seq_lm() if family == "t5" else bart()

@@ -82,7 +82,6 @@ def absent_packages(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-# finding_D1
 @pytest.mark.parametrize("trainer_class", [Trainer, Seq2SeqTrainer, *NAMED])
 def test_every_trainer_says_everything_at_once_before_a_model_is_there(trainer_class, make, tmp_path):
     (tmp_path / "a file").write_text("")
@@ -121,7 +120,6 @@ ALONE = [
 ]
 
 
-# finding_D1 finding_D2
 @pytest.mark.parametrize("trainer_class", [Trainer, SFTTrainer, DPOTrainer, GRPOTrainer])
 @pytest.mark.parametrize(("changes", "error", "parts"), ALONE, ids=[" ".join(changes) for changes, *_ in ALONE])
 def test_each_fault_alone_has_its_own_type(trainer_class, changes, error, parts, make, monkeypatch):
@@ -145,7 +143,6 @@ OF_A_NAMED_MODEL = [
 ]  # fmt: skip
 
 
-# finding_D1
 @pytest.mark.parametrize("trainer_class", NAMED)
 @pytest.mark.parametrize(
     ("changes", "error", "parts"), OF_A_NAMED_MODEL, ids=[" ".join(changes) for changes, *_ in OF_A_NAMED_MODEL]
@@ -159,7 +156,6 @@ def test_what_is_wrong_with_a_named_model_is_said_before_it_is_loaded(trainer_cl
         assert part in str(caught.value)
 
 
-# finding_D1
 def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make):
     if transformers.utils.is_flash_attn_2_available():
         pytest.skip("it is there")
@@ -167,7 +163,6 @@ def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make
         make(SFTTrainer, model_init_kwargs={"attn_implementation": "flash_attention_2"})
 
 
-# finding_D1
 @pytest.mark.parametrize("trainer_class", ONLINE)
 def test_online_trainers_say_what_their_rewards_and_engines_lack(trainer_class, make, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -183,7 +178,6 @@ def test_online_trainers_say_what_their_rewards_and_engines_lack(trainer_class, 
     assert isinstance(caught.value, DataError)  # one of them is
 
 
-# finding_D1
 @pytest.mark.parametrize(("changes", "part"), [
     ({"generation_kwargs": {"zzz": 1}}, "'zzz' is neither stop nor a field of GenerationConfig"),
     ({"generation_kwargs": {"stop": 5}}, "stop=5 must be a text or a list of texts"),
@@ -195,7 +189,6 @@ def test_settings_that_the_engine_would_not_know_are_said_before_a_model_is_load
         make(GRPOTrainer, **changes)
 
 
-# finding_D1
 @pytest.mark.parametrize("given", [{"num_beems": 2}, "/no/such/config"], ids=str)
 def test_a_generation_config_that_cannot_be_used_is_said_before_a_model_is_loaded(given, make):
     with pytest.raises(
@@ -204,7 +197,6 @@ def test_a_generation_config_that_cannot_be_used_is_said_before_a_model_is_loade
         make(SFTTrainer, generation_config=given)
 
 
-# finding_D1
 def test_a_metric_that_cannot_exist_is_said_before_an_evaluation(make):
     rows, options = text_rows(4), {"eval_strategy": "steps"}
     for trainer_class, dataset in ((Trainer, tiny.token_rows(2)), (SFTTrainer, rows)):
@@ -224,7 +216,6 @@ def test_a_metric_that_cannot_exist_is_said_before_an_evaluation(make):
         make(SFTTrainer, eval_dataset=rows, metric_for_best_model="mean_token_accuracy", **options)
 
 
-# finding_D1
 def test_a_subclass_adds_its_own_checks(make):
     class Careful(SFTTrainer):
         @classmethod
@@ -238,7 +229,6 @@ def test_a_subclass_adds_its_own_checks(make):
     assert "8 rows are too few" in str(caught.value) and "needs an eval_dataset" in str(caught.value)
 
 
-# finding_D1
 def test_an_upload_without_a_token_is_said_and_training_goes_on(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     args = TrainingArguments(str(tmp_path), push_to_hub=True, use_cpu=True, report_to="none")
@@ -252,7 +242,6 @@ def test_an_upload_without_a_token_is_said_and_training_goes_on(tmp_path, caplog
     assert "token" not in caplog.text
 
 
-# finding_D1
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "seq2seq"])
 def test_the_command_line_says_everything_at_once_before_data_and_model_are_read(
     method, folder, tmp_path, monkeypatch, capsys
@@ -293,7 +282,6 @@ def test_the_command_line_says_everything_at_once_before_data_and_model_are_read
         assert part in said
 
 
-# finding_D1
 def test_a_backend_and_a_mode_of_the_compiler_are_checked_with_the_arguments():
     with pytest.raises(ConfigError) as caught:
         TrainingArguments("out", torch_compile_mode="max-autotun", torch_compile_backend="inducter")
@@ -301,7 +289,6 @@ def test_a_backend_and_a_mode_of_the_compiler_are_checked_with_the_arguments():
     TrainingArguments("out", torch_compile_mode="reduce-overhead", torch_compile_backend="eager")
 
 
-# finding_D1
 def test_bfloat16_on_a_gpu_without_it_is_refused(make, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_, **__: False)
@@ -309,7 +296,6 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(make, monkeypatch):
         make(Trainer, bf16=True, use_cpu=False)
 
 
-# finding_D2
 def test_liger_on_a_machine_without_a_gpu_is_said_and_training_goes_on(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     with pytest.raises(AssertionError, match="a model was loaded"):

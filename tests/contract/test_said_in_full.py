@@ -22,7 +22,6 @@ def make(trainer_class, folder, rows, **changes):
     return trainer_class(model=model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), **more)
 
 
-# finding_D3
 def test_a_row_that_was_cut_to_nothing_names_the_limit_and_the_remedy(tmp_path, caplog):
     rows = [{"prompt": "one", "completion": " two"}, {"prompt": "one " * 60, "completion": " two"}]
     with caplog.at_level(logging.WARNING, "posttrain"):
@@ -34,7 +33,6 @@ def test_a_row_that_was_cut_to_nothing_names_the_limit_and_the_remedy(tmp_path, 
     )
 
 
-# finding_D3
 @pytest.mark.parametrize(("mode", "part"), [
     ("keep_start", "the prompt alone fills max_length=16 (rows 1): raise max_length, or set truncation_mode=keep_end"),
     ("keep_end", "truncated to max_length: 1 rows, of which 1 lost the beginning of their prompt"),
@@ -46,7 +44,6 @@ def test_a_prompt_longer_than_the_limit_is_said_by_dpo(mode, part, tmp_path, cap
     assert part in caplog.text
 
 
-# finding_D3
 @pytest.mark.parametrize(("prompt", "part"), [
     (5, "prompt is not a list of messages but of type int (rows 2)"),
     (["hello"], "prompt is not a list of messages but holds str (rows 2)"),
@@ -60,7 +57,6 @@ def test_a_prompt_that_is_none_is_named_with_its_row_and_type_before_training(pr
     assert part in str(caught.value) and "train_dataset" in str(caught.value)
 
 
-# finding_D3
 @pytest.mark.parametrize("margin", [None, float("nan"), float("inf")])
 def test_a_margin_that_is_no_number_is_named_with_its_row_before_training(margin, tmp_path):
     rows = [{"prompt": "a", "chosen": " b c", "rejected": " d e", "margin": m} for m in (0.5, margin, 1.0)]
@@ -69,7 +65,6 @@ def test_a_margin_that_is_no_number_is_named_with_its_row_before_training(margin
             make(RewardTrainer, tmp_path, dataset)
 
 
-# finding_D3
 def test_a_completion_that_is_no_messages_says_what_it_is(tmp_path, caplog):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"messages": 7}]
     make(SFTTrainer, tmp_path, rows)

@@ -459,7 +459,6 @@ def test_hf_argument_parser_sets_a_field_as_the_config_does(config, way, tmp_pat
     assert wrong == [] and len(refused) < 0.2 * len(types), refused
 
 
-# finding_B17
 @pytest.mark.parametrize("config", parser_configs())
 def test_every_switch_stands_alone_on_a_command_line(config):
     types = field_types(config)
@@ -473,7 +472,6 @@ def test_every_switch_stands_alone_on_a_command_line(config):
 NO_SWITCHES = ("trackio_static_space_id",)  # a name, or False
 
 
-# finding_B17
 def test_every_flag_of_transformers_is_read():
     import transformers
 
@@ -488,7 +486,6 @@ def test_every_flag_of_transformers_is_read():
                     ours.parse_args([flag, "true" if action.const is True else str(action.const)])
 
 
-# finding_B17
 @pytest.mark.parametrize("config", [c for c in parser_configs() if issubclass(c, TrainingArguments)])
 @pytest.mark.parametrize(
     ("words", "name", "expected"),
@@ -514,7 +511,6 @@ def test_old_flags_mean_what_the_argument_meant(config, words, name, expected):
     assert getattr(parse.configs([config], settings, problems)[0], name) == expected
 
 
-# finding_B17
 def test_a_run_of_no_epochs_trains_nothing(tmp_path):
     from tests.contract.trainers import TRAINERS, weights
 

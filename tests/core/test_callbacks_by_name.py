@@ -45,7 +45,6 @@ def trainer(folder, callbacks, eval_dataset=None, **changes):
     return Trainer(model, args, None, rows_of(12), eval_dataset, tokenizer, callbacks=callbacks)
 
 
-# finding_E
 @pytest.mark.parametrize(
     "options", [{}, {"ema_power": 0.0}, {"bias_power": 0.0}, {"update_after": 1, "multiplier": 0.5}]
 )
@@ -71,7 +70,6 @@ def test_the_averaged_model_is_that_of_the_formula_and_can_be_loaded(options, tm
     assert not torch.allclose(expected, seen.weights[-1][name], atol=1e-4)
 
 
-# finding_E
 def test_averages_go_on_where_a_resumed_run_stood(tmp_path):
     whole = BEMACallback(update_freq=2)
     trainer(tmp_path / "whole", [whole]).train()
@@ -88,7 +86,6 @@ def test_averages_go_on_where_a_resumed_run_stood(tmp_path):
         assert torch.equal(weight, resumed.averaged()[name]), name
 
 
-# finding_E
 def test_answers_to_prompts_are_shown_as_a_table(tmp_path, monkeypatch):
     from transformers import GenerationConfig
 
@@ -163,7 +160,6 @@ def test_a_judge_compares_answers_with_those_before_training(soft, tmp_path):
     assert callback.reference == before  # and not the answers of the model that is resumed from
 
 
-# finding_E
 def test_answers_are_scored_in_weave(tmp_path, monkeypatch):
     told = []
 
@@ -198,7 +194,6 @@ def test_answers_are_scored_in_weave(tmp_path, monkeypatch):
     assert score == ("length", len(answer)) and summary == {"length": len(answer), "step": 1}
 
 
-# finding_E
 def test_bars_of_rich_show_updates_and_the_last_record(tmp_path, capsys):
     run = trainer(tmp_path, [RichProgressCallback()], rows_of(3), eval_strategy="steps", eval_steps=3)
     run.train()

@@ -213,7 +213,6 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(flag):
         chat_template.message_choice([{"role": "user", "content": "x"} | flag])
 
 
-# finding_A9
 @pytest.mark.parametrize("source", [CHATML, PHI, LLAMA, GEMMA, DEEPSEEK, MISTRAL])
 def test_a_template_that_leaves_calls_out_is_noticed(source):
     messages = [*CALLS[:2], {"role": "user", "content": "2"}, CALLS[4]]
@@ -225,7 +224,6 @@ def test_a_template_that_leaves_calls_out_is_noticed(source):
     require_calls(template(source), TURNS[1:])
 
 
-# finding_A9
 @pytest.mark.parametrize("source", [TOOLS, MARKED], ids=["by rendering", "marked"])
 def test_a_template_that_shows_calls_is_believed(source):
     require_calls(template(source), CALLS)

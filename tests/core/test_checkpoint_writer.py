@@ -314,7 +314,6 @@ def test_an_image_of_device_tensors_is_complete_when_the_copy_returns(tmp_path):
         assert torch.equal(load_tree(store.path(step) / "state")["w"], expected)
 
 
-# finding_B21
 @pytest.mark.parametrize("kind", ["mps", "xpu", "cuda"])
 def test_copies_from_every_kind_of_device_are_waited_for(kind, tmp_path, monkeypatch):
     class Elsewhere(torch.Tensor):  # a host tensor that says it lies on a device: what is checked is who is waited for

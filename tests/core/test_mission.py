@@ -381,7 +381,6 @@ def test_the_best_model_is_the_one_that_remains(tmp_path):
     assert_equal(weights(trainer), weights(best))
 
 
-# finding_G
 @pytest.mark.mission("S025")
 def test_without_a_network_training_completes_and_says_what_was_not_uploaded(tmp_path, caplog):
     trainer = fit(tmp_path, max_steps=2, push_to_hub=True, save_strategy="steps", save_steps=2)
@@ -468,7 +467,6 @@ def test_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, tmp_pa
         fit(tmp_path, report_to=[tracker])
 
 
-# finding_G
 @pytest.mark.mission("S034")
 def test_the_name_of_the_run_reaches_the_tracker(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -544,7 +542,6 @@ def test_optimizers_train(optim, options, tmp_path):
     assert trainer.evaluate(tiny.token_rows(12))["eval_loss"] < before
 
 
-# finding_G
 @pytest.mark.mission("S041")
 def test_galore_in_8_bits_keeps_its_state_in_bytes_at_the_rank_asked_for(tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -610,7 +607,6 @@ def install_liger(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-# finding_D2
 @pytest.mark.mission("S047")
 def test_liger_that_cannot_be_used_is_said_and_training_goes_on(tmp_path, caplog, monkeypatch):
     if torch.cuda.is_available():
@@ -709,7 +705,6 @@ class SlowFirst(Mapped):
         return super().__getitem__(row)
 
 
-# finding_G
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_that_is_late_is_waited_for_unless_order_does_not_matter(in_order, tmp_path):
     options = dict(rows=SlowFirst(), train_sampling_strategy="sequential", per_device_train_batch_size=4)
@@ -719,7 +714,6 @@ def test_a_batch_that_is_late_is_waited_for_unless_order_does_not_matter(in_orde
     assert sorted(firsts) == expected and (firsts == expected) == in_order
 
 
-# finding_G
 @pytest.mark.parametrize("whole", [True, False])
 def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
     def compute(prediction):
@@ -742,7 +736,6 @@ def test_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
         fit(tmp_path, eval_on_start=True, eval_strategy="epoch", eval_dataset=None)
 
 
-# finding_G
 @pytest.mark.mission("S060")
 def test_predictions_leave_the_device_as_often_as_asked_for_and_are_the_same(tmp_path, monkeypatch):
     from posttrain.core.evaluation import eval_loop
@@ -847,7 +840,6 @@ def test_the_command_line_of_a_script_reaches_its_arguments(tmp_path):
     assert (script.task_name, script.max_seq_length) == ("mrpc", 64)
 
 
-# finding_G
 @pytest.mark.mission("S067")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_new_run_in_an_old_folder_says_so_unless_it_was_meant(overwrite, tmp_path, caplog):
@@ -877,7 +869,6 @@ def test_with_full_determinism_two_runs_are_equal_to_the_bit(tmp_path, determini
     assert_equal(*pair)
 
 
-# finding_G
 @pytest.mark.mission("S069", "S108")
 @pytest.mark.parametrize("full", [False, True])
 def test_full_determinism_refuses_what_has_no_fixed_order(full, tmp_path, deterministic_again):
@@ -1250,7 +1241,6 @@ class Augmented(Mapped):
         return {**super().__getitem__(row), "x": super().__getitem__(row)["x"] + noise}
 
 
-# finding_G
 @pytest.mark.mission("S109")
 def test_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # noqa: F811
     options = dict(push_to_hub=True, hub_token=TOKEN, hub_model_id="me/model", hub_strategy="checkpoint")

@@ -51,7 +51,6 @@ class Fail(TrainerCallback):
         raise RuntimeError("broken")
 
 
-# finding_D7
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes below /proc")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", ["causal-lm", "sft-packed", "dpo", "grpo", "seq2seq"])
@@ -77,7 +76,6 @@ def test_a_process_is_after_training_what_it_was_before(name, fails, tmp_path, m
     assert len(taken) == 2 and taken[0] != taken[1]
 
 
-# finding_D7
 def test_a_trainer_sets_nothing_of_torch_that_was_not_asked_for(tmp_path):
     before = {name: read() for name, read in FLAGS.items()}
     TRAINERS["causal-lm"](tmp_path, max_steps=1).train()

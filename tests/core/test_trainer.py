@@ -221,7 +221,6 @@ def test_several_evaluation_sets_have_metrics_of_their_own(tmp_path):
     assert trainer.evaluate(line(5))["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
 
 
-# finding_A13
 def test_the_rows_of_short_windows_are_counted_as_they_were_read(tmp_path):
     for rows, changes, read in (
         (44, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_train_epochs": 1}, 44),

@@ -45,7 +45,6 @@ def raises(kind, text, work):
         work()
 
 
-# finding_B7
 def test_a_gathering_brings_what_each_passed_and_leaves_no_keys(tmp_path):
     def member(dist):
         for number in range(3):
@@ -58,7 +57,6 @@ def test_a_gathering_brings_what_each_passed_and_leaves_no_keys(tmp_path):
     assert team(tmp_path / "store", member, member, member) == [0, 0, 0]
 
 
-# finding_B7
 def test_the_others_wait_longer_than_the_limit_of_a_collective(tmp_path, monkeypatch):
     monkeypatch.setattr(waits, "SILENCE", 0.0)  # only signs of life count
 
@@ -76,7 +74,6 @@ def test_the_others_wait_longer_than_the_limit_of_a_collective(tmp_path, monkeyp
     assert team(tmp_path / "store", main, other, seconds=2) == [0, 0]
 
 
-# finding_B7
 @pytest.mark.parametrize("how", ["main_first", "on_main", "meet"])
 def test_the_death_of_the_process_that_works_ends_the_wait_soon(how, tmp_path):
     def main(dist):
@@ -99,7 +96,6 @@ def test_the_death_of_the_process_that_works_ends_the_wait_soon(how, tmp_path):
     assert team(tmp_path / "store", main, other, seconds=1000) == [-9, 0]
 
 
-# finding_B7
 def test_a_process_that_is_silent_counts_as_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(waits, "SILENCE", 0.0)
     monkeypatch.setattr(waits, "_machine", lambda: str(os.getpid()))  # none sees the other
@@ -118,7 +114,6 @@ class Unsendable(ValueError):
         super().__init__(f"{one} and {two}")
 
 
-# finding_B7
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_is_raised_on_all(failing, tmp_path):
     def member(dist):
@@ -133,7 +128,6 @@ def test_an_error_of_one_is_raised_on_all(failing, tmp_path):
     assert team(tmp_path / "store", member, member) == [0, 0]
 
 
-# finding_B7
 def test_an_error_of_the_main_process_that_cannot_travel_arrives_as_text(tmp_path):
     def member(dist):
         def fail():
@@ -146,7 +140,6 @@ def test_an_error_of_the_main_process_that_cannot_travel_arrives_as_text(tmp_pat
     assert is_consequence(portable(KeyboardInterrupt())) and portable(None) is None
 
 
-# finding_B7
 def test_the_first_of_each_machine_goes_first_on_it(tmp_path):
     def member(dist):
         machine, dist.local_rank = divmod(dist.rank, 2)

@@ -16,14 +16,12 @@ def is_done(out, kind, where, timeout, seconds):
     assert all((out / f"done-{rank}").exists() for rank in (0, 1))
 
 
-# finding_B7
 def test_preparation_may_take_longer_than_a_collective(tmp_path):
     began = time.monotonic()
     is_done(tmp_path, "sft", "preparation", 4, 7)
     assert time.monotonic() - began > 7
 
 
-# finding_B7
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where"),

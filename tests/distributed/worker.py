@@ -268,7 +268,7 @@ def tied(out):
 
 def given_optimizer(out):
     trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", **split(2))
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)  # finding_A11
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
     trainer.train()
     return whole(trainer)
 

@@ -34,7 +34,6 @@ def test_dropout_goes_on_with_the_random_numbers_of_the_device(tmp_path):
     assert losses(resumed) == pytest.approx(losses(straight), rel=1e-5)
 
 
-# finding_B21
 @pytest.mark.gpu
 def test_a_ballot_between_gpus_takes_their_own_group(tmp_path):
     from posttrain.core.training import preemption
@@ -51,7 +50,6 @@ def test_a_ballot_between_gpus_takes_their_own_group(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-# finding_B21
 @pytest.mark.gpu
 def test_counting_a_window_does_not_wait_for_the_device(tmp_path):
     trainer = TRAINERS["causal-lm"](tmp_path, use_cpu=False)

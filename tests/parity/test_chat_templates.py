@@ -85,7 +85,6 @@ WITHOUT_CALLS = {
 }
 
 
-# finding_A9
 @pytest.mark.parametrize("name", [*PATCHED, "llama3_1", "llama3_2", "lfm2_2_5", "gemma4", "gemma4_v5"])
 def test_no_turn_is_learned_without_its_calls(name):
     as_text = CALL | {"function": CALL["function"] | {"arguments": '{"word": "xylophone"}'}}

@@ -36,7 +36,6 @@ def losses(trainer):
     return {record["step"]: record["loss"] for record in trainer.state.log_history if "loss" in record}
 
 
-# finding_D5
 @pytest.mark.parametrize("step", [2, 6])  # inside the first epoch of four updates, and inside the second
 def test_a_checkpoint_of_transformers_is_gone_on_from_where_it_stands(step, tmp_path, caplog):
     straight = theirs(tmp_path)
@@ -50,7 +49,6 @@ def test_a_checkpoint_of_transformers_is_gone_on_from_where_it_stands(step, tmp_
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-# finding_D5
 def test_true_names_the_checkpoint_of_transformers_that_could_be_taken(tmp_path):
     theirs(tmp_path, max_steps=4).train()
     with pytest.raises(CheckpointError, match=r"2 of them are another trainer's.*checkpoint-4'"):
@@ -58,7 +56,6 @@ def test_true_names_the_checkpoint_of_transformers_that_could_be_taken(tmp_path)
     assert ours(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4")).global_step == 8
 
 
-# finding_D5
 def test_weights_that_are_pickles_are_refused_in_another_trainers_checkpoint_too(tmp_path):
     theirs(tmp_path, max_steps=2).train()
     checkpoint = tmp_path / "checkpoint-2"

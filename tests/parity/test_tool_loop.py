@@ -126,7 +126,6 @@ def plain(message):
     return message["role"], (message["content"] or "").strip(), message.get("reasoning_content") or None, calls
 
 
-# finding_A2 finding_B3
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_tool_loop_is_that_of_trl(name, tmp_path):
     shown, ids, masks, messages = theirs(name, tmp_path / "theirs")

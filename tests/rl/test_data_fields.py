@@ -36,7 +36,6 @@ def lengths(trainer, kind):
     return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
 
 
-# finding_G
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_cut_dropped_or_refused_beyond_the_maximum(kind, tmp_path):
     whole = lengths(trainer_of(kind, tmp_path, max_length=None), kind)
@@ -51,7 +50,6 @@ def test_rows_are_cut_dropped_or_refused_beyond_the_maximum(kind, tmp_path):
         trainer_of(kind, tmp_path, max_length=most, long_rows="error")
 
 
-# finding_G
 def test_completions_or_prompts_are_cut_as_asked_for(tmp_path):
     whole = trainer_of("kto", tmp_path, max_length=None).train_dataset[0]
     most = len(whole["completion_ids"]) + 3
@@ -66,7 +64,6 @@ def test_completions_or_prompts_are_cut_as_asked_for(tmp_path):
     assert ids.max() <= most  # also beside another's completion
 
 
-# finding_G
 @pytest.mark.parametrize("kind", KINDS)
 def test_faulty_rows_are_dropped_kept_or_refused(kind, tmp_path):
     assert len(trainer_of(kind, tmp_path).train_dataset) == 2
@@ -75,7 +72,6 @@ def test_faulty_rows_are_dropped_kept_or_refused(kind, tmp_path):
         trainer_of(kind, tmp_path, faulty_rows="error")
 
 
-# finding_G
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_are_those_that_are_named(kind, tmp_path):
     named = trainer_of(kind, tmp_path, pad_token="<|im_end|>")
@@ -89,7 +85,6 @@ def test_special_tokens_are_those_that_are_named(kind, tmp_path):
         assert ended[-1] == tiny.tokenizer().convert_tokens_to_ids("<|im_start|>")
 
 
-# finding_G
 def test_a_chat_template_from_a_file_is_that_of_the_rows_of_a_reward_model(tmp_path):
     (tmp_path / "shout.jinja").write_text(tiny.CHATML.replace("message['content'] }}", "message['content'].upper() }}"))
     chat = [{"role": "user", "content": "a cat"}]
@@ -99,7 +94,6 @@ def test_a_chat_template_from_a_file_is_that_of_the_rows_of_a_reward_model(tmp_p
     assert "A CAT" in said and "CHOSEN" in said
 
 
-# finding_G
 @pytest.mark.parametrize("kind", ["dpo", *KINDS])
 def test_several_processes_prepare_what_one_does(kind, tmp_path, monkeypatch):
     asked, map_rows = [], datasets.Dataset.map

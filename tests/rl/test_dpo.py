@@ -538,7 +538,6 @@ def computed(monkeypatch):
     return asked
 
 
-# finding_G
 @pytest.mark.parametrize("cached", [False, True], ids=["list", "dataset"])
 def test_log_probabilities_of_the_reference_are_kept_for_the_next_start(cached, tmp_path, monkeypatch, caplog):
     asked = computed(monkeypatch)
@@ -568,7 +567,6 @@ def test_log_probabilities_of_the_reference_are_kept_for_the_next_start(cached, 
         assert asked, changes
 
 
-# finding_G
 def test_code_of_the_users_own_is_asked_at_each_start(tmp_path, monkeypatch):
     class Halved(DPOTrainer):
         def completion_logp(self, scores):
@@ -580,7 +578,6 @@ def test_code_of_the_users_own_is_asked_at_each_start(tmp_path, monkeypatch):
     assert sum(asked) == 32 and not list(tmp_path.rglob("reference-logps-*"))
 
 
-# finding_G
 def test_the_reference_is_asked_for_so_many_rows_at_a_time(tmp_path, monkeypatch):
     asked = computed(monkeypatch)
     few = make(tmp_path / "3", precompute_ref_log_probs=True, precompute_ref_batch_size=3).train_dataset
@@ -591,7 +588,6 @@ def test_the_reference_is_asked_for_so_many_rows_at_a_time(tmp_path, monkeypatch
     assert few["ref_chosen_logps"][:] == pytest.approx(many["ref_chosen_logps"][:], rel=1e-5)
 
 
-# finding_G
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_model_given_by_name_has_the_attention_that_was_asked_for(implementation, tmp_path):
     from posttrain.core import ModelConfig

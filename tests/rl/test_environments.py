@@ -253,7 +253,6 @@ def test_a_rollout_function_gives_tokens_masks_and_columns():
         take_rollout(samples, output | {"completion_ids": [[7]]}, CODEC)
 
 
-# finding_B8
 @pytest.mark.parametrize(("prompt", "told", "content"), [
     (None, None, ""), (None, "go", "go"), ([{"role": "user", "content": "play"}], None, "play"),
     ([{"role": "user", "content": "play "}], [{"type": "text", "text": "chess"}],
@@ -320,7 +319,6 @@ def asked(environments, samples, *calls):
     return [[m["content"] for m in told] for told in environments.answer([(one, calls) for one in samples])]
 
 
-# finding_B4
 def test_plain_tools_run_in_the_thread_that_trains():
     samples = [Sample({}, None, []) for _ in range(2)]
     calls = [Call("note", {"word": "a"}), Call("wait", {}), Call("note", {"word": "b"})]
@@ -328,7 +326,6 @@ def test_plain_tools_run_in_the_thread_that_trains():
     assert told == [["1", "error: TimeoutError: it took too long", "2"]] * 2
 
 
-# finding_B4
 def test_a_failure_that_comes_of_our_threads_is_not_told_the_policy():
     with pytest.raises(RuntimeError, match="because of the thread that it runs in.*sqlite3|SQLite"):
         asked(Environments(factory=Database), [Sample({}, None, [])], Call("remember", {}))
@@ -356,7 +353,6 @@ class Clock:
         return list(self.seen)
 
 
-# finding_B4
 def test_async_tools_of_all_completions_run_side_by_side_and_a_samples_calls_in_their_order():
     samples = [Sample({}, None, []) for _ in range(16)]
     calls = [Call("sleep", {"name": "a"}), Call("look", {})]

@@ -101,7 +101,6 @@ def test_a_completion_ends_with_what_ended_it():
     assert made.generate([PROMPTS[0]], 1, Sampling(10, temperature=0)).finished == [False]
 
 
-# finding_B8
 @pytest.mark.parametrize("sampling", [Sampling(4), Sampling(4, temperature=0), Sampling(4, top_k=5)])
 @pytest.mark.parametrize("kind", [TransformersGenerator, LocalGenerator])
 def test_a_model_that_gives_nan_is_named_as_the_cause(kind, sampling):
@@ -115,7 +114,6 @@ def test_a_model_that_gives_nan_is_named_as_the_cause(kind, sampling):
         engine.generate([[5, 6, 7]], 2, sampling, [1, 2])
 
 
-# finding_B8
 @pytest.mark.parametrize("kind", [TransformersGenerator, LocalGenerator])
 def test_a_stop_string_longer_than_32_tokens_ends_a_completion(kind):
     model, tokenizer = tiny.causal_lm(initializer_range=0.3).eval(), tiny.tokenizer()

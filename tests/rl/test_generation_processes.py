@@ -40,7 +40,6 @@ def done(folder, request):
     return folder
 
 
-# finding_B2, finding_B5
 def test_processes_that_split_vllm_ask_together_however_often_each_asks(done):
     found = jobs.result(done, "uneven")
     assert found["steps"] == 2 and found["gap"] < 1e-4 and all(0 < reward < 1 for reward in found["rewards"])

@@ -409,7 +409,6 @@ def test_a_server_that_is_not_there_is_said():
         VLLMServerGenerator("http://127.0.0.1:9", timeout=0.1).sync_weights(tiny.causal_lm())
 
 
-# finding_C6
 def test_whoever_sends_weights_is_connected_before_an_update_is_announced(model, serve):
     server = serve(mode="processed_logprobs")
 
@@ -551,7 +550,6 @@ def assert_called(samples):
         assert tokenizer.decode([i for i, learn in zip(one.ids, one.learn, strict=True) if not learn]) == told
 
 
-# finding_B3
 @pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm", "trl"])
 def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_path):
     model, engine = copy.deepcopy(caller), None

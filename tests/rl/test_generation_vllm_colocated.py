@@ -108,7 +108,6 @@ def model(monkeypatch):
     return made
 
 
-# finding_B2
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_completions_are_those_of_the_weights_of_the_last_sync(model, sleeps):
     colocated = VLLMColocatedGenerator({"max_model_len": 64}, sleeps=sleeps)

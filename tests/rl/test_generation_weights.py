@@ -49,7 +49,6 @@ def kinds():
     }
 
 
-# finding_A4
 @pytest.mark.parametrize("kind", kinds())
 def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model(kind, tmp_path):
     make, config = kinds()[kind]
@@ -69,7 +68,6 @@ def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model
     assert (expected - without).abs().max() > 1e-3
 
 
-# finding_A4
 def test_the_weights_below_an_adapter_in_bfloat16_are_the_same_bits_after_a_hundred_syncs():
     model = adapted(tiny.causal_lm().bfloat16(), lora(trainable_token_indices=[5]), scale=3.0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -82,7 +80,6 @@ def test_the_weights_below_an_adapter_in_bfloat16_are_the_same_bits_after_a_hund
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, first[name]), name
 
 
-# finding_A4
 def test_an_engine_that_stops_in_the_middle_leaves_the_model_as_it_was():
     model = adapted(tiny.causal_lm(), lora())
     ids = torch.arange(2, 14).view(1, 12)
@@ -115,7 +112,6 @@ def test_experts_are_sent_one_by_one_as_a_checkpoint_holds_them(tmp_path):
     assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in sent.items()] == weights.facts
 
 
-# finding_B5
 def test_weights_in_pieces_are_put_together_one_at_a_time(tmp_path):
     jobs.do(2, [["pieces", "stream_weights", {"out": str(tmp_path), "fsdp": "full_shard"}]], tmp_path)
     found = jobs.result(tmp_path, "pieces")

@@ -363,14 +363,12 @@ def test_weights_and_several_functions(tmp_path):
     assert logged(run, "reward") == [1, 7] and logged(run, "rewards/answers/mean") == [3]
 
 
-# finding_E
 def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
     run = trainer(tmp_path, reward=[spread, spread], reward_weights=[0.7, 0.3], entropy_coef=0.25)
     assert run.reward_weights.tolist() == pytest.approx([0.7, 0.3]) and run.entropy_coef == 0.25
     assert trainer(tmp_path).entropy_coef == 0
 
 
-# finding_E
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
     trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
@@ -380,7 +378,6 @@ def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_p
     assert (f"`{loss_type}`" in said) == (loss_type != "grpo")  # the page and the warning agree
 
 
-# finding_E
 def test_rollouts_without_any_reward_leave_the_weights_alone(tmp_path, caplog):
     run = trainer(tmp_path, reward=lambda completion_ids: [None] * len(completion_ids), optim="adamw_torch")
     before = [parameter.clone() for parameter in run.model.parameters()]
@@ -389,7 +386,6 @@ def test_rollouts_without_any_reward_leave_the_weights_alone(tmp_path, caplog):
     assert all(map(torch.equal, before, run.model.parameters()))
 
 
-# finding_E
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_without_any_dataset_it_is_said_what_is_needed(kind, tmp_path):
     with pytest.raises(ValueError, match="`train_dataset` is required"):
@@ -433,7 +429,7 @@ def test_tools_are_called_in_training(tmp_path):
     run = trainer(tmp_path, reward=judge, rows=rows, max_steps=1, max_completion_length=200, options=options)
     run.train()
     assert seen["last"] == ["8"] * 4 and engine.calls == [(1, 4), (1, 4)]
-    call = {"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}  # finding_A2
+    call = {"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}
     assert seen["calls"] == [[call]] * 4
     assert tiny.tokenizer().convert_tokens_to_ids("<|im_end|>") in run.sampling().eos_token_ids
     assert logged(run, "tools/call_frequency") == [1] and math.isfinite(logged(run, "grad_norm")[0])
@@ -497,7 +493,6 @@ def double(x: int):
     return 2 * x
 
 
-# finding_A2
 def test_a_template_that_shows_no_tools_is_refused_when_the_trainer_is_made(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "double 4"}]}] * 4
     options = {"tools": [double], "processing_class": tiny.tokenizer()}
@@ -505,7 +500,6 @@ def test_a_template_that_shows_no_tools_is_refused_when_the_trainer_is_made(tmp_
         trainer(tmp_path, rows=rows, options=options)
 
 
-# finding_A2
 def test_tools_need_conversations(tmp_path):
     with pytest.raises(ValueError, match="Tools are called in conversations, and the prompt is a text"):
         trainer(tmp_path, options={"tools": [double]})
@@ -526,7 +520,6 @@ class Die:
         return float(self.rolls)
 
 
-# finding_B8
 @pytest.mark.parametrize("rows", [[{"level": 1}] * 4, [{"prompt": None}] * 4, None])
 def test_an_environment_without_prompts_is_asked_with_an_empty_question(rows, tmp_path, caplog):
     texts = ('<tool_call>\n{"name": "roll", "arguments": {}}\n</tool_call><|im_end|>', "3<|im_end|>")

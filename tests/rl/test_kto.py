@@ -45,7 +45,6 @@ def test_where_prompts_differ_each_row_is_set_beside_the_completion_of_the_row_b
     assert others_of([[1], [2], [3], [4]]) == [3, 0, 1, 2]
 
 
-# finding_A3
 def test_no_row_is_set_beside_a_completion_of_its_own_prompt(tmp_path):
     rows = preference_rows(16)
     trainer = preference(KTOTrainer)(tmp_path)
@@ -58,7 +57,6 @@ def test_no_row_is_set_beside_a_completion_of_its_own_prompt(tmp_path):
     assert sorted(paired["kl_ids"][:]) == sorted(paired["completion_ids"][:])
 
 
-# finding_A3
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (3, 1, 2), (5, 1, 1), (2, 2), (1, 4), (3,), (1,)])
 def test_the_row_set_beside_a_prompt_is_of_another_one_where_there_is_one(sizes):
     prompts = [[number] for number, size in enumerate(sizes) for _ in range(size)]
@@ -72,7 +70,6 @@ def test_the_row_set_beside_a_prompt_is_of_another_one_where_there_is_one(sizes)
             assert sorted(taken) == list(range(len(order)))
 
 
-# finding_A3
 def test_rows_of_a_stream_take_completions_of_other_prompts_in_their_batch():
     rows = [{"prompt_ids": [p], "completion_ids": [10 * p + k], "label": k == 0} for p in (1, 2) for k in (0, 1)]
     assert KTOCollator(0)(rows)["kl"]["input_ids"].tolist() == [[1, 20], [1, 21], [2, 10], [2, 11]]

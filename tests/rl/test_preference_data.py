@@ -76,7 +76,6 @@ def test_tools_reach_the_template():
     assert tokenizer.decode(row["prompt_ids"]).startswith("[plus]<|im_start|>user")
 
 
-# finding_A9
 def test_pairs_whose_calls_the_template_leaves_out_are_dropped_and_named():
     call = {"type": "function", "function": {"name": "plus", "arguments": {"a": 2}}}
     row = CHAT | {"chosen": [{"role": "assistant", "content": "", "tool_calls": [call]}]}

@@ -76,7 +76,6 @@ def test_it_costs_no_second_model_with_an_adapter():
     assert sum(p.numel() for p in policy.parameters()) == count
 
 
-# finding_E
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_new_adapter_needs_no_copy_of_itself(experts):
     if experts:  # of which peft knows one adapter at a time
@@ -173,7 +172,6 @@ def test_a_model_that_is_passed_is_used():
     assert not isinstance(reference, AdapterReference)
 
 
-# finding_B5
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_in_the_training_precision_computes_what_the_policy_computes(tied, tmp_path):
     trainer = preference(DPOTrainer)(tmp_path, bf16=True)
@@ -193,7 +191,6 @@ def test_a_copy_in_the_training_precision_computes_what_the_policy_computes(tied
     assert torch.equal(mine, its) and mine.abs().max() > 1
 
 
-# finding_B5
 @pytest.mark.parametrize("kind", [DPOTrainer, GRPOTrainer])
 def test_the_copy_is_put_where_the_policy_is(kind, tmp_path, monkeypatch):
     placed = []
@@ -207,7 +204,6 @@ def test_the_copy_is_put_where_the_policy_is(kind, tmp_path, monkeypatch):
     assert any(model is trainer.reference.model for model in placed)
 
 
-# finding_B5
 @pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_reference_beside_a_policy_in_pieces_is_in_pieces_too(name, tmp_path):
     moves = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
@@ -225,7 +221,6 @@ def test_a_reference_beside_a_policy_in_pieces_is_in_pieces_too(name, tmp_path):
     torch.testing.assert_close(two["loss"], one["loss"], atol=2e-5, rtol=1e-4)
 
 
-# finding_B8
 def test_the_reference_of_a_mixtures_adapter_stays_what_it_was():
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

@@ -115,7 +115,6 @@ def test_pictures_are_not_passed_over_in_silence(tmp_path):
         )
 
 
-# finding_E
 def test_rows_are_prepared_as_the_whole_texts_that_the_model_reads(tmp_path):
     tokenizer = tiny.tokenizer(
         chat_template=tiny.CHATML.replace("<|im_start|>{{", "<|im_start|>{{ shout or '' }}{{", 1)
@@ -136,7 +135,6 @@ def test_rows_are_prepared_as_the_whole_texts_that_the_model_reads(tmp_path):
     assert "!!" in whole
 
 
-# finding_E
 def test_earlier_names_of_columns_are_taken_with_a_word(tmp_path):
     rows = datasets.Dataset.from_list([{"chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}] * 3)
     with pytest.warns(FutureWarning, match="will not be supported in v1"):

@@ -118,7 +118,6 @@ def test_completions_that_no_function_applies_to_teach_nothing_and_are_told_of(c
     assert "All reward functions returned None" in caplog.text and "for 1 of 2 completions" in caplog.text
 
 
-# finding_E
 @pytest.mark.parametrize("first", [None, math.nan])
 def test_nothing_left_to_learn_from_is_said_or_an_error_as_asked_for(first, caplog):
     assert score(lambda completions: [first, None], reward_on_error="mask").rewards.isnan().all()
@@ -127,7 +126,6 @@ def test_nothing_left_to_learn_from_is_said_or_an_error_as_asked_for(first, capl
         score(lambda completions: [first, None], reward_on_error="mask", reward_on_none="raise")
 
 
-# finding_E
 def test_weights_may_leave_the_rewards_of_environments_out():
     functions = [lambda completions: [1.0, 1.0], lambda completions: [2.0, 2.0]]
     given = rw.Rewards(functions, rw.RewardArguments(reward_weights=[0.5]), from_environments=1)

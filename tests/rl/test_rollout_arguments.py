@@ -107,7 +107,6 @@ def test_the_head_of_a_model_in_half_precision_can_be_exact(tmp_path):
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
 
 
-# finding_B8
 @pytest.mark.parametrize("arch", ["gemma2", "qwen3"])
 def test_a_head_that_is_the_embedding_too_can_be_exact(arch, tmp_path):
     model = tiny.causal_lm(arch, initializer_range=0.3, tie_word_embeddings=True).bfloat16()
@@ -127,7 +126,6 @@ def test_a_head_that_is_the_embedding_too_can_be_exact(arch, tmp_path):
     torch.testing.assert_close(logits, cap * torch.tanh(exact / cap) if cap else exact, rtol=0, atol=1e-4)
 
 
-# finding_A7
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_what_the_policy_writes_itself_is_neither_scored_again_nor_weighted(precision, tmp_path, monkeypatch):
     model = tiny.causal_lm(initializer_range=0.3).to(getattr(torch, precision))
@@ -382,7 +380,6 @@ def test_the_constructor_names_its_arguments():
     assert names[:4] == ["model", "reward_funcs", "args", "train_dataset"] and "environment_factory" in names
 
 
-# finding_G
 def test_every_argument_of_a_vllm_in_this_process_reaches_it():
     args = GRPOConfig(
         output_dir="out", use_vllm=True, vllm_gpu_memory_utilization=0.45, vllm_max_model_length=777,
@@ -400,7 +397,6 @@ def test_every_argument_of_a_vllm_in_this_process_reaches_it():
         make_generator(None, GRPOConfig(output_dir="out", use_vllm=True, vllm_tensor_parallel_size=2, use_cpu=True))
 
 
-# finding_G
 def test_every_argument_of_a_vllm_server_reaches_its_client(caplog):
     usual = {"output_dir": "out", "use_vllm": True, "vllm_mode": "server", "use_cpu": True}
     args = GRPOConfig(

@@ -185,7 +185,6 @@ def converse(codec, text, tool=look, then="done"):
     return one, shown, environments
 
 
-# finding_B3
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_is_read_and_answered_as_the_official_template_does_it(name):
     codec = codec_of(name)
@@ -210,7 +209,6 @@ def test_a_call_is_read_and_answered_as_the_official_template_does_it(name):
     assert one.learn == [True] * len(before.ids) + [False] * number + [True] * (len(one.ids) - len(before.ids) - number)
 
 
-# finding_B3
 @pytest.mark.parametrize("answer", ["", "two\nlines", ' of "quotes" \n', "{'a': [1]}", "<tool_call>"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_answer_can_be_told(name, answer):
@@ -233,7 +231,6 @@ def test_any_answer_can_be_told(name, answer):
         assert first["thinking"] == "hm" and first["tool_calls"][0]["function"]["arguments"] == {"where": "here"}
 
 
-# finding_B3
 @pytest.mark.parametrize(
     "name", ["qwen2_5", "qwen3_coder", "hermes_2_pro", "glm4moe", "mistral_nemo", "gemma4", "kimi_k2"]
 )
@@ -248,14 +245,12 @@ def test_the_whole_conversation_is_what_the_template_renders_of_its_messages(nam
     assert shown[0] == codec.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# finding_A2
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_template_that_shows_no_tools_is_refused(name):
     with pytest.raises(ValueError, match="Tools cannot be used with this chat template.*it shows no tools"):
         ENVIRONMENTS.check(codec_of(name))
 
 
-# finding_A2
 @pytest.mark.parametrize(("template", "says"), [
     (tiny.CHATML, "it shows no tools"),
     ("{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
@@ -269,7 +264,6 @@ def test_a_template_that_cannot_call_or_answer_is_refused(template, says):
         ENVIRONMENTS.check(PromptCodec(tiny.tokenizer(chat_template=template)))
 
 
-# finding_A2
 def test_a_template_that_calls_tools_without_describing_them_needs_a_prompt_that_does():
     codec = codec_of("deepseekv3")
     assert ENVIRONMENTS.check(codec) == {codec.tokenizer.convert_tokens_to_ids("<｜end▁of▁sentence｜>")}
@@ -283,7 +277,6 @@ def test_a_template_that_calls_tools_without_describing_them_needs_a_prompt_that
                 ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
 
 
-# finding_B3
 @pytest.mark.parametrize(("name", "token"), [
     ("qwen2_5", "<|im_end|>"), ("gptoss", "<|call|>"), ("gemma4", "<|tool_response>"), ("glm4moe", "<|observation|>"),
     ("llama3_1", "<|eot_id|>"), ("nemotron_3_nano", "<|im_end|>"), ("command_r7b", "<|END_OF_TURN_TOKEN|>"),
@@ -293,7 +286,6 @@ def test_a_turn_stops_at_the_token_that_ends_a_call(name, token):
     assert ENVIRONMENTS.check(codec) == {codec.tokenizer.convert_tokens_to_ids(token)}
 
 
-# finding_A2
 def test_arguments_have_the_types_that_their_tool_asks_for():
     def store(number: int, text: str, on: bool, parts: list[int], note: str | None = None):
         """Store.
@@ -315,7 +307,6 @@ def test_arguments_have_the_types_that_their_tool_asks_for():
     assert call["function"]["arguments"] == {"number": 7, "text": "7", "on": True, "parts": [1, 2], "note": None}
 
 
-# finding_A2
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_official_template_writes_of_a_call_is_read_back(name):
     def act(text: str, number: int, share: float, on: bool, parts: list[int], more: dict):
@@ -359,7 +350,6 @@ def test_what_the_official_template_writes_of_a_call_is_read_back(name):
         assert (read.name, read.arguments) == ("act", given)
 
 
-# finding_A2
 def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
     codec = codec_of("qwen3_5_think")
     one = sample_of(codec, "I could write <tool_call>\n<function=look></function></tool_call>")
@@ -371,7 +361,6 @@ def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
     assert one.completion == [{"role": "assistant", "content": "Just words."}]
 
 
-# finding_A2
 def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():
     codec = codec_of("qwen3_5_think")
     texts = ("two and two\n</think>\n\nIt is 4.<|im_end|>", "two and two, and then", "hm\n</think>\n\n" + XML)
@@ -381,7 +370,6 @@ def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():
     assert plain_text(completions[0]) == "[assistant] <think>two and two</think> It is 4."
 
 
-# finding_A2
 @pytest.mark.parametrize(("name", "text"), [
     ("qwen2_5", XML), ("qwen3_coder", QWEN), ("qwen2_5", "<tool_call>\n{'name': 'look'}\n</tool_call>"),
     ("mistral_nemo", "[TOOL_CALLS][{look}]<|endoftext|>"),
@@ -396,7 +384,6 @@ def test_a_call_in_another_form_is_answered_with_the_right_one(name, text):
     assert form in one.completion[1]["content"] and "look" not in form
 
 
-# finding_B3
 def test_words_that_only_look_like_a_call_are_none():
     codec = codec_of("llama3_1")
     for text in (
@@ -421,7 +408,6 @@ PYTHON = (
 )
 
 
-# finding_B3
 def test_calls_in_python_are_read_where_the_template_writes_them():
     codec = PromptCodec(tiny.tokenizer(chat_template=PYTHON))
     one, shown, _ = converse(codec, '[look(where="here"), look(where="there", far=2)]<|im_end|>')
@@ -434,7 +420,6 @@ def test_calls_in_python_are_read_where_the_template_writes_them():
         assert sample_of(codec, words + "<|im_end|>").completion == [{"role": "assistant", "content": words}]
 
 
-# finding_A2
 def test_a_response_template_of_the_tokenizer_is_asked_first():
     codec = codec_of("qwen2_5")
     own = r"<tool_call>\s*(?P<name>\w+)\("

@@ -83,7 +83,6 @@ def test_the_first_loss_of_orpo_is_the_formula_on_the_models_own_probabilities(t
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-# finding_B8
 @pytest.mark.parametrize(("trainer", "kind"), [(ORPOTrainer, ORPOConfig), (CPOTrainer, CPOConfig)])
 def test_an_encoder_decoder_is_trained_on_the_probabilities_of_its_decoder(trainer, kind, tmp_path):
     model, rows = tiny.seq2seq_lm(), preference_rows(8)
@@ -102,7 +101,6 @@ def test_an_encoder_decoder_is_trained_on_the_probabilities_of_its_decoder(train
     assert math.isfinite(run.evaluate()["eval_loss"])
 
 
-# finding_E
 @pytest.mark.parametrize("trainer", [ORPOTrainer, CPOTrainer])
 def test_rows_have_the_columns_that_earlier_collators_read(trainer, tmp_path):
     row = preference(trainer)(tmp_path).train_dataset[0]
@@ -110,7 +108,6 @@ def test_rows_have_the_columns_that_earlier_collators_read(trainer, tmp_path):
         assert row[f"{side}_input_ids"] == row["prompt_ids"] + row[f"{side}_ids"]
 
 
-# finding_E
 def test_alphapo_is_simpo_without_the_likelihood():
     args = CPOConfig(output_dir="out", loss_type="alphapo", alpha=0.5)
     assert (args.loss_type, args.cpo_alpha, args.alpha) == ("simpo", 0.0, 0.5)

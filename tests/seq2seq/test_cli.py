@@ -49,7 +49,6 @@ def test_a_run_leaves_a_model_that_can_be_loaded_and_scores_in_its_log(run_file,
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
-# finding_G
 def test_sources_get_their_prefix_and_are_cut(run_file, monkeypatch):
     from posttrain.seq2seq import Seq2SeqTrainer
 

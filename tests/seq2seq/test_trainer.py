@@ -240,7 +240,7 @@ def test_a_model_with_a_loss_of_its_own_keeps_it(tmp_path):
     it = trainer(tmp_path, model)
     batch = it.data_collator(ROWS)
     own = model(**batch).loss
-    # finding_A14: a batch without labels decides nothing
+    # A batch without labels decides nothing
     it._in_head(model, {**batch, "labels": torch.full_like(batch["labels"], -100)})
     assert it._has_loss_in_head is None
     assert not it._in_head(model, batch)
@@ -322,7 +322,6 @@ def test_without_an_encoder_batches_padded_on_the_right_are_put_right(tmp_path):
     assert on_the_right.compute_metrics.predictions.tolist() == on_the_left.compute_metrics.predictions.tolist()
 
 
-# finding_A8
 def test_a_target_that_repeats_its_prompt_is_read_as_the_other_rows_are(tmp_path):
     collate, copied = PromptTargetCollator(0), {"input_ids": [5, 6], "labels": [5, 6]}
     apart = collate([{"input_ids": [5], "labels": [6, 7]}, copied])

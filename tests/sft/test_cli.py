@@ -203,7 +203,6 @@ def test_a_script_of_trl_parses_its_arguments_and_trains(run_file, tmp_path):
         assert trainer.state.global_step == 1
 
 
-# finding_G
 def test_every_field_of_the_model_reaches_the_adapter_and_the_loader():
     import torch
     from peft import get_peft_model

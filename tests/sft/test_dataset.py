@@ -257,7 +257,6 @@ TOOL_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 
 ASKS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}]
 
 
-# finding_A9
 @pytest.mark.parametrize("row", [
     {"messages": ASKS}, {"prompt": ASKS[:1], "completion": ASKS[1:]},
     {"messages": [*ASKS, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."}]},
@@ -290,7 +289,6 @@ def test_calls_with_arguments_as_json_text_are_learned_as_those_with_a_dict(assi
     assert '"arguments": {"a": 1}' in tok.decode(prepared["input_ids"][0])
 
 
-# finding_A9
 def test_calls_in_turns_that_are_not_learned_need_not_be_shown(tok):
     row = {
         "prompt": [*ASKS, {"role": "tool", "content": "2"}],

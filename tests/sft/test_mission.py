@@ -65,7 +65,6 @@ def test_packing_puts_more_tokens_into_a_batch_and_no_document_sees_another(tmp_
             torch.testing.assert_close(together[start:end], alone, rtol=0, atol=1e-5)
 
 
-# finding_G
 @pytest.mark.mission("S141")
 @pytest.mark.parametrize(("packing", "eval_packing"), [(False, True), (True, False), (True, None)])
 def test_evaluation_rows_are_packed_as_asked_for_and_their_loss_stays(packing, eval_packing, tmp_path):
@@ -91,7 +90,6 @@ def test_lora_saves_its_adapter_alone_which_peft_loads(tmp_path):
         assert not torch.equal(loaded(ids).logits, tiny.causal_lm().eval()(ids).logits)
 
 
-# finding_G
 @pytest.mark.mission("S143")
 @pytest.mark.parametrize("use_cpu", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 def test_adapters_are_trained_on_a_base_of_four_bits(use_cpu, base, tmp_path):
@@ -154,7 +152,6 @@ def test_the_tokenizer_is_that_of_the_models_folder(base, tmp_path):
         SFTTrainer(model=tiny.causal_lm(), args=args, train_dataset=TEXTS)
 
 
-# finding_G
 @pytest.mark.mission("S150")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -85,7 +85,6 @@ def cases():
                     yield pytest.param(arch, implementation, rows, marks=marks)
 
 
-# finding_A1
 @pytest.mark.parametrize(("arch", "implementation", "rows"), list(cases()))
 def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows, monkeypatch):
     if implementation == "flash_attention_2":
@@ -106,7 +105,6 @@ def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows
         assert max(len(lengths) for lengths in calls) > rows  # several documents a row reached the kernel
 
 
-# finding_A1
 @pytest.mark.parametrize("options", [{"padding_free": True, "packing": False}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_flash_attention_is_told_of_documents_in_every_layout(tmp_path, options, monkeypatch):
     stand_in_for_flash_attention(monkeypatch, any_dtype=True)
@@ -117,7 +115,6 @@ def test_flash_attention_is_told_of_documents_in_every_layout(tmp_path, options,
     assert_as_alone(trainer, model_of("qwen3", "flash_attention_2"))
 
 
-# finding_A1
 def test_the_leak_of_two_rows_is_found_where_one_row_keeps_documents_apart(monkeypatch):
     stand_in_for_flash_attention(monkeypatch, any_dtype=True)
     model = model_of("qwen3", "flash_attention_2")
@@ -126,7 +123,6 @@ def test_the_leak_of_two_rows_is_found_where_one_row_keeps_documents_apart(monke
         assert documents_leak(model, collate=SFTCollator(0, flash_kwargs=True, keep_rows=keep_rows)) == 0
 
 
-# finding_A1 finding_B6
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_rows_train_under_flash_attention_in_mixed_precision(tmp_path, dtype, monkeypatch):
     calls = stand_in_for_flash_attention(monkeypatch)  # which refuses float32, as the kernels do
@@ -143,14 +139,12 @@ def test_packed_rows_train_under_flash_attention_in_mixed_precision(tmp_path, dt
     assert trainer.state.global_step == 2 and all(4 < loss < 8 for loss in losses)
 
 
-# finding_B6
 def test_flash_attention_in_float32_is_refused_at_construction(tmp_path, monkeypatch):
     stand_in_for_flash_attention(monkeypatch)
     with pytest.raises(ValueError, match="float32 without mixed precision.*bf16=True"):
         trainer_of(tmp_path, model_of("qwen3", "flash_attention_2"), 2)
 
 
-# finding_A1
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "gemma2"])
 def test_packed_documents_are_read_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):

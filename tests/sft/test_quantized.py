@@ -154,7 +154,7 @@ def test_a_model_that_was_quantized_before_is_trained_too(base, tmp_path):
         SFTTrainer(str(tmp_path / "four"), args, train_dataset=ROWS)
 
 
-# finding_E: on processors with AVX512-BF16, layers that an evaluation packed passed no gradient on
+# On processors with AVX512-BF16, layers that an evaluation packed passed no gradient on
 def test_an_evaluation_before_training_takes_no_gradient_away(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=BitsAndBytesConfig(**FOUR), dtype=torch.float32

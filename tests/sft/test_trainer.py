@@ -550,7 +550,6 @@ def test_a_stream_of_texts_resumes_where_it_stopped(step, packing, monkeypatch, 
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
 
 
-# finding_E
 def test_rows_taken_as_they_are_need_labels_where_they_have_masks(tmp_path):
     rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 0, 1, 1]}] * 2)
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "report_to": "none"}
@@ -565,7 +564,6 @@ def test_rows_taken_as_they_are_need_labels_where_they_have_masks(tmp_path):
     assert next(iter(trainer.get_train_dataloader()))["labels"].tolist() == [[-100, -100, 7, 8]] * 2
 
 
-# finding_E
 def test_a_trainer_without_any_dataset_is_refused(tmp_path):
     def make(**datasets):
         args = SFTConfig(str(tmp_path), report_to="none")
@@ -577,7 +575,6 @@ def test_a_trainer_without_any_dataset_is_refused(tmp_path):
     assert evaluates.evaluate()["eval_loss"] > 0
 
 
-# finding_E
 def test_the_model_and_its_card_say_how_it_was_trained(tmp_path):
     args = SFTConfig(str(tmp_path), report_to="none", max_steps=1)
     rows = Dataset.from_list([{"text": "Two and two are four."}])

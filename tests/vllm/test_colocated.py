@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.vllm import servers
 
 
-# finding_B2
 def test_vllm_in_the_trainers_process_writes_with_the_weights_of_each_step(tmp_path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.vllm.colocated", str(tmp_path)]

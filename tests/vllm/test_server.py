@@ -84,7 +84,6 @@ def test_a_server_that_was_restarted_is_noticed(server):
     assert client.generate(PROMPTS, 1, Sampling(4), [1, 2, 3]).ids
 
 
-# finding_B3
 def test_tools_are_called_and_answered(server, tmp_path):
     from tests.rl.test_generation_vllm import assert_called, completed, taught
 
@@ -100,7 +99,6 @@ def adapted(**options):
     return trained(trained(get_peft_model(servers.model(), config)))
 
 
-# finding_A4
 @pytest.mark.parametrize("transport", ["gloo", "folder"])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_adapters_are_served_as_adapters_or_merged_in_a_copy(server, transport, options):

@@ -57,7 +57,6 @@ def test_a_scripts_own_dataclass_and_unknown_words():
         ScriptParser(Own).parse_args_and_config(["--dept", "3"])
 
 
-# finding_E
 def test_of_a_flag_that_is_given_twice_the_last_counts():
     words = ["--seed", "1", "--output_dir", "a", "--bf16", "--seed", "2", "--output-dir=b", "--no_bf16"]
     (args,) = ScriptParser(TrainingArguments).parse_args_and_config(words)
@@ -68,7 +67,6 @@ def test_of_a_flag_that_is_given_twice_the_last_counts():
     assert problems == [] and settings["seed"].value == "2"  # and the command line
 
 
-# finding_E
 def test_the_parser_is_made_as_argparse_makes_one(capsys):
     parser = ScriptParser(TrainingArguments, prog="trl sft", description="Fine-tunes.", allow_abbrev=False)
     with pytest.raises(ConfigError, match="trl sft: --sed: unknown argument 'sed', did you mean 'seed'"):
@@ -107,7 +105,6 @@ def test_a_first_word_chooses_among_commands_with_their_own_classes(tmp_path, ca
     assert "usage: tool {train,look} [--config" in capsys.readouterr().out
 
 
-# finding_E
 def test_a_field_named_config_is_refused():
     @dataclasses.dataclass
     class Own:
@@ -117,7 +114,6 @@ def test_a_field_named_config_is_refused():
         ScriptParser((Own,))
 
 
-# finding_E
 def test_unknown_words_of_files_and_of_flags_come_apart_if_asked(tmp_path):
     (tmp_path / "run.yaml").write_text("seed: 3\ncolour: red\n")
     words = ["--config", str(tmp_path / "run.yaml"), "--size", "2"]

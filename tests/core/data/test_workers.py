@@ -61,7 +61,6 @@ KINDS = [
 ]
 
 
-# finding_B11
 def test_the_program_ends_with_workers_that_live_on_from_epoch_to_epoch(tmp_path):
     check(tmp_path, [
         loading(1), loading(2, rows="stream"), loading(2, how="several trainers"), loading(2, how="error", status=1),
@@ -69,7 +68,6 @@ def test_the_program_ends_with_workers_that_live_on_from_epoch_to_epoch(tmp_path
     ])  # fmt: skip
 
 
-# finding_B11
 @pytest.mark.slow
 def test_the_program_ends_with_every_kind_of_data_loading(tmp_path):
     check(
@@ -78,7 +76,6 @@ def test_the_program_ends_with_every_kind_of_data_loading(tmp_path):
     )
 
 
-# finding_B11
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["map", "stream"])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -92,7 +89,6 @@ def test_the_program_ends_however_the_run_does(rows, persistent, tmp_path):
     check(tmp_path, [loading(2, persistent, rows, how=how, status=status) for how, status in hows.items()])
 
 
-# finding_B11
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_program_ends_with_every_trainer(persistent, tmp_path):

@@ -74,7 +74,6 @@ def texts_of(config, **values):
     yield from (str(warning.message) for warning in caught)
 
 
-# finding_B9
 @pytest.mark.parametrize("config", config_classes(), ids=lambda config: config.__name__)
 def test_no_config_writes_a_secret(config):
     names = [f.name for f in dataclasses.fields(config) if f.init]
@@ -93,7 +92,6 @@ def test_no_config_writes_a_secret(config):
             assert not any(word in text for word in SECRETS), (case, text)
 
 
-# finding_B9
 def test_configs_that_are_plain_dataclasses_have_no_field_for_a_secret():
     assert len(plain_configs()) > 3
     for config in plain_configs():
@@ -117,7 +115,6 @@ class Tracker(TrainerCallback):
         self.sent = json.dumps([args.to_dict(), args.to_sanitized_dict()], default=str) + args.to_json_string()
 
 
-# finding_B9
 def test_a_run_writes_no_secret_anywhere(tmp_path, caplog, capfd, monkeypatch):
     words = [sys.executable, "train.py", "--hub_token", TOKEN, f"--wandb-api-key={PASSWORD}", f"--place={ADDRESS}"]
     monkeypatch.setattr(sys, "orig_argv", [*words, "--connection", json.dumps(NESTED)])
@@ -153,7 +150,6 @@ def test_a_run_writes_no_secret_anywhere(tmp_path, caplog, capfd, monkeypatch):
     assert json.loads(start["asked"]["settings"]["connection"]) == {"headers": {}, "hosts": [{}]}
 
 
-# finding_B9
 def test_the_command_line_shows_no_secret_in_what_is_wrong():
     settings = {
         "hub_token": parse.Setting("--hub_token", [TOKEN, PASSWORD]),
@@ -167,7 +163,6 @@ def test_the_command_line_shows_no_secret_in_what_is_wrong():
     assert not any(word in str(caught.value) for word in SECRETS)
 
 
-# finding_B9
 def test_a_broken_file_is_named_without_its_text(tmp_path):
     path, problems = tmp_path / "run.yaml", []
     path.write_text(f"learning_rate: 1e-3\nhub_token: {PASSWORD}: {TOKEN}\n")
@@ -175,7 +170,6 @@ def test_a_broken_file_is_named_without_its_text(tmp_path):
     assert "line 2" in problems[0] and not any(word in problems[0] for word in SECRETS)
 
 
-# finding_B9
 def test_a_failed_upload_shows_no_secret():
     error = ValueError(f"Illegal header value b'Bearer {PASSWORD}', {TOKEN} and plain-secret")
     assert _reason(error, "plain-secret") == "Illegal header value b'Bearer ***', *** and ***"

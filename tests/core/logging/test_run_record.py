@@ -77,7 +77,6 @@ def test_of_many_rows_the_first_and_the_last_count(monkeypatch):
         assert run_record.of_rows(datasets.Dataset.from_dict({"n": other}))["xxh128"] != known["xxh128"]
 
 
-# finding_D7
 def test_large_rows_cost_a_run_little_memory(tmp_path):
     def large():
         for number in range(64):
@@ -93,7 +92,6 @@ def test_large_rows_cost_a_run_little_memory(tmp_path):
     assert run_record.of_rows(rows.select(range(64))) == known
 
 
-# finding_D7
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 10, 11, 100])
 def test_any_beginning_of_the_rows_that_count_is_spread(count):
     found = run_record._spread(count, 10)

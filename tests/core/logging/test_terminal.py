@@ -68,7 +68,6 @@ def on_a_terminal(monkeypatch):
     return run
 
 
-# finding_F2
 def test_messages_and_records_do_not_run_into_the_bar(on_a_terminal, tmp_path):
     class Talks(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -97,7 +96,6 @@ RECORD |= {f"eval_{name}": 0.25 for name in ("runtime", "samples_per_second", "s
 RECORD |= {f"eval_sampling/{name}": 1.0 for name in "abcdef"} | {"eval_rewards/right/mean": 0.125, "epoch": 1.0}
 
 
-# finding_F2
 def test_a_record_of_many_numbers_is_shown_by_those_that_people_read():
     shown = terminal.line(RECORD)
     assert len(shown) < 240 and "runtime" not in shown and "per_second" not in shown

@@ -106,7 +106,6 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# finding_B21
 @pytest.mark.parametrize("value", [7, 7.5, torch.tensor(7), torch.tensor(7.5)])
 def test_a_count_is_written_on_the_device_and_not_copied_to_it(value):
     with Copies() as copies:
@@ -116,7 +115,6 @@ def test_a_count_is_written_on_the_device_and_not_copied_to_it(value):
     assert here == value and here.dtype == torch.as_tensor(value).dtype
 
 
-# finding_B21
 def test_counting_a_window_copies_nothing_to_the_device(tmp_path):
     trainer = TRAINERS["causal-lm"](tmp_path)
     trainer.dist.device = torch.device("meta")

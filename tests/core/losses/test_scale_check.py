@@ -84,7 +84,6 @@ def losses(trainer):
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
-# finding_A10
 @pytest.mark.parametrize("unlabelled", [(), (0, 1, 5)], ids=["all labelled", "first micro-batch unlabelled"])
 @pytest.mark.parametrize(
     "kind", [Scaled, ScaledByHand, Mean, MeanThatLooks, MeanThatReturnsEarly, ScaledThatReturnsEarly]
@@ -98,7 +97,6 @@ def test_every_way_to_write_one_loss_gives_the_weights_of_the_models_own(kind, u
         torch.testing.assert_close(weights(mine)[name], value, rtol=0, atol=2e-6, msg=name)
 
 
-# finding_A10
 def test_the_count_that_a_loss_is_given_is_a_plain_tensor(tmp_path):
     kinds = []
 
@@ -111,7 +109,6 @@ def test_the_count_that_a_loss_is_given_is_a_plain_tensor(tmp_path):
     assert set(kinds) == {torch.Tensor}
 
 
-# finding_A10
 class MeanThatPops(Trainer):
     """As scripts write it: the labels are taken out of the batch."""
 
@@ -156,7 +153,6 @@ def test_a_penalty_beside_a_divided_sum_is_a_mean_however_the_step_is_cut(tmp_pa
     assert summed == pytest.approx(losses(whole)[0] + 3 * penalty, rel=1e-4)
 
 
-# finding_A10
 def test_what_is_declared_is_taken_at_its_word_and_nothing_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(scale_check, "loss_ratio", lambda *args: pytest.fail("tried"))
     for kind, is_scaled in ((Scaled, True), (Mean, False)):
@@ -191,7 +187,6 @@ class Logs(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-# finding_A10
 def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
     """Weights, running statistics, random numbers, records and counters are those of a run that declares its loss."""
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +220,6 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
     assert records[0] == records[1] and any("second" in record for record in records[0])
 
 
-# finding_A10
 def test_it_is_found_out_again_after_a_resume(tmp_path):
     whole = fit(Scaled, tmp_path / "whole", max_steps=4, save_steps=2, save_strategy="steps")
     args = arguments(
@@ -238,7 +232,6 @@ def test_it_is_found_out_again_after_a_resume(tmp_path):
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
 
 
-# finding_A10
 def test_our_own_losses_are_known_and_one_that_replaces_them_is_not():
     from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 

@@ -33,7 +33,6 @@ def small(folder, **changes):
     return Trainer(model, arguments(TrainingArguments, folder, **options), pad, tiny.token_rows(16, min_length=8))
 
 
-# finding_B1
 def test_the_default_backend_gives_the_losses_and_the_checkpoint_of_the_uncompiled_run(counters, tmp_path):
     plain, fast = small(tmp_path / "plain"), small(tmp_path / "fast", torch_compile=True)
     plain.train()
@@ -49,7 +48,6 @@ def test_the_default_backend_gives_the_losses_and_the_checkpoint_of_the_uncompil
     assert all(module._compiled_call_impl is None for module in fast.model.modules())
 
 
-# finding_B1
 def test_all_layers_share_one_graph_for_all_lengths(counters):
     model = tiny.causal_lm(num_hidden_layers=6).train()
     with compiled(model, "eager") as parts:
@@ -60,7 +58,6 @@ def test_all_layers_share_one_graph_for_all_lengths(counters):
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-# finding_B1
 def test_what_changes_from_call_to_call_is_not_compiled(counters):
     model = tiny.causal_lm().eval()
     ids = torch.randint(4, 300, (1, 5))
@@ -87,7 +84,6 @@ def test_a_model_without_layers_is_compiled_whole_and_one_that_is_compiled_stays
     assert len(compiled_parts(adapted)) == 2
 
 
-# finding_B1
 @pytest.mark.parametrize("name", ["sft-lora", "dpo"])
 def test_trainers_that_take_the_loss_in_the_head_train_compiled(name, counters, tmp_path):
     on = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -98,7 +94,6 @@ def test_trainers_that_take_the_loss_in_the_head_train_compiled(name, counters, 
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
 
 
-# finding_B1
 @pytest.mark.slow
 def test_dropout_draws_as_it_does_uncompiled_and_a_resumed_run_is_the_whole_one(counters, tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3, "save_strategy": "steps"}
@@ -117,7 +112,6 @@ def test_dropout_draws_as_it_does_uncompiled_and_a_resumed_run_is_the_whole_one(
         assert torch.equal(value, weights(again)[key]), key
 
 
-# finding_B14
 @pytest.mark.parametrize("wrapper", ["layers in place", "a compiled DDP"])
 def test_gradients_of_a_compiled_model_are_averaged_once_for_each_update(wrapper, tmp_path, counters):
     trainer, reduced = small(tmp_path), []

@@ -34,7 +34,6 @@ NAMES = {
 }  # fmt: skip
 
 
-# finding_B1
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_uncompiled_one_and_resumes_bit_for_bit(name, counters, tmp_path):  # noqa: F811
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}

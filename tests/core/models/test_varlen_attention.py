@@ -208,7 +208,6 @@ def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkey
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# finding_C3
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize(
     "segments",
@@ -237,7 +236,6 @@ def test_blocks_are_those_that_torch_finds_by_trying_each_pair(segments, window)
             assert ours[:number] == other[:number]
 
 
-# finding_C3
 def test_blocks_are_found_without_a_tensor_of_all_pairs():
     from torch.utils._python_dispatch import TorchDispatchMode
 

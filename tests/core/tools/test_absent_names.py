@@ -43,7 +43,6 @@ def asked(package: str, name: str) -> tuple[str, str]:
     return answers[0], answers[1]
 
 
-# finding_D4
 @pytest.mark.parametrize("face", FACES)
 def test_every_name_of_trl_is_there_or_answered(face):
     package = f"posttrain.{face}"
@@ -56,7 +55,6 @@ def test_every_name_of_trl_is_there_or_answered(face):
             assert there is None or hasattr(importlib.import_module(there), name)
 
 
-# finding_D4
 def test_the_list_is_that_of_the_installed_trl():
     trl = pytest.importorskip("trl")
     names = [name for name in trl.__all__ if not importlib.util.find_spec("trl") or not name.startswith("_")]
@@ -68,7 +66,6 @@ def vars_of(face: str) -> list[str]:
     return importlib.import_module(f"posttrain.{face}").__all__
 
 
-# finding_D4
 def test_an_import_raises_import_error_and_an_attribute_attribute_error():
     from posttrain import rl
 
@@ -87,7 +84,6 @@ def test_an_import_raises_import_error_and_an_attribute_attribute_error():
         from posttrain.core import accuracy_reward  # noqa: F401
 
 
-# finding_D4
 def test_what_is_named_instead_exists():
     import re
 

@@ -326,7 +326,6 @@ def test_names_that_transformers_itself_has_dropped_are_named():
     ]
 
 
-# finding_D4
 def test_reward_functions_that_posttrain_has_are_taken_from_it():
     script = """
         from trl.rewards import accuracy_reward, think_format_reward, get_soft_overlong_punishment
@@ -339,7 +338,6 @@ def test_reward_functions_that_posttrain_has_are_taken_from_it():
     assert "posttrain.rl.reasoning_accuracy_reward" in rewritten(script) and notes(script) == []
 
 
-# finding_D4
 @pytest.mark.parametrize(
     ("head", "trainer", "part"),
     [

@@ -43,7 +43,6 @@ def faults(**environment):
     return [int(word) for word in done.stdout.split()], done.stderr
 
 
-# finding_D7
 @glibc
 def test_memory_is_kept_within_the_context_and_given_back_after():
     (before, kept, off, more), said = faults()
@@ -53,7 +52,6 @@ def test_memory_is_kept_within_the_context_and_given_back_after():
     assert said.count("DEBUG:posttrain.core.training.allocator:Freed memory is kept") == 1
 
 
-# finding_D7
 @glibc
 @pytest.mark.parametrize(
     "tuned", [{"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}], ids=["old", "new"]

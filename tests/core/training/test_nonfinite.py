@@ -75,7 +75,6 @@ def stops_at_the_third_update(tmp_path, **changes):
         torch.testing.assert_close(value, kept[name], rtol=0, atol=0)
 
 
-# finding_B20
 @pytest.mark.parametrize("flagged", [False, True], ids=["asked before the step", "flagged, as on a GPU"])
 def test_a_run_stops_with_the_weights_from_before_the_update_at_fault(flagged, tmp_path, monkeypatch):
     if flagged:
@@ -109,7 +108,6 @@ def test_on_the_cpu_it_is_said_before_the_step():
     assert FiniteGuard().before_step(sgd(), update())
 
 
-# finding_B12
 def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_run(caplog):
     guard = FiniteGuard(limit=3)
     empty = update(NAN, num_items=0)
@@ -424,7 +422,6 @@ def divides_by_zero(outputs, labels, num_items_in_batch=None):
     return (losses * mask).sum() / mask.sum()
 
 
-# finding_B12
 @pytest.mark.parametrize("loss_func", [None, divides_by_zero], ids=["the model's", "by hand"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_micro_batch_without_labels_adds_nothing_to_a_loss_that_is_a_mean(accumulation, loss_func, tmp_path, caplog):
@@ -462,7 +459,6 @@ def test_a_micro_batch_without_labels_adds_nothing_to_a_loss_that_is_a_mean(accu
         assert found.state.global_step == 4 and all(map(math.isfinite, losses))
 
 
-# finding_A5
 def test_losses_that_were_never_finite_have_no_mean(tmp_path):
     trainer = poisoned(tmp_path, on_nonfinite="skip", logging_steps=100)
     assert math.isnan(trainer.train().training_loss)
@@ -472,7 +468,6 @@ def test_losses_that_were_never_finite_have_no_mean(tmp_path):
 # ---------------------------------------------------------------------------------------------------- float16
 
 
-# finding_B10
 def test_what_float16_weights_need_is_said_when_the_trainer_is_made(tmp_path, caplog):
     from posttrain.core import TrainingArguments
 
@@ -507,7 +502,6 @@ def fp16_trainer(folder, kind=Trainer, model=None):
     return kind(model or tiny.causal_lm(), args, pad, tiny.token_rows(16))
 
 
-# finding_B10
 def test_a_loss_scaler_refuses_float16_weights_before_anything_runs(fp16_on_the_cpu, tmp_path):
     with pytest.raises(ValueError, match="gradients must be in float32. Load the model in float32"):
         fp16_trainer(tmp_path, model=tiny.causal_lm().half())
@@ -528,7 +522,6 @@ class OldStep(Trainer):
         self.accelerator.backward(loss)
 
 
-# finding_B15
 def test_a_training_step_that_calls_the_accelerator_trains_in_fp16_as_ours_does(fp16_on_the_cpu, tmp_path):
     old, ours = fp16_trainer(tmp_path / "old", OldStep), fp16_trainer(tmp_path / "ours")
     for trainer in (old, ours):

@@ -46,7 +46,6 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-# finding_B21
 def test_processes_agree_without_a_process_group_of_their_own():
     from torch.testing._internal.distributed import fake_pg
 

@@ -38,7 +38,6 @@ def rates(trainer):
     return [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
 
 
-# finding_A11
 @pytest.mark.parametrize("how", ["subclass", "set", "set after a run"])
 def test_an_optimizer_and_a_schedule_set_after_construction_are_used(how, tmp_path):
     if how == "subclass":
@@ -56,7 +55,6 @@ def test_an_optimizer_and_a_schedule_set_after_construction_are_used(how, tmp_pa
     assert rates(trainer)[-3:] == [0.125, 0.125, 0.125]
 
 
-# finding_A11
 def test_a_schedule_that_the_trainer_made_is_made_anew_for_the_next_run(tmp_path):
     trainer = MAKE(tmp_path, max_steps=4)
     trainer.create_optimizer_and_scheduler(100)  # as scripts do to look at the groups
@@ -70,7 +68,6 @@ def test_a_schedule_that_the_trainer_made_is_made_anew_for_the_next_run(tmp_path
     assert trainer.lr_scheduler is not first and len(rates(trainer)) == 4
 
 
-# finding_A11
 def test_parts_that_would_train_nothing_are_refused(tmp_path):
     trainer = MAKE(tmp_path)
     before = weights(trainer)
@@ -115,14 +112,12 @@ class Counts(TrainerCallback):
         self.steps += 1
 
 
-# finding_A12
 def test_a_callback_named_trainercallback_is_heard(tmp_path):
     callbacks = named_as_the_base()
     MAKE(tmp_path, callbacks=callbacks, max_steps=2).train()
     assert [callback.steps for callback in callbacks] == [2, 2]
 
 
-# finding_A12
 def test_the_list_of_callbacks_is_read_as_it_is_now(tmp_path):
     first, added, replaced, late = Counts(), Counts(), Counts(), Counts()
 
@@ -143,7 +138,6 @@ def test_the_list_of_callbacks_is_read_as_it_is_now(tmp_path):
     assert first.steps == 3 and late.steps == 1 and not trainer.callback_handler.nobody_hears("on_step_end")
 
 
-# finding_A12
 def test_transformers_empty_methods_are_not_called_at_each_event(tmp_path):
     from transformers import TrainerCallback as Theirs
 
@@ -186,7 +180,6 @@ class Stops(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-# finding_B13
 @pytest.mark.parametrize("written", ["now", "with absolute paths"])
 def test_the_best_checkpoint_of_a_folder_that_was_moved_is_kept_and_loaded(written, tmp_path):
     interrupted(tmp_path / "before")
@@ -207,7 +200,6 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved_is_kept_and_loaded(writt
     assert all(torch.equal(value, expected[name]) for name, value in weights(moved).items() if name in expected)
 
 
-# finding_B13
 def test_a_best_checkpoint_that_is_gone_is_said_when_the_run_goes_on(tmp_path, caplog):
     interrupted(tmp_path)
     shutil.rmtree(tmp_path / "checkpoint-2")
@@ -218,7 +210,6 @@ def test_a_best_checkpoint_that_is_gone_is_said_when_the_run_goes_on(tmp_path, c
     assert "there is no checkpoint of the best step (2, 0" in caplog.text
 
 
-# finding_D8
 def test_transformers_reads_our_state(tmp_path):
     from transformers import TrainerState as Theirs
 
@@ -241,7 +232,6 @@ class Fails(TrainerCallback):
         raise RuntimeError("in the first step")
 
 
-# finding_B18
 def test_a_fresh_run_in_an_old_folder_leaves_the_old_log_there(tmp_path):
     MAKE(tmp_path, max_steps=3).train()
     old = lines(tmp_path / "log.jsonl")
@@ -257,7 +247,6 @@ def test_a_fresh_run_in_an_old_folder_leaves_the_old_log_there(tmp_path):
     ] * 2
 
 
-# finding_B18
 def test_a_resumed_run_that_dies_in_its_first_step_has_dropped_no_record(tmp_path):
     save = dict(save_strategy="steps", save_steps=2, max_steps=4)
     MAKE(tmp_path, **save).train()
@@ -293,7 +282,6 @@ class KeepsAFunction(Trainer):
         return super().state_dict() | {"mine": [pad]}
 
 
-# finding_B16
 def test_state_that_cannot_be_saved_is_found_before_the_first_update(tmp_path, caplog):
     counts = Counts()
 
@@ -327,7 +315,6 @@ class Since(TrainerCallback):
         return cls()
 
 
-# finding_B16
 def test_a_callbacks_state_that_json_cannot_say_is_warned_of(tmp_path, caplog):
     MAKE(tmp_path, callbacks=[Since()], save_strategy="steps", save_steps=2, max_steps=2).train()
     assert "Since['attributes']['since'] is of type date" in caplog.text and "tensor" not in caplog.text
@@ -341,7 +328,6 @@ def no_collector():
     gc.enable()
 
 
-# finding_B19
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(
     "name", ["causal-lm", "sft", "sft-lora", "seq2seq", "dpo", "kto", "reward", "grpo", "grpo-sync"]
