@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -12,8 +14,9 @@ from datasets import Dataset
 
 from posttrain.core.data.image_tokens import CHECKED, ImageTokens
 from posttrain.core.data.images import ImageReader, numbered
+from posttrain.core.data.segments import with_segments
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.models import wrapping
+from posttrain.core.models import varlen_attention, wrapping
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import PACKED
 from posttrain.sft.vision_packing import PackedRows, images_leak, pack_rows, row_lengths
@@ -102,24 +105,26 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_their_rows_alone(family,
         return
     assert images_leak(model, collator(family)) == 0
     collate = collator(family)
-    for config in wrapping.configs(model):
+    exact = copy.deepcopy(model).to(torch.float64)
+    for config in wrapping.configs(exact):
         config.use_cache = False  # as trainers set it
-    exact = model.to(torch.float64)
-    try:
-        alone = [loss_of(exact, in_float64(collate([row]))) for row in rows()]
-        loss, gradients = sum(part for part, _ in alone), {}
-        for parameter in alone[0][1]:
-            gradients[parameter] = sum(part[parameter] for _, part in alone)
-        size = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        joined = collator(family, padding_free=True)
-        for batch in (collate([{PACKED: rows()[:3]}, {PACKED: rows()[3:]}]), joined(rows())):
+    alone = [loss_of(exact, in_float64(collate([row]))) for row in rows()]
+    loss, gradients = sum(part for part, _ in alone), {}
+    for parameter in alone[0][1]:
+        gradients[parameter] = sum(part[parameter] for _, part in alone)
+    size = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    varlen_attention.enable_segments(exact, collate.prepare.vision.example())
+    for tells_lengths in (False, True):  # under a mask, and document by document
+        make = dataclasses.replace(collate, seq_lengths=tells_lengths)
+        joined = dataclasses.replace(make, padding_free=True)
+        for batch in (make([{PACKED: rows()[:3]}, {PACKED: rows()[3:]}]), joined(rows())):
             assert "attention_mask" not in batch and len(batch["input_ids"]) in (1, 2)
-            found, grads = loss_of(exact, in_float64(batch))
+            batch = with_segments(in_float64(batch))
+            assert ("segments" in batch) == tells_lengths
+            found, grads = loss_of(exact, batch)
             torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
             for parameter, gradient in grads.items():
                 assert (gradient - gradients[parameter]).norm() < 1e-6 * size, parameter
-    finally:
-        model.to(torch.float32)
 
 
 def test_a_packed_run_trains_resumes_and_reports_its_rows(tmp_path):
@@ -129,6 +134,8 @@ def test_a_packed_run_trains_resumes_and_reports_its_rows(tmp_path):
         make = images(SFTTrainer, "prompt completion", name)
         straight, resumed = (make(tmp_path / name, **usual) for _ in range(2))
         assert isinstance(straight.train_dataset, PackedRows) and isinstance(straight.eval_dataset, PackedRows)
+        attention = wrapping.text_part(wrapping.base_model(straight.model)).config._attn_implementation
+        assert attention == "segments_sdpa" and "seq_lengths" in next(iter(straight.get_train_dataloader()))
         number = sum(len(straight.train_dataset.packing[i]) for i in range(len(straight.train_dataset)))
         assert number > len(straight.train_dataset)
         straight.train()

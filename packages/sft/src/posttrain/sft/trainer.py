@@ -326,13 +326,15 @@ class SFTTrainer(GeneratesText, Trainer):
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
+        packs = self.args.packing or self.args.eval_packing or self.args.padding_free
+        example = self._image_rows.vision.example() if self._image_rows is not None and packs else None
         with self.dist.autocast():  # kernels differ by precision
-            problem = varlen_attention.segments_problem(self.model)
+            problem = varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
-        varlen_attention.enable_segments(self.model)
-        if isinstance(self.data_collator, SFTCollator):
+        varlen_attention.enable_segments(self.model, example)
+        if isinstance(self.data_collator, (SFTCollator, VisionCollator)):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
 

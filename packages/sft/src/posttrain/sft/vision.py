@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.data.collators import IGNORE_INDEX, round_up
+from posttrain.core.data.collators import IGNORE_INDEX, pad_rows, round_up
 from posttrain.core.data.images import ROW_NUMBER, ImageReader, fault_of, read_images
 from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.core.errors import ConfigError, DataError
@@ -127,6 +127,8 @@ class VisionCollator:
         pad_to_multiple_of: round T up to a multiple of this.
         padding_free: all rows of a batch become one.
         one_row: all packed rows of a batch become one, for attention that separates documents in one row alone.
+        seq_lengths: packed batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
+            `posttrain.core.data.segments`.
     """
 
     prepare: VisionPreparation
@@ -134,6 +136,7 @@ class VisionCollator:
     pad_to_multiple_of: int | None = None
     padding_free: bool = False
     one_row: bool = False
+    seq_lengths: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
         is_packed = PACKED in rows[0]
@@ -182,6 +185,8 @@ class VisionCollator:
         where = (
             {"position_ids": positions if len(positions) > 1 else positions[0]} if packed else {"attention_mask": mask}
         )
+        if packed and self.seq_lengths:
+            where["seq_lengths"] = pad_rows([[len(draft.ids) for draft in line] for line in lines], 0)
         batch = CountedBatch({"input_ids": ids, "labels": labels, **where, **others, **images})
         batch.entries = {
             name: [sum(len(_tensors_of(draft).get(name, ())) for draft in line) for line in lines] for name in images

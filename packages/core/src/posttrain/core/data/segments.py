@@ -132,15 +132,18 @@ class Segments:
 
 def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A packed batch, whose ``seq_lengths`` (B, S) are the tokens of each row's documents and 0, as
-    `Segments.model_inputs` has it. The rest of a row is one more document. A batch without ``seq_lengths`` is returned
-    unchanged.
+    `Segments.model_inputs` has it. The rest of a row is one more document. Positions of several axes, (A, B, T), are
+    those of the batch. A batch without ``seq_lengths`` is returned unchanged.
     """
     batch = dict(batch)
     if "seq_lengths" in batch:
         rows, width = batch["input_ids"].shape
         documents = [[*row, width - sum(row)] for row in _known(batch.pop("seq_lengths")).tolist()]
         segments = Segments.documents(length for row in documents for length in row if length)
+        positions = batch.get("position_ids")
         batch |= segments.model_inputs((rows, width), batch["input_ids"].device)
+        if positions is not None and positions.ndim == 3:
+            batch["position_ids"] = positions
     return batch
 
 
