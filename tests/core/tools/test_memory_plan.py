@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +16,12 @@ from datasets import Dataset
 
 from posttrain.core import TrainerCallback
 from posttrain.core.cli import main, registry
+from posttrain.core.models import adapters, parts
 from posttrain.core.models.arguments import ModelConfig
 from posttrain.core.models.loading import load_causal_lm
 from posttrain.core.tools import memory_mesh, memory_plan, memory_proposals
 from posttrain.sft import SFTConfig, SFTTrainer
-from tests import tiny
+from tests import tiny, tiny_vision
 
 ROWS, LENGTH = 4, 96
 WIDTH = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, head_dim=16)
@@ -331,3 +334,77 @@ def test_the_peak_is_that_of_a_process(case, folder, tmp_path):
     print(case, f"{planned / 2**20:.0f} MiB planned, {real / 2**20:.0f} MiB measured")
     # Measured: 483 MiB planned for 675 held, and 916 for 1038: kernels and freed memory that is kept come on top.
     assert planned == pytest.approx(real, rel=0.35)
+
+
+# ---- models that see images ----
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Callable[[str], tuple[str, torch.nn.Module]]:
+    """A family's name -> (the folder of a tiny model of it, the model)."""
+    pytest.importorskip("PIL.Image")
+    made = {}
+
+    def of(name):
+        if name not in made:
+            path = str(tmp_path_factory.mktemp(name))
+            model, processor = tiny_vision.FAMILIES[name]()
+            model.save_pretrained(path)
+            processor.save_pretrained(path)
+            made[name] = path, model
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_both_parts_of_a_model_that_sees_are_counted_unless_one_is_frozen(name, seeing):
+    path, model = seeing(name)
+    plan = memory_plan.measure(*(run := a_run(path), workload(run)))
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    assert (plan.weights, plan.gradients) == (held(model), own) and own < plan.optimizer / 2 < 1.02 * own
+    for part in ("language", "vision"):
+        chosen = copy.deepcopy(model)
+        parts.freeze_others(chosen, part)
+        trained = sum(parameter.nbytes for parameter in chosen.parameters() if parameter.requires_grad)
+        assert 0 < trained < own
+        assert memory_plan.measure(*(run := a_run(path, train_parts=part), workload(run))).gradients == trained
+    lora = a_run(path, use_peft=True, lora_r=4)
+    adapter = adapters.add_adapter(copy.deepcopy(model), lora.model.peft_config())
+    trained = sum(parameter.nbytes for parameter in adapter.parameters() if parameter.requires_grad)
+    assert memory_plan.measure(lora, workload(lora)).gradients == trained > 0
+
+
+def test_a_reward_model_that_sees_is_planned_with_its_head(seeing):
+    path, model = seeing("llava")
+    run = a_run(path)
+    plan = memory_plan.measure(run, registry.method("reward").workload(run, 64))
+    head, vocabulary = model.config.get_text_config().hidden_size * 4, model.lm_head.weight.nbytes
+    assert plan.weights == held(model) - vocabulary + head
+    assert plan.gradients == sum(parameter.nbytes for parameter in model.parameters()) - vocabulary + head
+
+
+def test_the_command_says_that_images_are_not_counted_and_how_many_tokens_they_become(seeing, place, capsys):
+    path, _ = seeing("smolvlm")
+    words = ["plan", "sft", "run.yaml", "--model_name_or_path", path, "--max_length", "96", "--memory", "1GiB"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "--image_size WIDTHxHEIGHT says how many" in told and "vision part computes for them is not counted" in told
+    assert main([*words, "--image_size", "24x16"]) == 0
+    told = capsys.readouterr().out
+    _, processor = tiny_vision.FAMILIES["smolvlm"]()
+    text = processor(text=[processor.image_token], images=[[tiny_vision.image(0, 24, 16)]], add_special_tokens=False)
+    assert f"one of 24 x 16 pixels becomes {len(text['input_ids'][0])}." in told
+    for size, message in (
+        ("24", "--image_size 24 must be a size such as 1024x768, in pixels"),
+        ("99999x99999", "more than max_image_pixels"),
+    ):
+        assert main([*words, "--image_size", size]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_model_of_text_alone_has_no_size_of_an_image(place, capsys):
+    words = ["plan", "sft", "run.yaml", "--max_length", "96", "--memory", "1GiB"]
+    assert main(words) == 0 and "image" not in capsys.readouterr().out
+    assert main([*words, "--image_size", "24x16"]) == 2
+    assert "the model reads text alone" in capsys.readouterr().err

@@ -49,15 +49,16 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
     def workload(run: Run, length: int | None) -> Any:
         from posttrain.core.tools.memory_plan import Workload, longest_row, rows_of
+        from posttrain.rl.score_heads import new_reward_model
 
-        config, task = run.config, {"score": "AutoModelForSequenceClassification"}
+        config = run.config
         longest = longest_row(length, config.max_length)
         return Workload(
             rows_of(config, longest, sides),
             longest,
             loss,
             reference=reference and not config.precompute_ref_log_probs,
-            auto_class=task.get(loss, "AutoModelForCausalLM"),
+            make=new_reward_model if loss == "score" else None,
         )
 
     return workload

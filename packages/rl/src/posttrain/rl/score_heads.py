@@ -85,6 +85,20 @@ def load_reward_model(
     return load_causal_lm(name_or_path, options, quantization_config, trust_remote_code, kind)
 
 
+def new_reward_model(config: Any, **kwargs: Any) -> nn.Module:
+    """A model with this config and a head of ``config.num_labels`` outputs, with new weights.
+
+    Args:
+        kwargs: as transformers' ``from_config`` takes them.
+    """
+    import transformers
+
+    if not sees_images(config):
+        return getattr(transformers, TASK).from_config(config, **kwargs)
+    kind: Any = score_class(config)
+    return kind._from_config(config, **{name: value for name, value in kwargs.items() if name != "trust_remote_code"})
+
+
 def set_pad_token(model: nn.Module, pad_token_id: int | None) -> None:
     """Let `model` find the last token of a padded row, off which the reward is read."""
     config: Any = getattr(base_model(model), "config", None)

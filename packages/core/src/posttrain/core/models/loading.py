@@ -66,22 +66,23 @@ def load_causal_lm(
     path = os.fspath(name_or_path)
     check_indices(path)
     with explain_missing(path, "model"):
-        name = _whole_class(path, kwargs, auto_class) if auto_class in (READING[0], SEEING[0]) else auto_class
+        name = auto_class
+        if auto_class in (READING[0], SEEING[0]):
+            name = whole_class(_config(path, kwargs), auto_class, path)
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
         model = loader.from_pretrained(path, **kwargs)
     stored_otherwise = getattr(_config(path, kwargs), "quantization_config", None) is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
 
 
-def _whole_class(path: str, kwargs: dict[str, Any], auto_class: str) -> str:
-    """The class of `READING` or `SEEING` that loads every part of a model.
+def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:
+    """The class of `READING` or `SEEING` that loads every part of a model with this config.
 
     Raises:
         ValueError: the model was to see images, and only `READING` has a class for it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = _config(path, kwargs)
     reader: Any
     seer: Any
     reader, seer = (
@@ -89,7 +90,7 @@ def _whole_class(path: str, kwargs: dict[str, Any], auto_class: str) -> str:
         for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     )
     if auto_class == SEEING[0] and reader is not None and seer is None:
-        raise ValueError(CANNOT_SEE.format(f"{path!r} ({type(config).__name__})"))
+        raise ValueError(CANNOT_SEE.format(f"{name_or_path!r} ({type(config).__name__})"))
     saved_as_reader = reader is not None and reader.__name__ in (getattr(config, "architectures", None) or ())
     return SEEING[0] if seer is not None and not saved_as_reader else auto_class
 

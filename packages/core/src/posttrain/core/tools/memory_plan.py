@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from posttrain.core.models import (
     gradient_checkpointing,
     lm_head,
     loading,
+    parts,
     regularization,
     varlen_attention,
     wrapping,
@@ -62,6 +63,7 @@ class Workload:
         reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
         generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
         auto_class: of transformers, with which the method loads models.
+        make: ``(config, **keywords of from_config)``, what makes its models where no such class does.
     """
 
     rows: int
@@ -71,6 +73,7 @@ class Workload:
     reference: bool = False
     generated: int = 0
     auto_class: str = "AutoModelForCausalLM"
+    make: Callable[..., nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,9 @@ def _measure(
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
             _accumulate(model, args, work, live, trained)
         activations, head = _pass(model, args, work, live)
+        if parts.sees(model):  # what encodes images is trained too, though none was shown
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
         early, in_pass = _state_bytes(optimizer), live.peak  # of optimizers that step in the backward
         optimizer.step()
@@ -331,8 +337,8 @@ def _measure(
     buckets = gradients if mesh.copies else 0
     # The pass was measured without optimizer state, which always exists from the second step on.
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
-    parts = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
-    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **parts)
+    others = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
+    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **others)
 
 
 def _accumulate(model: nn.Module, args: Any, work: Workload, live: _Live, trained: list[nn.Parameter]) -> None:
@@ -354,13 +360,16 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
 
     options, quantized = run.model, []
     if work.loss == "score":
-        config.num_labels, config.pad_token_id = 1, config.pad_token_id or 0
+        config.num_labels = 1
+        for one in (config, config.get_text_config()):
+            one.pad_token_id = getattr(one, "pad_token_id", None) or 0
     config.use_cache = run.config.use_cache
     dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype or "float32")
     kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": getattr(run.config, "trust_remote_code", False)}
     if options.attn_implementation:
         kwargs["attn_implementation"] = options.attn_implementation
-    model = getattr(transformers, work.auto_class).from_config(config, **kwargs).train()
+    make = work.make or getattr(transformers, _class_of(config, run, work)).from_config
+    model: Any = make(config, **kwargs).train()
     slices = memory_mesh.cp_size(run.config) > 1  # their own attention
     if model.config._attn_implementation == "sdpa" and not slices and not getattr(config, "is_encoder_decoder", False):
         model.set_attn_implementation(_register_attention())
@@ -371,10 +380,18 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     if (adapter := options.peft_config()) is not None:
         if getattr(config, "is_encoder_decoder", False):
             adapter.task_type = "SEQ_2_SEQ_LM"
-        model = adapters.add_adapter(model, adapter)
+        model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
+    elif (trained := getattr(run.config, "train_parts", None)) is not None:
+        parts.freeze_others(model, trained)
     if getattr(run.config, "disable_dropout", False):
         regularization.disable_dropout(model)
     return model, quantized
+
+
+def _class_of(config: Any, run: Run, work: Workload) -> str:
+    if work.auto_class != loading.READING[0]:
+        return work.auto_class
+    return loading.whole_class(config, work.auto_class, run.model.model_name_or_path)
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int, int]:

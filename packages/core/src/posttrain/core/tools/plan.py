@@ -12,7 +12,8 @@ from posttrain.core.cli import parse, registry
 from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
 
-USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N] [--length N] [--name value ...]
+USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N] [--length N]
+                      [--image_size WIDTHxHEIGHT] [--name value ...]
 
 Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
 method (posttrain <method> --help); nothing is loaded, trained or written.
@@ -20,6 +21,8 @@ method (posttrain <method> --help); nothing is loaded, trained or written.
   --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
   --processes N  processes of the run, each with so much memory; fsdp and parallelism_config divide the model over them
   --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
+  --image_size WIDTHxHEIGHT
+                 says how many of a row's tokens an image of that size in pixels becomes
 
 Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
 fake tensors, without workspaces of kernels and fragmentation; keep a tenth free for these."""
@@ -32,7 +35,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     """Print the memory plan of a run.
 
     Args:
-        words: a method, files and flags, among them ``--memory SIZE``, ``--processes N`` and ``--length N``.
+        words: a method, files and flags, among them those of `USAGE`.
         read: makes a run of a method and its words.
     """
     if {"-h", "--help"} & set(words):
@@ -44,22 +47,22 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
         raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
-    processes = options["processes"] or 1
+    processes = options.pop("processes") or 1
 
     from posttrain.core.tools import memory_mesh  # after the words are known to be right: this imports torch
 
     with memory_mesh.imagined(processes):
-        _plan(found, words[1:], read, options["memory"], options["length"], processes)
+        _plan(found, words[1:], read, processes, **options)
 
 
 def _plan(
-    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], memory: int | None, length: int | None,
-    processes: int,
+    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], processes: int, memory: int | None,
+    length: int | None, image_size: tuple[int, int] | None,
 ) -> None:  # fmt: skip
     from posttrain.core.tools import memory_plan, memory_proposals
 
     asked = read(method, words)
-    device = memory_plan.device_type(asked.config)
+    device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
     workload_of: Any = method.workload
 
@@ -74,10 +77,57 @@ def _plan(
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
-    print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n")
+    print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n{of_images}")
     print(f"{_verdict(plan.peak, memory)}: {in_words(memory)} {whose}.", flush=True)
     if plan.peak > memory:
         _propose(memory_proposals.proposals(asked, workload, memory), memory)
+
+
+def _of_images(run: Run, size: tuple[int, int] | None) -> str:
+    """What to say of images, in paragraphs; nothing of a model of text alone.
+
+    Args:
+        size: width and height in pixels of an image whose tokens are counted.
+
+    Raises:
+        ConfigError: they cannot be counted.
+    """
+    from posttrain.core.models import parts
+    from posttrain.core.tools import memory_plan
+
+    if not parts.sees_images(memory_plan.load_config(run)):
+        if size is not None:
+            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
+        return ""
+    how_many = "--image_size WIDTHxHEIGHT says how many they are"
+    if size is not None:
+        how_many = f"one of {size[0]} x {size[1]} pixels becomes {_image_tokens(run, size):,}"
+    return (
+        f"\nThe model sees images. Their tokens are among those of a row: {how_many}.\n"
+        "What its vision part computes for them is not counted.\n"
+    )
+
+
+def _image_tokens(run: Run, size: tuple[int, int]) -> int:
+    """The tokens that an image of `size` (width, height) becomes, with those around it."""
+    from posttrain.core.data.image_tokens import ImageTokens
+    from posttrain.core.data.vision import VisionProcessor
+    from posttrain.core.errors import DataError
+    from posttrain.core.models import loading
+
+    path, most = run.model.model_name_or_path, getattr(run.config, "max_image_pixels", None)
+    if most is not None and size[0] * size[1] > most:
+        raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])
+    try:
+        trusts = getattr(run.config, "trust_remote_code", False)
+        processor = loading.load_tokenizer(path, trusts, loading.SEEING[1], revision=run.model.model_revision)
+        shown = ImageTokens(VisionProcessor(processor)).show(processor.image_token, [size])
+    except (ImportError, OSError, TypeError, ValueError, DataError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            "posttrain plan", [f"--image_size needs the processor of {path}, which does not count: {reason[0]}"]
+        ) from error
+    return len(processor.tokenizer(shown.text, add_special_tokens=False)["input_ids"]) + shown.hidden
 
 
 def _verdict(peak: int, memory: int) -> str:
@@ -131,18 +181,34 @@ def _free(device: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
 
-def _take_options(words: list[str]) -> tuple[list[str], dict[str, int | None]]:
-    options: dict[str, int | None] = {"memory": None, "length": None, "processes": None}
+def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    options: dict[str, Any] = {"memory": None, "length": None, "processes": None, "image_size": None}
     rest, given = parse.take_flags(words, options)
     problems = []
     for name, value in given:
-        size = re.fullmatch(r"([\d.]+) ?(\w*)" if name == "memory" else r"(\d+)()", value)
-        if size is None or size[2] not in UNITS or size[1].count(".") > 1 or not float(size[1].rstrip(".") or 0):
-            problems.append(
-                f"--{name} {value} must be a {'size such as 24GiB' if name == 'memory' else 'number above 0'}"
-            )
-        else:
-            options[name] = int(float(size[1]) * UNITS[size[2]])
+        read, what = READ.get(name, (_number, "number above 0"))
+        options[name] = read(value)
+        if not options[name]:
+            problems.append(f"--{name} {value} must be a {what}")
     if problems:
         raise ConfigError("posttrain plan", problems)
     return rest, options
+
+
+def _number(word: str) -> int:
+    return int(word) if re.fullmatch(r"\d+", word) else 0
+
+
+def _bytes(word: str) -> int:
+    size = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(\w*)", word)
+    return int(float(size[1]) * UNITS[size[2]]) if size is not None and size[2] in UNITS else 0
+
+
+def _sides(word: str) -> tuple[int, int] | None:
+    sides = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+    return None if sides is None else (int(sides[1]), int(sides[2]))
+
+
+READ: dict[str, tuple[Callable[[str], Any], str]] = {
+    "memory": (_bytes, "size such as 24GiB"), "image_size": (_sides, "size such as 1024x768, in pixels")
+}  # fmt: skip
