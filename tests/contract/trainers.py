@@ -358,6 +358,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "gkd": distilled(GKDTrainer),
     "reinforce++": online(ReinforcePlusPlusTrainer, importance_sampling_level="sequence"),
     "sft-images": images(SFTTrainer, "prompt completion"),
+    "sft-images-packed": images(SFTTrainer, "prompt completion", packing=True, max_length=96),
     "dpo-images": images(DPOTrainer, PAIRS),
     "kto-images": images(KTOTrainer, PAIRS),
     "orpo-images": images(ORPOTrainer, PAIRS),

@@ -181,7 +181,7 @@ def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
 
 
 @pytest.mark.parametrize(("shared", "most"), [(False, 400), (True, 200)])
-@pytest.mark.parametrize("kind", ["DPOTrainer", "ORPOTrainer", "TPOTrainer"])
+@pytest.mark.parametrize("kind", ["DPOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"])
 def test_rows_are_measured_with_the_tokens_of_their_images(kind, shared, most, tmp_path):
     import posttrain.rl
 
@@ -193,3 +193,11 @@ def test_rows_are_measured_with_the_tokens_of_their_images(kind, shared, most, t
     assert lengths == [batch["input_ids"].numel() for batch in alone]
     batches = list(it.get_train_dataloader())
     assert max(batch["input_ids"].numel() for batch in batches) <= most < sum(lengths)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_kto_are_measured_one_by_one_also_those_of_a_pair(shared, tmp_path):
+    changes = {"train_sampling_strategy": "group_by_length", "shared_prefix": shared}
+    it = contract.images(KTOTrainer, "prompt chosen rejected", "qwen2_vl")(tmp_path, **changes)
+    alone = [it.data_collator([it.train_dataset[i]])["input_ids"].numel() for i in range(len(it.train_dataset))]
+    assert it.row_lengths(it.train_dataset) == alone and alone[0] != alone[1]

@@ -10,6 +10,7 @@ from posttrain.rl.preference_images import image_collator
 from posttrain.rl.score_heads import load_reward_model, score_class, with_score_head
 from posttrain.rl.scorers import ImageRewardModel, scorer
 from tests import tiny_vision
+from tests.contract import trainers as contract
 from tests.rl.test_preference_images import options, pairs, turn
 
 pytest.importorskip("PIL.Image")
@@ -142,3 +143,12 @@ def test_grpo_learns_from_a_reward_model_that_sees(tmp_path):
         record[f"rewards/{name}/mean"] for record in found.state.log_history if f"rewards/{name}/mean" in record
     ]
     assert reward != 0 and "eval_reward" in found.evaluate()
+
+
+def test_batches_by_tokens_count_those_of_images(tmp_path):
+    make = contract.images(RewardTrainer, "prompt chosen rejected", "qwen2_vl")
+    found = make(tmp_path, max_batch_tokens=400, num_train_epochs=1)
+    alone = [found.data_collator([found.train_dataset[i]])["input_ids"].numel() for i in range(contract.ROWS)]
+    assert found.row_lengths(found.train_dataset) == alone and max(alone) > 1.4 * min(alone)
+    sizes = [batch["input_ids"].numel() for batch in found.get_train_dataloader()]
+    assert max(sizes) <= 400 < sum(sizes)

@@ -243,7 +243,8 @@ class ImageCollator:
 
 
 def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool) -> list[int]:
-    """Tokens that a model reads of each row, those of its images among them.
+    """Tokens that a model reads of each row, those of its images among them. The completion that KTO lends a row for
+    its KL is not counted where there are images.
 
     Args:
         dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
@@ -253,13 +254,16 @@ def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions:
         return read_lengths(dataset, columns, completions, shared)
     most = collate.prepare.max_length
 
-    def length(draft: Tokens) -> tuple[int, int]:
-        if draft.fault:
-            return draft.index, 0
-        prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
-        return draft.index, read_length(prompt, list(map(len, draft.completions)), shared, most)
+    def lengths(drafts: Sequence[Tokens], numbers: Sequence[int]) -> list[int]:
+        return list(map(length, drafts))
 
-    return image_tokens.row_lengths(dataset, collate.prepare, length)
+    def length(draft: Tokens) -> int:
+        if draft.fault:
+            return 0
+        prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
+        return read_length(prompt, list(map(len, draft.completions)), shared, most)
+
+    return image_tokens.row_lengths(dataset, collate.prepare, lengths)
 
 
 def image_collator(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,14 @@ def row_lengths(dataset: Any, prepare: VisionPreparation) -> list[int]:
     """Tokens of each row of `dataset` as `prepare` makes batches of it, see `image_tokens.row_lengths`."""
     if isinstance(dataset, PackedRows):
         return dataset.packing.lengths.tolist()
-    return image_tokens.row_lengths(dataset, prepare, lambda draft: (draft.row, _length(draft, prepare)))
+
+    def lengths(drafts: Sequence[Draft], numbers: Sequence[int]) -> list[int]:
+        tokens = dict.fromkeys(numbers, 0)
+        for draft in drafts:  # a row may have several
+            tokens[draft.row] += _length(draft, prepare)
+        return [tokens[number] for number in numbers]
+
+    return image_tokens.row_lengths(dataset, prepare, lengths)
 
 
 def _length(draft: Draft, prepare: VisionPreparation) -> int:

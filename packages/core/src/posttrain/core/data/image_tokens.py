@@ -100,14 +100,14 @@ class ImageTokens:
         return Brief(self._runs.sub(once, text), hidden)
 
 
-def row_lengths(dataset: Any, prepare: Any, length: Callable[[Any], tuple[int, int]]) -> list[int]:
+def row_lengths(dataset: Any, prepare: Any, lengths: Callable[[Sequence[Any], Sequence[int]], list[int]]) -> list[int]:
     """Tokens of each row of `dataset`, at least 1. Texts are tokenized, and of images the first bytes are read.
 
     Args:
         dataset: rows by index, numbered by `posttrain.core.data.images.numbered`.
         prepare: ``(rows, numbers) -> drafts``, with the attributes ``vision``, ``reader`` and ``max_length``. It is
             asked without a maximum length, and with `ImageTokens` in place of its processor.
-        length: ``draft -> (number of its row, tokens)``; those of a row are added.
+        lengths: ``(drafts, numbers) -> tokens of each row``.
 
     Raises:
         DataError: an image cannot be opened, and such rows are not to be dropped.
@@ -118,10 +118,7 @@ def row_lengths(dataset: Any, prepare: Any, length: Callable[[Any], tuple[int, i
     for start in range(0, len(dataset), ROWS_AT_ONCE):
         rows = [dict(dataset[i]) for i in range(start, min(start + ROWS_AT_ONCE, len(dataset)))]
         numbers = [row.pop(ROW_NUMBER) for row in rows]
-        tokens = dict.fromkeys(numbers, 0)
-        for number, count in map(length, brief(rows, numbers)):
-            tokens[number] += count
-        found += [max(tokens[number], 1) for number in numbers]
+        found += [max(tokens, 1) for tokens in lengths(brief(rows, numbers), numbers)]
     seconds = time.perf_counter() - started
     logger.info("%d rows with images were measured in %.1f s: %d tokens at most.", len(found), seconds, max(found))
     return found
