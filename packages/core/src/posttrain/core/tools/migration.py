@@ -33,8 +33,8 @@ WITH_IMAGES = {
     "sft": "takes one dataset of rows with images, whose prompts and completions or messages it lays out itself; "
     "too_long=split and packing that splits rows are refused there, and a collator of the script's own needs "
     "remove_unused_columns=False and skip_prepare_dataset",
-    "rl": "takes prompts with images and the processor as processing_class; vLLM and precomputed log-probabilities of "
-    "the reference are refused there",
+    "rl": "takes prompts with images and the processor as processing_class; precomputed log-probabilities of the "
+    "reference are refused there, and a vLLM server needs --enable-scale-out",
 }
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 
