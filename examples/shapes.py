@@ -128,7 +128,7 @@ def fine_tune(
     model: Any, processor: Any, pictures: list[dict[str, Any]], steps: int, seed: int, out: Path, **changes: Any
 ) -> SFTTrainer:
     usual = dict(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=32, learning_rate=3e-3, warmup_steps=20,
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=32, learning_rate=1e-3, warmup_steps=20,
         lr_scheduler_type="cosine", gradient_checkpointing=False, logging_steps=50, save_strategy="no", seed=seed,
         report_to="none", disable_tqdm=True, weight_decay=0.0, use_cpu=True,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def accuracy(trainer: GRPOTrainer) -> float:
 
 
 def run(
-    seed: int, steps: int = 300, weak_steps: int = 80, updates: int = 250, pictures: int = 4000, held_out: int = 400
+    seed: int, steps: int = 300, weak_steps: int = 120, updates: int = 250, pictures: int = 4000, held_out: int = 400
 ) -> dict[str, float]:
     """Accuracies on held-out pictures, by name: before training, after fine-tuning, after a brief one, after GRPO."""
     train, measured = rows(pictures, 1000 + seed), rows(held_out, 2000 + seed, held_out=True)
