@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of posttrain.core by layer: each may import its own layer and those below.
 LAYERS = {
     0: """
-        config errors old_names state data.call_arguments data.collators data.segments distributed.accelerator_config
+        config errors old_names state data.batch_limits data.call_arguments data.collators data.segments
+        distributed.accelerator_config
         evaluation.predictions logging.input_counter logging.metrics logging.redaction
         losses.distillation losses.language_modeling losses.normalization models.attention_blocks models.block_mask
         losses.vocabulary_slices models.router_replay

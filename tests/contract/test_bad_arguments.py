@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from posttrain.core import TrainingArguments
+from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError
 from posttrain.rl import (
@@ -151,10 +151,10 @@ def test_extremes_that_are_accepted_train(arguments, tmp_path):
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
 
 
-@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer, Seq2SeqTrainer])
+@pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer, Seq2SeqTrainer])
 def test_a_config_of_another_package_is_named_with_its_home_and_with_ours(trainer):
     foreign = type("TrainingArguments", (), {"__module__": "transformers.training_args"})()
-    wanted = trainer.config_class
+    wanted = TrainingArguments if trainer is Trainer else trainer.config_class
     home = ".".join(wanted.__module__.split(".")[:2])
     said = rf"args is of type transformers\.TrainingArguments; pass .*from {home} import {wanted.__name__}\."
     rewards = {"reward_funcs": len} if trainer is GRPOTrainer else {}

@@ -6,6 +6,7 @@ import re
 import sys
 
 import datasets
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -378,9 +379,10 @@ def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says
         (5, TypeError, ["type int"]),
         ({"input_ids": [[1]]}, TypeError, ["dict of datasets (input_ids)"]),
         (WithoutLength(), TypeError, ["WithoutLength", "__len__"]),
+        (pandas.DataFrame({"input_ids": [[1]]}), TypeError, ["DataFrame", "from_pandas"]),
         (Dataset.from_dict({"txt": ["a"]}), DataError, ["Found: txt", "Wanted:"]),
     ],
-    ids=["empty", "empty-arrow", "string", "int", "dict", "no-length", "columns"],
+    ids=["empty", "empty-arrow", "string", "int", "dict", "no-length", "frame", "columns"],
 )
 def test_what_is_no_training_set_is_refused(rows, error, parts, tmp_path):
     refused(error, *parts, run=lambda: base(tmp_path, rows).train())
@@ -503,3 +505,75 @@ def test_the_report_of_the_rows_is_plain_data(tmp_path):
     trainer = sft(tmp_path, [GOOD["text"], {"text": None}])
     report = json.loads(json.dumps(trainer.data_reports["train"].to_dict()))
     assert report["dropped"] == {"text is null": [1, [1]]} and report["rows_in"] == 2 and report["rows_kept"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------- forward passes
+
+
+def classes(length=8, **changes):
+    return [{"input_ids": [5] * length, "attention_mask": [1] * length, "label": 1} | changes] * 4
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "model", "parts"),
+    [
+        (classes(100), {}, ["100 tokens", "positions for 64"]),
+        (classes(input_ids=None), {}, ["reads input_ids", "attention_mask, labels", "null"]),
+        (classes(label=1.0), {}, ["labels are fractions", "0 to 2", "num_labels=1"]),
+        (classes(label=None, labels=[1, 0, 1]), {"problem_type": "multi_label_classification"}, ["0.0 and 1.0"]),
+        (classes(label="good"), {}, ["returned no loss", "a column of texts"]),
+    ],
+    ids=["too-long", "no-ids", "fractions", "whole-numbers", "texts"],
+)
+def test_a_batch_that_the_model_failed_on_is_explained(rows, model, parts, evaluating, tmp_path):
+    trainer = base(tmp_path, rows, None, tiny.classifier(**model), eval_dataset=rows)
+    if evaluating and "returned no loss" in parts:
+        assert "eval_loss" not in trainer.evaluate()
+    else:
+        refused((DataError, ValueError), *parts, run=trainer.evaluate if evaluating else trainer.train)
+
+
+def test_texts_that_nobody_tokenized_are_named(tmp_path):
+    rows = Dataset.from_dict({"text": ["a b", "c d"], "label": [0, 1]})
+    refused(DataError, "reads input_ids", "only labels", "tokenizer(row['text'])",
+            run=base(tmp_path, rows, None).train)  # fmt: skip
+
+
+def test_a_model_may_return_its_loss_alone(tmp_path):
+    class Mean(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, input_ids):
+            return self.weight * input_ids.float().mean()
+
+    trainer = base(tmp_path, [{"input_ids": [4, 6]}] * 4, None, Mean())
+    trainer.train()
+    assert trainer.model.weight < 1
+
+
+def test_a_loss_without_a_gradient_is_refused(tmp_path):
+    class Detached(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss.detach()
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, disable_tqdm=True, report_to="none")
+    rows = tiny.token_rows(4)
+    refused(ValueError, "no gradient", "detaches",
+            run=Detached(tiny.causal_lm(), args, data_collator=pad, train_dataset=rows).train)  # fmt: skip
+
+
+@pytest.mark.parametrize("returned", [0.5, None, ("accuracy", 0.5)])
+def test_metrics_that_are_no_dict_are_refused(returned, tmp_path):
+    trainer = base(tmp_path, None, eval_dataset=tiny.token_rows(4))
+    trainer.compute_metrics = lambda predicted: returned
+    refused(TypeError, "compute_metrics returned", type(returned).__name__, "{'accuracy': 0.5}", run=trainer.evaluate)
+
+
+def test_an_evaluation_set_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    named = base(tmp_path, None, eval_dataset={"maths": tiny.token_rows(4)})
+    refused(ValueError, "'math'", "maths", run=lambda: named.evaluate("math"))
+    alone = base(tmp_path, None, eval_dataset=tiny.token_rows(4))
+    refused(ValueError, "'math'", "no dict", run=lambda: alone.evaluate("math"))

@@ -36,7 +36,7 @@ def test_a_callback_sees_the_objects_of_the_run():
     ears = Ears()
     step_end(ears)
     assert ears.heard == [
-        ["eval_dataloader", "lr_scheduler", "model", "optimizer", "processing_class", "train_dataloader"]
+        ["eval_dataloader", "lr_scheduler", "model", "optimizer", "processing_class", "tokenizer", "train_dataloader"]
     ]
 
 

@@ -237,3 +237,25 @@ def test_an_old_name_of_a_field_is_read_as_it_was_set():
     with pytest.raises(AttributeError, match="'TrainingArguments' object has no attribute 'evaluation_strategies'"):
         args.evaluation_strategies  # noqa: B018
     assert copy.deepcopy(args) == args and not hasattr(args, "no_such_argument")
+
+
+def test_a_config_with_an_init_of_its_own_takes_its_arguments_and_ours():
+    class Distilling(TrainingArguments):
+        def __init__(self, *args, alpha=0.5, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.alpha = alpha
+
+    class Popping(TrainingArguments):
+        def __init__(self, *args, **kwargs):
+            self.alpha = kwargs.pop("alpha")
+            super().__init__(*args, **kwargs)
+
+    for kind in (Distilling, Popping):
+        with pytest.warns(FutureWarning, match="evaluation_strategy"):
+            args = kind("out", alpha=0.3, evaluation_strategy="epoch", learning_rate=1e-3)
+        assert (args.alpha, args.eval_strategy, args.learning_rate) == (0.3, "epoch", 1e-3)
+        assert copy.deepcopy(args).alpha == 0.3
+        with pytest.raises(ConfigError, match="'lerning_rate', did you mean 'learning_rate'"):
+            kind("out", alpha=0.3, lerning_rate=1e-3)
+        with pytest.raises(ConfigError, match="learning_rate=-1"):
+            kind("out", alpha=0.3, learning_rate=-1)

@@ -880,3 +880,30 @@ def test_the_arguments_decide_whether_the_model_is_moved(script, monkeypatch):
     trainer = script(library)
     trainer.train()
     assert len(moved) == 1 and trainer.place_model_on_device is False
+
+
+def test_a_sampler_that_takes_no_dataset_and_a_callback_that_asks_for_the_tokenizer_are_those_of_earlier_years(
+    tmp_path,
+):
+    seen = []
+
+    class InOrder(posttrain.core.Trainer):
+        def _get_train_sampler(self):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            seen.append(inputs["input_ids"][0, 0].item())
+            return model(**inputs).loss
+
+    class Asks(posttrain.core.TrainerCallback):
+        def on_train_begin(self, args, state, control, model, tokenizer, **kwargs):
+            seen.append(tokenizer.eos_token)
+
+    rows = [{"input_ids": [i, i], "attention_mask": [1, 1], "labels": [i, i]} for i in (7, 5, 9)]
+    args = posttrain.core.TrainingArguments(
+        str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, use_cpu=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = tiny.tokenizer()
+    InOrder(tiny.causal_lm(), args, train_dataset=rows, processing_class=tokenizer, callbacks=[Asks]).train()
+    assert seen == [tokenizer.eos_token, 7, 5, 9]

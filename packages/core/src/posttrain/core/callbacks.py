@@ -228,6 +228,7 @@ class CallbackHandler:
                 control,
                 model=self.model,
                 processing_class=self.processing_class,
+                tokenizer=self.processing_class,  # the name in callbacks of earlier years
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
                 train_dataloader=self.train_dataloader,

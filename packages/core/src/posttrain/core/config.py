@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import enum
+import inspect
 import json
 import math
 import numbers
@@ -336,6 +337,17 @@ def validate(config: Any) -> None:
         raise failures[0]
 
 
+def accepted_names(config_class: type) -> tuple[set[str], bool]:
+    """The names that ``__init__`` takes, and whether a script's own passes on or takes others by ``**kwargs``.
+
+    A script may write the ``__init__`` of its config by hand, with arguments that are no fields.
+    """
+    written = [vars(owner)["__init__"] for owner in config_class.__mro__[:-1] if "__init__" in vars(owner)]
+    parameters = [each for init in written for each in list(inspect.signature(init).parameters.values())[1:]]
+    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
 class ConfigMeta(type):
     """Makes calling a config class accept old names, and report an unknown one together with every bad value.
 
@@ -364,18 +376,24 @@ class ConfigMeta(type):
         given = cls.accept_old_names(kwargs)
         removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
         kwargs, problems = translate_old_names(cls, given)
-        known = {field.name for field in dataclasses.fields(cls) if field.init}
-        problems += [
+        known, takes_more = accepted_names(cls)
+        unknown = [
             f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"
             for name in kwargs
             if name not in known
         ]
+        problems += [] if takes_more else unknown
+        taken = kwargs if takes_more else {name: value for name, value in kwargs.items() if name in known}
         try:
-            config = super().__call__(*args, **{name: value for name, value in kwargs.items() if name in known})
+            config = super().__call__(*args, **taken)
         except ConfigError as error:
             if not problems:
                 raise
             problems += error.problems
+        except TypeError as error:
+            if not takes_more or not unknown:
+                raise
+            raise ConfigError(cls.__name__, [*problems, *unknown]) from error
         if problems:
             raise ConfigError(cls.__name__, problems)
         if removed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import logging
 import time
 import weakref
@@ -34,7 +35,7 @@ from posttrain.core.callbacks import (
 from posttrain.core.checkpoint import Store, codec, manager, reload, rng, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
-from posttrain.core.data.stateful_dataloader import check_limits
+from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.distributed import Distributed
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
@@ -497,7 +498,7 @@ class Trainer(HFCompat):
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            eval_dataset = pipeline.named_dataset(self.eval_dataset, eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.make_dataloader(dataset, "Evaluation", self.eval_batch_size, dataloader_key=name)
 
@@ -515,7 +516,7 @@ class Trainer(HFCompat):
             sampler_fn: ``dataset -> sampler``, for a dataset that has a length; by default `train_sampler` in training.
             dataloader_key: the name under which workers that persist are kept.
         """
-        sampler_fn = sampler_fn or (self._get_train_sampler if is_training else self._get_eval_sampler)
+        sampler_fn = sampler_fn or (self._train_sampler_of if is_training else self._get_eval_sampler)
         return self._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def _get_dataloader(
@@ -541,6 +542,11 @@ class Trainer(HFCompat):
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)
         return loader
+
+    def _train_sampler_of(self, dataset: Any) -> torch.utils.data.Sampler | None:
+        # An older override takes no argument.
+        takes_none = not inspect.signature(self._get_train_sampler).parameters
+        return self._get_train_sampler(*(() if takes_none else (dataset,)))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -707,7 +713,7 @@ class Trainer(HFCompat):
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if of_all is not None and has_both:
-            named |= of_all(kept)
+            named |= eval_loop.as_metrics(of_all(kept))
         prefixed = {
             n if n.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{n}": v
             for n, v in eval_loop.plain(named).items()
@@ -758,11 +764,12 @@ class Trainer(HFCompat):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
-        whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
-            if self.args.check_saved_model and not _internal_call:
-                reload.check(wrapping.unwrap(self.model), output_dir or self.args.output_dir, whole)
+        with self._averages():
+            whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
+                if self.args.check_saved_model and not _internal_call:
+                    reload.check(wrapping.unwrap(self.model), output_dir or self.args.output_dir, whole)
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:
@@ -826,7 +833,8 @@ class Trainer(HFCompat):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self._settle_save()
-        self.checkpoints.save(self.state, self._contents(), self.write_checkpoint)
+        with self._averages():  # resuming goes on from them, as this run does
+            self.checkpoints.save(self.state, self._contents(), self.write_checkpoint)
         if not self.args.save_async:
             self._settle_save()
 
@@ -921,8 +929,7 @@ class Trainer(HFCompat):
             for callback in handler.callbacks:
                 if isinstance(callback, ClosingCallback):
                     callback.close()  # on_train_end is not called when training raises
-            if hasattr(self.optimizer, "eval"):  # an optimizer that averages weights leaves the averages behind
-                self.optimizer.eval()
+            self._keep_averages()  # also after an error
 
     def _check_owners(self) -> None:
         """Find out which of optimizer and schedule the user has set: those are used as they are."""
@@ -1423,6 +1430,10 @@ class Trainer(HFCompat):
         weights.save_weights(wrapping.unwrap(self.model), directory, state_dict, self.args.max_shard_size)
         self._save_beside(directory)
 
+    def _averages(self) -> contextlib.AbstractContextManager[None]:
+        """Where a model is saved: with the averages of an optimizer that keeps them."""
+        return eval_loop.averages_in(self.optimizer, otherwise=self.is_in_train)
+
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model, besides its weights."""
         processor: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -1541,6 +1552,7 @@ class Trainer(HFCompat):
         metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
         metrics |= run.memory
         self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
+        self._keep_averages()
         self._restore_best_model()
         if run.ema is not None and self.args.ema_use != "eval":
             run.ema.copy_to_model()
@@ -1553,6 +1565,11 @@ class Trainer(HFCompat):
         self._copy_files()
         self._fire("on_train_end")
         return TrainOutput(state.global_step, train_loss, metrics)
+
+    def _keep_averages(self) -> None:
+        """Leave the averages of an optimizer that keeps them in the model."""
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
 
     def _restore_best_model(self) -> None:
         state, best = self.state, self.state.best_model_checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.data import chat_template
+from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
-from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
 from posttrain.rl.preference_rows import (
     COMPLETIONS,

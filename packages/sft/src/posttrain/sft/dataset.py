@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.data import chat_template, tokenization
+from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
-from posttrain.core.data.stateful_dataloader import out_of_range
 from posttrain.core.errors import DataError
 from posttrain.sft.packing import cache_location
 from posttrain.sft.report import FACTS, DataReport

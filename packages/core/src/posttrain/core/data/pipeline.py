@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from posttrain.core.config import opt
+from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
 from posttrain.core.data.samplers import (
@@ -25,7 +26,7 @@ from posttrain.core.data.samplers import (
     make_train_sampler,
     row_lengths,
 )
-from posttrain.core.data.stateful_dataloader import Filler, Loader, check_limits, is_filler
+from posttrain.core.data.stateful_dataloader import Filler, Loader, is_filler
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -265,6 +266,10 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
             f"`{name}` must be a `Dataset` or `IterableDataset`, or any other rows; it is a dict of datasets "
             f"({', '.join(map(str, dataset))}). Pass one of them."
         )
+    if type(dataset).__name__ == "DataFrame":
+        raise TypeError(
+            f"{name} is a DataFrame, which gives columns by name and no rows. Pass datasets.Dataset.from_pandas(frame)."
+        )
     if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
         raise TypeError(
@@ -280,6 +285,20 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         raise DataError(
             f"{name} has no length ({type(dataset).__name__} is a stream), and one is needed here. Set max_steps."
         )
+
+
+def named_dataset(datasets: Any, name: str) -> Any:
+    """The dataset of that name in a dict of evaluation sets.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(datasets, Mapping) or name not in datasets:
+        known = f"those of the trainer are {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else (
+            "the trainer's eval_dataset is no dict of named sets"
+        )  # fmt: skip
+        raise ValueError(f"There is no evaluation set {name!r}: {known}. Pass one of its names, or a dataset.")
+    return datasets[name]
 
 
 def num_examples(loader: Any) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.data import workers
-from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.samplers import (
     SeededRandomSampler,
     TokenBatchSampler,
@@ -522,61 +522,6 @@ def _describe(rows: Any) -> str:
         return f" The first of them is of type {type(rows[0]).__name__}."
     columns = (f"{name} ({type(value).__name__})" for name, value in rows[0].items())
     return f" The first of them holds {', '.join(columns) or 'nothing'}."
-
-
-def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | None = None) -> None:
-    """Reject a batch that would cause an index error in the model, which on a GPU ends the process.
-
-    Args:
-        batch: a dict of tensors; those on the CPU are checked.
-        limits: how many numbers a column may hold, from 0 on: ``{"input_ids": vocabulary size, "labels": classes}`` (a
-            label may also be -100); ``"positions"``: tokens that a row may have.
-        indices: the dataset's index of each row of the batch, for the message.
-
-    Raises:
-        DataError: names the column, the number, the row and the limit.
-    """
-    if not isinstance(batch, Mapping):
-        return
-    for name in ("input_ids", "labels"):
-        values, limit = batch.get(name), limits.get(name)
-        if limit is None or not isinstance(values, torch.Tensor) or values.device.type != "cpu":
-            continue
-        if values.is_floating_point():
-            if name == "input_ids":
-                raise DataError("input_ids came out as fractions, not whole numbers, as a batch of empty rows does.")
-            continue
-        if not values.numel():
-            continue
-        low, high = values.aminmax()
-        if high < limit and low >= 0:
-            continue
-        wrong = (values >= limit) | (values < 0)
-        if name == "labels":
-            wrong &= values != IGNORE_INDEX
-        if wrong.any():
-            place = wrong.nonzero()[0]
-            row = ""
-            if indices is not None and values.ndim and len(values) == len(indices):
-                row = f" in row {indices[place[0]]}"
-            raise DataError(out_of_range(name, int(values[tuple(place)]), limit, row))
-    ids, longest = batch.get("input_ids"), limits.get("positions")
-    if longest is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and "position_ids" not in batch:
-        if ids.shape[1] > longest:
-            raise DataError(
-                f"The longest of these rows has {ids.shape[1]} tokens, and the model has positions for {longest}. "
-                "Truncate the rows when tokenizing, or set max_length where the trainer has it."
-            )
-
-
-def out_of_range(column: str, value: int, limit: int, where: str = "") -> str:
-    """The message about an id out of range; `where` begins with a space."""
-    remedy = (
-        "Tokenize with the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer))."
-        if column == "input_ids"
-        else "Use -100 for no loss, and load the model with as many labels or tokens as the data has."
-    )
-    return f"{column} holds {value}{where}, and the model's range is 0 to {limit - 1}. {remedy}"
 
 
 # ---------------------------------------------------------------------------------------------------- streams

@@ -483,6 +483,11 @@ class Distributed:
     def backward(self, loss: torch.Tensor) -> None:
         if self.engine is not None:
             return self.engine.backward(loss)
+        if not loss.requires_grad:
+            raise ValueError(
+                "The loss has no gradient, so nothing can be learned from it: compute_loss detaches it, computes it "
+                "under torch.no_grad() or from numbers alone, or all parameters that it depends on are frozen."
+            )
         with self._waiting("the backward pass"):
             (self.scaler.scale(loss) if self.scaler else loss).backward()
 

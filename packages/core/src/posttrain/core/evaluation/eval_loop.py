@@ -381,19 +381,51 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
     return metrics[key]
 
 
+def as_metrics(returned: Any) -> Mapping[str, Any]:
+    """What `compute_metrics` returned.
+
+    Raises:
+        TypeError: it is no dict.
+    """
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"compute_metrics returned {type(returned).__name__}; it must return a dict of metrics by name, for "
+            "instance {'accuracy': 0.5}. Does it lack a return statement?"
+        )
+    return returned
+
+
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     """Set the model (and an optimizer that averages weights) to evaluation mode and restore it at the end."""
     was_training = model.training
-    model.eval()
-    if hasattr(optimizer, "eval"):
-        optimizer.eval()
+    with averages_in(optimizer, otherwise=was_training):
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextlib.contextmanager
+def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
+    """The weights that `optimizer` averages in place of those that it trains, which come back at the end.
+
+    Nothing happens for an optimizer that averages none, nor where the averages are in place, as they are after
+    training, when the model itself may still be in training mode.
+
+    Args:
+        otherwise: whether an optimizer that keeps no ``train_mode`` is training.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    if not hasattr(optimizer, "eval") or not any(group.get("train_mode", otherwise) for group in groups):
+        yield
+        return
+    optimizer.eval()
     try:
         yield
     finally:
-        model.train(was_training)
-        if was_training and hasattr(optimizer, "train"):
-            optimizer.train()
+        optimizer.train()
 
 
 def reading_order(loader: Any) -> np.ndarray | None:

@@ -24,7 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import language_modeling
+from posttrain.core.models.embeddings import id_limits
+from posttrain.core.models.wrapping import base_model
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -422,7 +425,11 @@ def model_loss(
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
     if pass_count and num_items is not None:
         inputs = {**inputs, "num_items_in_batch": num_items}
-    outputs = model(**inputs)
+    try:
+        outputs = model(**inputs)
+    except (IndexError, RuntimeError, ValueError):
+        explain_failure(inputs, base_model(model), id_limits(model))
+        raise
     if loss_func is not None:
         return loss_func(outputs, labels, num_items_in_batch=num_items), outputs
     if labels is not None:
@@ -430,6 +437,9 @@ def model_loss(
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
             f"The model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}. Give it "
-            "labels, pass compute_loss_func, or override compute_loss."
+            "labels (a column of texts, or one that is null in a batch's first row, is left out), pass "
+            "compute_loss_func, or override compute_loss."
         )
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
+        return outputs, {"loss": outputs}
     return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs

@@ -13,7 +13,7 @@ POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
 
 
 def id_limits(model: nn.Module) -> dict[str, int]:
-    """The limits of `model` for `posttrain.core.data.stateful_dataloader.check_limits`; empty if unknown.
+    """The limits of `model` for `posttrain.core.data.batch_limits.check_limits`; empty if unknown.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
     ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 if each token of a row has its own

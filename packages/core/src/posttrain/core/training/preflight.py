@@ -23,7 +23,7 @@ from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
 from posttrain.core.distributed import expert_parallel, shard_settings, tensor_parallel
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import adapters, loading, quantization
 from posttrain.core.models.wrapping import base_model
@@ -154,7 +154,7 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
     if isinstance(model_init, nn.Module):
         raise TypeError("model_init is a model; pass the function that makes it, without calling it.")
     if args is not None and not isinstance(args, TrainingArguments):
-        raise TypeError(f"args is of type {type(args).__name__}; pass {config_class.__name__}(output_dir=...).")
+        raise wrong_args(args, config_class)
 
 
 def of_arguments(*configs: Any) -> Iterator[Problem]:
