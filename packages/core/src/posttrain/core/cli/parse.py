@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -307,13 +308,10 @@ def _needed(name: str, *others: str) -> str:
 
 
 def _required(config_class: type) -> list[str]:
-    """The fields that have no default."""
-    none = dataclasses.MISSING
-    return [
-        field.name
-        for field in dataclasses.fields(config_class)
-        if field.init and field.default is none and field.default_factory is none
-    ]
+    """The fields that ``__init__`` takes and that have no default in it."""
+    parameters = inspect.signature(config_class.__init__).parameters  # type: ignore[misc]
+    names = [field.name for field in dataclasses.fields(config_class) if field.name in parameters]
+    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
 
 
 def take_surplus(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:
