@@ -286,3 +286,12 @@ def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch,
     with pytest.raises(CheckpointError, match="weights of one checkpoint alone"):
         TRAINERS["causal-lm"](tmp_path, **arguments).train()
     TRAINERS["causal-lm"](tmp_path, **arguments | dict(save_strategy="no", max_steps=1)).train()
+
+
+def test_a_checkpoint_of_an_adapter_and_one_of_a_whole_model_are_told_apart(tmp_path):
+    for kind in ("sft", "sft-lora"):
+        TRAINERS[kind](tmp_path / kind, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(CheckpointError, match="It holds an adapter, of a run with peft_config"):
+        TRAINERS["sft"](tmp_path / "sft-lora", max_steps=2).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="It holds a whole model, of a run without peft_config"):
+        TRAINERS["sft-lora"](tmp_path / "sft", max_steps=2).train(resume_from_checkpoint=True)

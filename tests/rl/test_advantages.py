@@ -75,3 +75,12 @@ def test_equal_groups_are_found(rewards, equal):
 def test_an_unknown_scale_is_refused():
     with pytest.raises(ValueError, match="group, batch, none"):
         adv.group_advantages(torch.zeros(2), 2, "groups")
+
+
+def test_rewards_whose_squares_overflow_are_scaled_like_others():
+    huge, plain = torch.tensor([0.0, 1e30, 0.0, 3e30]), torch.tensor([0.0, 1.0, 0.0, 3.0])
+    for scale in ("group", "batch"):
+        found = adv.group_advantages(huge, 2, scale)
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, adv.group_advantages(plain * 1e6, 2, scale), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(adv.standard_deviation(huge), torch.tensor([1.4142135e30]), rtol=1e-6, atol=0)

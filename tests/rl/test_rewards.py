@@ -281,3 +281,20 @@ def test_repetition_length_and_cosine():
     cosine = rw.get_cosine_scaled_reward(max_len=10)
     found = cosine(["7", "7", "8", "8"], ["7"] * 4, [[1] * 0, [1] * 10, [1] * 0, [1] * 10])
     assert found == pytest.approx([1.0, 0.5, -1.0, -0.5])
+
+
+def test_a_function_that_changes_its_lists_changes_them_for_nobody():
+    def careless(completions, prompts):
+        completions.clear()
+        prompts[0] = None
+        return [1.0, 2.0]
+
+    scores = score(careless, length)
+    assert scores.rewards.tolist() == [[1.0, len(COMPLETIONS[0])], [2.0, len(COMPLETIONS[1])]]
+
+    def fails(completions):
+        completions.clear()
+        return []
+
+    with pytest.raises(RewardError, match="returned 0 rewards for 2 completions"):
+        score(fails)

@@ -145,3 +145,19 @@ def test_a_run_without_the_callback_leaves_none(tmp_path):
     trainer.remove_callback(run_record.RunRecordCallback)
     trainer.train()
     assert not (tmp_path / run_record.RECORD).exists()
+
+
+@pytest.mark.parametrize("kind", ["more", "others", "same"])
+def test_a_run_that_goes_on_with_other_rows_says_so(kind, tmp_path, caplog):
+    def train(rows, steps, resume=None):
+        args = TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        )
+        trainer = Trainer(tiny.causal_lm(), args, pad, train_dataset=datasets.Dataset.from_list(rows))
+        trainer.train(resume_from_checkpoint=resume)
+
+    train(tiny.token_rows(16), 1)
+    rows = {"more": tiny.token_rows(20), "others": tiny.token_rows(16, seed=5), "same": tiny.token_rows(16)}[kind]
+    train(rows, 2, resume=True)
+    said = {"more": "there were 16 and there are 20", "others": "their checksum was", "same": ""}[kind]
+    assert ("The training rows are not those" in caplog.text) == (kind != "same") and said in caplog.text

@@ -220,7 +220,9 @@ class Rewards:
         timer.daemon = True
         timer.start()
         try:
-            returned = background.call(partial(function, **arguments), self.options.reward_timeout)
+            # Lists of their own, so that a function that changes them changes nothing here.
+            own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+            returned = background.call(partial(function, **own), self.options.reward_timeout)
         finally:
             timer.cancel()
         if hasattr(returned, "tolist"):  # a tensor or an array

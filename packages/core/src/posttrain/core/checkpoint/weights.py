@@ -176,7 +176,12 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         return codec.read_tensors(directory / WEIGHTS)
     index = directory / f"{WEIGHTS}.index.json"
     if not index.is_file():
-        raise CheckpointError(f"There are no weights in {directory}: neither {WEIGHTS} nor {index.name} is there.")
+        adapter = ""
+        if (directory / ADAPTER).is_file():
+            adapter = " It holds an adapter, of a run with peft_config: pass that peft_config to resume it."
+        raise CheckpointError(
+            f"There are no weights in {directory}: neither {WEIGHTS} nor {index.name} is there.{adapter}"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name in files_of_index(index):
         tensors |= codec.read_tensors(directory / name)
@@ -218,7 +223,13 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         # peft writes the adapter "default" into the folder itself and every other into a subfolder.
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
-            raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.")
+            whole = ""
+            if (directory / WEIGHTS).is_file() or (directory / f"{WEIGHTS}.index.json").is_file():
+                whole = (
+                    " It holds a whole model, of a run without peft_config: leave peft_config out to resume it, or "
+                    f"load the model from {directory} and begin a new run."
+                )
+            raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]

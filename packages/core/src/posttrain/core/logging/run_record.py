@@ -57,8 +57,25 @@ class RunRecordCallback(TrainerCallback):
                 before = read(path)["starts"]
         now = start(args, model, getattr(train_dataloader, "dataset", None), state.global_step)
         now["data_reports"] = {name: report.lines() for name, report in (data_reports or {}).items() if report.rows_in}
+        if before:
+            _warn_of_other_rows(before[-1].get("data") or {}, now["data"], path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, [*before, now])
+
+
+def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    names = {"rows": "there were {} and there are {}", "xxh128": "their checksum was {} and is {}"}
+    if any(column.startswith("ref_") for column in now.get("columns", ())):
+        del names["xxh128"]  # computed by a model, and not to the bit on every device
+    for name, text in names.items():
+        before, after = then.get(name), now.get(name)
+        if before is not None and after is not None and before != after:
+            logger.warning(
+                "The training rows are not those of the run that is resumed (%s; see %s). The position in the data "
+                "stays the same, so some rows of this epoch may be read twice and some not at all. To train on other "
+                "data, start a new run from the weights.", text.format(before, after), path,
+            )  # fmt: skip
+            return
 
 
 @contextlib.contextmanager
