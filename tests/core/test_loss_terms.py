@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core import Trainer
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.data.stateful_dataloader import as_filler
 from posttrain.core.losses.normalization import split_terms
 from tests import tiny
-from tests.contract.trainers import causal_lm
+from tests.contract.trainers import causal_lm, pad
 from tests.programs import together
 
 
@@ -176,3 +177,18 @@ if __name__ == "__main__":  # two processes, started by the test above
     )
     (Path(sys.argv[1]) / f"rank-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def test_a_batch_that_only_keeps_a_process_in_step_adds_to_no_metric(tmp_path):
+    class Counts(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.log_metric("rows", len(inputs["input_ids"]))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Counts(tiny.causal_lm(), args, data_collator=pad, train_dataset=tiny.token_rows(8))
+    trainer.train()
+    batch = pad(tiny.token_rows(3))
+    alone = trainer.evaluation_loop([batch], "Evaluation").metrics
+    assert alone["eval_rows"] == 3
+    assert trainer.evaluation_loop([batch, as_filler(pad(tiny.token_rows(7)))], "Evaluation").metrics == alone

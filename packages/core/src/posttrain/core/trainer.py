@@ -692,7 +692,7 @@ class Trainer(HFCompat):
         with self._metrics_apart() as metrics, eval_loop.eval_mode(model, self.optimizer):
             kept, named, num_samples = eval_loop.run(
                 dataloader,
-                lambda inputs: self.prediction_step(model, inputs, loss_only, ignore_keys),
+                lambda inputs: self._predict(model, inputs, loss_only, ignore_keys),
                 count_items=self.count_items,
                 weight=self._objective.take_weight,
                 metrics=metrics,
@@ -1125,8 +1125,16 @@ class Trainer(HFCompat):
             raise
 
     def _call_training_step(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        # An older override takes two arguments.
-        return self.training_step(model, inputs, *((num_items,) if self._step_takes_count else ()))
+        with self._measuring(inputs):  # an older override takes two arguments
+            return self.training_step(model, inputs, *((num_items,) if self._step_takes_count else ()))
+
+    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        with self._measuring(inputs):
+            return self.prediction_step(model, inputs, loss_only, ignore_keys)
+
+    def _measuring(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
+        """Where a batch is computed: a metric of one that only keeps this process in step counts for nothing."""
+        return self._metrics_apart() if pipeline.is_filler(inputs) else contextlib.nullcontext()
 
     def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
