@@ -31,6 +31,7 @@ from datasets import Dataset, disable_progress_bars
 from posttrain.core.data.segments import without_padding
 from posttrain.core.logging.plots import loss_curve
 from posttrain.core.losses.language_modeling import shift_labels
+from posttrain.core.models import loading
 from posttrain.core.models.lm_head import logps_in_head
 from posttrain.core.tools.generate import complete
 from posttrain.sft import SFTConfig, SFTTrainer
@@ -66,12 +67,17 @@ def read_reviews() -> tuple[str, list[dict], list[dict]]:
 
 def read_own(path: str) -> tuple[str, list[dict], list[dict]]:
     """The rows of a JSONL file; a tenth of them, at most `HELD_OUT`, is held out."""
-    lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"DATA={path} cannot be read: {error}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             rows.append({"prompt": row["prompt"], "completion": row["completion"]})
+            if not all(isinstance(text, str) for text in rows[-1].values()):
+                raise TypeError("prompt and completion must be texts")
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(
                 f"{path}, line {number}: {type(error).__name__}: {error}. Each line is one JSON object with the texts "
@@ -82,6 +88,16 @@ def read_own(path: str) -> tuple[str, list[dict], list[dict]]:
     random.Random(0).shuffle(rows)
     aside = min(max(len(rows) // 10, 2), HELD_OUT)
     return path, rows[aside:], rows[:aside]
+
+
+def has_chat_template(name: str) -> bool:
+    """Whether the model is asked in conversations; ends the program where there is no such model."""
+    try:
+        if (absent := loading.missing_folder(name)) is not None:
+            raise absent
+        return loading.load_tokenizer(name).chat_template is not None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"MODEL={name} cannot be loaded: {error}") from error
 
 
 def as_turns(rows: Sequence[dict], chats: bool) -> Dataset:
@@ -169,14 +185,13 @@ def fine_tune(name: str, data: tuple[str, list[dict], list[dict]], updates: int 
     """Train, measure and show. Whether all updates were made."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which names a kernel for GPUs that it did not find
     from peft import LoraConfig
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     disable_progress_bars()  # of datasets, which are ready at once
     started = time.monotonic()
     source, train, held_out = data
-    chats = AutoTokenizer.from_pretrained(name).chat_template is not None
+    chats = has_chat_template(name)
     torch.manual_seed(0)
     trainer = SFTTrainer(
         model=name,

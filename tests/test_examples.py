@@ -100,6 +100,19 @@ def test_quickstart_trains_on_your_rows(quickstart, model_folder, tmp_path, monk
         quickstart.main()
 
 
+def test_quickstart_says_what_is_wrong_with_data_and_model(quickstart, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", "./no/such/model")
+    with pytest.raises(SystemExit, match="MODEL=./no/such/model cannot be loaded: The model folder .* does not exist"):
+        quickstart.main()
+    monkeypatch.setenv("DATA", "absent.jsonl")
+    with pytest.raises(SystemExit, match="DATA=absent.jsonl cannot be read: .*No such file"):
+        quickstart.main()
+    row = {"prompt": [{"role": "user", "content": "1 + 1"}], "completion": "2"}
+    (tmp_path / "absent.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(SystemExit, match="line 1: TypeError: prompt and completion must be texts"):
+        quickstart.main()
+
+
 def test_quickstart_reads_film_reviews_where_they_are(quickstart, tmp_path, monkeypatch):
     assert quickstart.read_reviews()[0].startswith("reviews of films")
     (tmp_path / "sst2").mkdir()

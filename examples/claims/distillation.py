@@ -40,19 +40,15 @@ COUNT_EVERY = 10  # optimizer steps. The counter takes two thirds of the time, a
 POINTS = 0.03  # below the teacher's accuracy
 TEACHER, STUDENT = 128, 64  # width, of 3 layers
 SETTINGS = {
-    "teacher_epochs": 10.0, "student_epochs": 60.0, "distillation_batch": 128, "distillation_rate": 1e-3,
-    "grpo_batch": 512, "grpo_rate": 5e-4,
-    "look_every": 5e10, "budget": 1.5e12, "problems": 800,
+    "teacher_epochs": 10.0, "student_epochs": 60.0,
+    "distillation_batch": 64, "distillation_rate": 1e-3, "distillation_updates": 2000,
+    "grpo_batch": 512, "grpo_rate": 5e-4, "grpo_updates": 1200,
+    "look_every": 1e11, "problems": 800,
 }  # fmt: skip
 SMOKE = {
-    "teacher_epochs": 0.1,
-    "student_epochs": 0.2,
-    "distillation_batch": 16,
-    "grpo_batch": 16,
-    "look_every": 1e8,
-    "budget": 4e8,
-    "problems": 20,
-}
+    "teacher_epochs": 0.1, "student_epochs": 0.2, "distillation_batch": 16, "distillation_updates": 3,
+    "grpo_batch": 16, "grpo_updates": 3, "look_every": 1e8, "problems": 20,
+}  # fmt: skip
 
 
 def new_problems() -> Dataset:
@@ -112,14 +108,14 @@ def counter() -> FlopCounterMode:
 
 
 class Race(TrainerCallback):
-    """Ends training at the goal, or with the budget; looks at the accuracy after every `look_every` operations.
+    """Ends training at the goal; looks at the accuracy after every `look_every` operations, and at the end.
 
     Attributes:
         operations: spent on training so far. best: accuracy. reached: whether at the goal.
     """
 
-    def __init__(self, look: Callable[[Any], float], goal: float, look_every: float, budget: float) -> None:
-        self.look, self.goal, self.look_every, self.budget = look, goal, look_every, budget
+    def __init__(self, look: Callable[[Any], float], goal: float, look_every: float) -> None:
+        self.look, self.goal, self.look_every = look, goal, look_every
         self.operations = self.of_update = self.best = self.looked = 0.0
         self.reached = False
         self.counter = counter()
@@ -133,13 +129,12 @@ class Race(TrainerCallback):
             self.of_update = self.counter.get_total_flops()
             self.counter.__exit__(None, None, None)
         self.operations += self.of_update
-        spent = self.operations >= self.budget
-        if spent or self.operations >= self.looked + self.look_every:
+        last = step == state.max_steps
+        if last or self.operations >= self.looked + self.look_every:
             found, self.looked = self.look(model), self.operations
             self.best, self.reached = max(self.best, found), found >= self.goal
-        if spent or self.reached:
-            control.should_training_stop = True
-        elif step % COUNT_EVERY == 0:
+        control.should_training_stop |= self.reached
+        if not (last or self.reached) and step % COUNT_EVERY == 0:
             self.counter.__enter__()
 
 
@@ -150,10 +145,11 @@ def measure(
     student_epochs: float,
     distillation_batch: int,
     distillation_rate: float,
+    distillation_updates: int,
     grpo_batch: int,
     grpo_rate: float,
+    grpo_updates: int,
     look_every: float,
-    budget: float,
     problems: int,
 ) -> arms.Figures:
     """Operations until the goal, or all that were spent; the accuracies of the teacher and of the student before and at
@@ -163,21 +159,25 @@ def measure(
     teacher, new, held_out = teacher_of(teacher_epochs), new_problems(), held_out.select(range(problems))
     of_teacher, before = (accuracy(model, tokenizer, held_out) for model in (teacher, first))
     student = copy.deepcopy(first)
-    race = Race(lambda model: accuracy(model, tokenizer, held_out), of_teacher - POINTS, look_every, budget)
+    race = Race(lambda model: accuracy(model, tokenizer, held_out), of_teacher - POINTS, look_every)
+    batch, rate, updates = (
+        (distillation_batch, distillation_rate, distillation_updates) if arm == "distillation"
+        else (grpo_batch, grpo_rate, grpo_updates)
+    )  # fmt: skip
     usual: dict[str, Any] = arithmetic.POLICY | {
-        "max_steps": 100_000, "max_completion_length": DIGITS + 1, "seed": seed, "logging_strategy": "no",
-        "per_device_train_batch_size": distillation_batch if arm == "distillation" else grpo_batch,
+        "per_device_train_batch_size": batch, "learning_rate": rate, "max_steps": updates, "seed": seed,
+        "lr_scheduler_type": "linear", "max_completion_length": DIGITS + 1, "logging_strategy": "no",
     }  # fmt: skip
     trainer: Any
     with tempfile.TemporaryDirectory() as out:
         if arm == "distillation":
-            args = DistillationConfig(out, **usual | {"learning_rate": distillation_rate, "num_generations": 1})
+            args = DistillationConfig(out, **usual | {"num_generations": 1})
             rows = new.remove_columns("result")
             trainer = DistillationTrainer(
                 student, copy.deepcopy(teacher), args, rows, processing_class=tokenizer, callbacks=[race]
             )
         else:
-            args = GRPOConfig(out, learning_rate=grpo_rate, **usual)
+            args = GRPOConfig(out, **usual)
             trainer = GRPOTrainer(
                 student, calculator.right, args, new, processing_class=tokenizer, callbacks=[race]
             )  # fmt: skip
