@@ -6,13 +6,17 @@ python examples/claims/distillation.py
 Sums and differences of two whole numbers with results below 100. The teacher, of 0.49 million parameters, has learned
 from all of them but the calculator steps of GSM8K, on which everybody is measured; the student, a quarter as large, has
 learned from a third of these, 660. From there it goes on with the teacher's problems, now without results:
-`distillation` compares its answers token by token with the teacher (reverse divergence, 128 answers for each optimizer
-step, one to a problem), and GRPO's reward is 1 for the right result (512 answers, 8 to a problem). Both end 3 points
-below the teacher's accuracy on held-out steps, or with the budget.
+`distillation` compares its answers token by token with the teacher (reverse divergence, 64 answers for each optimizer
+step, one to a problem), and GRPO's reward is 1 for the right result (256 answers, 8 to a problem). Both end 3 points
+below the teacher's accuracy on held-out steps, or after about as many operations, 2.3e12.
+
+Batch and learning rate were chosen with seed 100, which is not measured, from four tries of each by the accuracy after
+4e11 to 6e11 operations: 64 answers at 1e-3 and 2e-3, 128 at 2e-3 and 4e-3; of GRPO 256 answers at 2e-4 and 1e-3, 512 at
+2e-4 and 5e-4. A constant rate left the accuracy rising and falling by ten points from look to look, so it falls to 0.
 
 Counted are multiplications and additions of matrix products and of attention, by PyTorch's own counter: those of
-sampling, of the teacher's reading and of training, in every tenth optimizer step, for the nine after it too. Evaluation
-is not counted, and neither is what the teacher learned before.
+sampling, of the teacher's reading and of training, in every fiftieth optimizer step, for the 49 after it too.
+Evaluation is not counted, and neither is what the teacher learned before.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ from posttrain.core import TrainerCallback
 from posttrain.rl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 DIGITS = 2
-COUNT_EVERY = 10  # optimizer steps. The counter takes two thirds of the time, and an answer is at most 3 tokens long
+COUNT_EVERY = 50  # optimizer steps. An answer has at most 3 tokens, so all steps are alike; counting takes time
 POINTS = 0.03  # below the teacher's accuracy
 TEACHER, STUDENT = 128, 64  # width, of 3 layers
 SETTINGS = {
     "teacher_epochs": 10.0, "student_epochs": 60.0,
     "distillation_batch": 64, "distillation_rate": 1e-3, "distillation_updates": 2000,
-    "grpo_batch": 512, "grpo_rate": 5e-4, "grpo_updates": 1200,
+    "grpo_batch": 256, "grpo_rate": 2e-4, "grpo_updates": 2400,
     "look_every": 1e11, "problems": 800,
 }  # fmt: skip
 SMOKE = {
@@ -194,16 +198,18 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     logs = [torch.tensor(column, dtype=torch.double).log().tolist() for column in operations]
     ratios = [a - b for a, b in zip(*logs, strict=True)]
     times, low, high = (torch.tensor(bound).exp().item() for bound in arms.bounds(ratios))
-    n, all_taught, all_rewarded = len(taught), all(taught), all(rewarded)
-    holds = all_taught and low > 1  # GRPO's are a lower bound where it did not get there
+    least, n, all_taught, all_rewarded = torch.tensor(min(ratios)).exp().item(), len(taught), all(taught), all(rewarded)
+    # Where GRPO did not get there, its operations are a lower bound in each seed, and their spread tells nothing.
+    holds = all_taught and (low if all_rewarded else least) > 1
     fails = all_rewarded and (high < 1 or not any(taught))
+    took = f"{times:.1f} times the operations [{low:.1f}, {high:.1f}]"
+    took = took if all_rewarded else f"at least {least:.2f} times the operations in each seed"
     ended = [100 * arms.bounds(arms.column(figures, arm, "best"))[0] for arm in ("distillation", "grpo")]
-    goal = 100 * (arms.bounds(arms.column(figures, "grpo", "teacher"))[0] - POINTS)
+    before, goal = (100 * arms.bounds(arms.column(figures, "grpo", name))[0] for name in ("before", "teacher"))
     return (
-        f"{'Holds' if holds else 'Does not hold' if fails else 'Not shown'}: distillation came to within 3 points of "
-        f"the teacher ({goal:.1f}%) in {sum(taught):.0f} of {n} seeds and GRPO in {sum(rewarded):.0f}; GRPO took "
-        f"{'' if all_rewarded else 'at least '}{times:.1f} times the operations [{low:.1f}, {high:.1f}] and came to "
-        f"{ended[1]:.1f}%, distillation to {ended[0]:.1f}%."
+        f"{'Holds' if holds else 'Does not hold' if fails else 'Not shown'}: from {before:.1f}%, distillation came to "
+        f"within 3 points of the teacher ({goal - 100 * POINTS:.1f}%) in {sum(taught):.0f} of {n} seeds and GRPO in "
+        f"{sum(rewarded):.0f}; GRPO took {took} and came to {ended[1]:.1f}%, distillation to {ended[0]:.1f}%."
     )
 
 
