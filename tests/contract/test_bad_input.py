@@ -577,3 +577,11 @@ def test_an_evaluation_set_that_is_not_there_is_answered_with_those_that_are(tmp
     refused(ValueError, "'math'", "maths", run=lambda: named.evaluate("math"))
     alone = base(tmp_path, None, eval_dataset=tiny.token_rows(4))
     refused(ValueError, "'math'", "no dict", run=lambda: alone.evaluate("math"))
+
+
+def test_an_evaluation_of_which_no_batch_is_left_says_so(tmp_path, caplog):
+    trainer = base(tmp_path, None, eval_dataset=tiny.token_rows(7), dataloader_drop_last=True)
+    assert "eval_loss" not in trainer.evaluate()
+    assert "7 rows, less than one batch of 8" in caplog.text and "per_device_eval_batch_size to 7" in caplog.text
+    trainer.args.per_device_eval_batch_size = 7
+    assert trainer.evaluate()["eval_loss"] > 0

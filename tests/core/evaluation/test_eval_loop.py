@@ -13,7 +13,7 @@ from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.evaluation import eval_loop, predictions
 from posttrain.core.logging.metrics import Metrics
 from tests import tiny
-from tests.contract.trainers import classification_rows
+from tests.contract.trainers import TRAINERS, classification_rows, weights
 
 VALUES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 
@@ -300,3 +300,15 @@ def test_a_name_of_labels_that_nothing_has_is_reported_once(name, tmp_path, capl
     assert "eval_loss" not in wrong.evaluate()
     (said,) = [record.message for record in caplog.records if "label_names" in record.message]
     assert f"label_names holds {name!r}" in said and "input_ids" in said and "did you mean 'labels'?" in said
+
+
+@pytest.mark.parametrize("option", ["bf16_full_eval", "fp16_full_eval"])
+def test_a_model_that_was_trained_comes_back_from_half_precision_to_the_bit(option, tmp_path):
+    trainer = TRAINERS["causal-lm"](tmp_path, max_steps=2, **{option: True})
+    trainer.train()
+    before = weights(trainer)
+    buffers = {name: value.dtype for name, value in trainer.model.named_buffers()}
+    trainer.evaluate()
+    after = weights(trainer)
+    assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
+    assert {name: value.dtype for name, value in trainer.model.named_buffers()} == buffers

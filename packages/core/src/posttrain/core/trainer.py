@@ -684,7 +684,11 @@ class Trainer(HFCompat):
         """One pass over `dataloader` without gradients; `evaluate` and `predict` share it."""
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        model = self.evaluation_model()
+        with self._trained_weights_kept():
+            return self._evaluation_pass(dataloader, description, loss_only, ignore_keys, metric_key_prefix)
+
+    def _evaluation_pass(self, dataloader, description, loss_only, ignore_keys, metric_key_prefix) -> EvalLoopOutput:
+        args, model = self.args, self.evaluation_model()
         compute_metrics = None if loss_only else self.compute_metrics
         batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
         of_all: Any = compute_metrics if batch_metrics is None else None
@@ -1421,6 +1425,15 @@ class Trainer(HFCompat):
             if self.args.bf16_full_eval or self.args.fp16_full_eval:
                 self.model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
         return self.model
+
+    def _trained_weights_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Where a whole model is evaluated in half precision. What was trained comes back as it was; another model
+        stays in half precision, which takes half the memory."""
+        halves = self.args.bf16_full_eval or self.args.fp16_full_eval
+        if not halves or self.is_in_train or self.optimizer is None or self.dist.shards:
+            return contextlib.nullcontext()
+        self.dist.place(self.model)
+        return eval_loop.weights_kept(self.model)
 
     @contextlib.contextmanager
     def _metrics_apart(self) -> Iterator[Metrics]:

@@ -147,6 +147,12 @@ def build_eval_loader(
     Each of its iterations is the same, random rows included where workers read them.
     """
     check_dataset(dataset, "eval_dataset")
+    if args.dataloader_drop_last and is_sized(dataset) and len(dataset) < batch_size * world_size:
+        logger.warning(
+            "eval_dataset has %d rows, less than one batch of %d, and dataloader_drop_last=True drops it: nothing is "
+            "evaluated. Set per_device_eval_batch_size to %d or less, or dataloader_drop_last=False.",
+            len(dataset), batch_size * world_size, max(len(dataset) // world_size, 1),
+        )  # fmt: skip
     return _build(
         dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, False, limits, any_rank
     )

@@ -428,6 +428,20 @@ def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
         optimizer.train()
 
 
+@contextlib.contextmanager
+def weights_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Whatever precision `model` is converted to in here, its weights and buffers are back at the end, to the bit."""
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, name, value) for module in model.modules() for name, value in module._buffers.items()]
+    try:
+        yield
+    finally:
+        for parameter, data in weights:
+            parameter.data = data
+        for module, name, value in buffers:
+            module._buffers[name] = value
+
+
 def reading_order(loader: Any) -> np.ndarray | None:
     """The dataset's row of each row of `loader`, if its sampler requires the original order of results."""
     return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)
