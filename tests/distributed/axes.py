@@ -43,6 +43,7 @@ WAYS = {
     "1-2t-1": ("tp", "causal-lm"),
     "1-2c-1": ("cp", "causal-lm"),
     "lora-2p-1": ("dp_shard", "sft-lora"),
+    "lora-2t-1": ("tp", "sft-lora"),
     "1-e-1": ("ep", "sft"),
 }
 RESUMED = [

@@ -94,8 +94,9 @@ def assert_equal_runs(found, expected, padding=True):
         assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-6)  # a policy's loss is often 0
     names = [n for n in expected["eval"] if not n.endswith(("_runtime", "_per_second"))]
     assert "eval_loss" in names
-    for name in names:
-        assert found["eval"][name] == pytest.approx(expected["eval"][name], rel=1e-5, abs=1e-6), name
+    for name in names:  # KTO's kl is a difference of log-probabilities of whole texts, of which a float32 has 4e-6
+        rounding = 4e-6 if name == "eval_kl" else 1e-6
+        assert found["eval"][name] == pytest.approx(expected["eval"][name], rel=1e-5, abs=rounding), name
     for key in ("predictions", "label_ids"):
         assert (found[key] is None) == (expected[key] is None)  # who samples predicts nothing
         if expected[key] is not None:

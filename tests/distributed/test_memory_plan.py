@@ -4,10 +4,13 @@ import pytest
 
 from posttrain.core.tools import memory_mesh, memory_plan
 from tests import tiny
-from tests.core.tools.test_memory_plan import WIDTH, a_run, workload
+from tests.core.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
 from tests.distributed import jobs
 
 SHARDED = {"fsdp": "full_shard"}
+SPLIT = {"parallelism_config": {"tp_size": 2}}
+EXPERTS = {"parallelism_config": {"ep_size": 2}}
+BOTH = {"parallelism_config": {"ep_size": 2, "tp_size": 2}}
 CASES = {
     "2 copies": (2, {}),
     "2 shards": (2, SHARDED),
@@ -15,19 +18,34 @@ CASES = {
     "2 shards, accumulating": (2, SHARDED | {"gradient_accumulation_steps": 2}),
     "2 shards, bfloat16": (2, SHARDED | {"bf16": True}),
     "2 slices of a row": (2, SHARDED | {"parallelism_config": {"cp_size": 2}, "activation_checkpointing": False}),
+    "2 halves of a matrix": (2, SPLIT | {"activation_checkpointing": False}),
+    "2 halves, recomputed": (2, SPLIT),
+    "2 halves, adapters": (2, SPLIT | {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}),
+    "mixture, 2 shards": (2, SHARDED),
+    "mixture, 2 halves of the experts": (2, EXPERTS),
+    "mixture, 2 halves of the experts and matrices": (2, BOTH | {"activation_checkpointing": False}),
     "4 shards": (4, SHARDED),
+    "4: 2 x 2 halves": (4, {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}),
+    "mixture, 4: 2 x 2 halves of the experts": (4, EXPERTS | {"activation_checkpointing": False}),
+    "mixture, 4: 2 x 2 halves of the experts and matrices": (4, BOTH),
     "4: 2 x 2 slices": (4, SHARDED | {"parallelism_config": {"cp_size": 2}}),
 }
+
+
+def kind_of(name):
+    return "mixture" if name.startswith("mixture") else "dense"
 
 
 @pytest.fixture(scope="session")
 def held(shared):
     def make(folder):
-        tiny.causal_lm(**WIDTH).save_pretrained(folder / "model")
-        tiny.tokenizer().save_pretrained(folder / "model")
+        models = {"dense": tiny.causal_lm(**WIDTH), "mixture": tiny.mixture_of_experts(**MIXTURE)}
+        for kind, model in models.items():
+            model.save_pretrained(folder / kind)
+            tiny.tokenizer().save_pretrained(folder / kind)
         for processes in (2, 4):
             work = [
-                [name, "memory", {"out": str(folder / name), "folder": str(folder / "model")} | changes]
+                [name, "memory", {"out": str(folder / name), "folder": str(folder / kind_of(name))} | changes]
                 for name, (number, changes) in CASES.items()
                 if number == processes
             ]
@@ -40,9 +58,11 @@ def held(shared):
 def test_a_plan_is_what_each_process_holds(name, held, tmp_path):
     processes, changes = CASES[name]
     with memory_mesh.imagined(processes):
-        run = a_run(str(held / "model"), tmp_path, **changes)
+        run = a_run(str(held / kind_of(name)), tmp_path, **changes)
         plan = memory_plan.measure(run, workload(run))
     real = jobs.result(held, name)
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(plan, kind) == pytest.approx(max(one[kind] for one in real), rel=0.02), kind
-    assert plan.peak == pytest.approx(max(one["peak"] for one in real), rel=0.1)
+    # A process that waits for the other may hold a layer longer, and experts get unequally many tokens.
+    least, most = (find(one["peak"] for one in real) for find in (min, max))
+    assert 0.9 * least <= plan.peak <= 1.1 * most, (least, plan.peak, most)

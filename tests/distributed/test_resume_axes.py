@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed import jobs
-from tests.distributed.test_experts import FREE, SMALL
+from tests.distributed.test_experts import FREE, RUNS, SMALL
 
 #: AdamW whose epsilon is not small: else a rounding in a tiny gradient becomes a whole step.
 USUAL = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2, "evaluate": False}
@@ -19,14 +19,8 @@ AXES = {
     "cp": {"parallelism_config": {"cp_size": 2}},
     "ep": {"parallelism_config": {"ep_size": 2}},
 }
-#: Trainers that are resumed here, by axis; others in `test_resume_elsewhere` and `test_experts`.
-NAMES = {
-    "dp_replicate": ["grpo"],
-    "dp_shard": ["reward"],
-    "tp": ["dpo"],
-    "cp": ["sft-packed"],
-    "ep": ["sft-packed", "grpo"],
-}
+#: Trainers that are resumed on each axis: one of each kind of loss, of rows, and of weights that are trained.
+NAMES = sorted({label for label in RUNS if " " not in label})
 
 
 def work(folder, label, axis, name, goes_on_from=None, alone=False, **changes):
@@ -42,28 +36,29 @@ def work(folder, label, axis, name, goes_on_from=None, alone=False, **changes):
 
 
 def begun_alone(shared, axis):
-    """Runs of one process to the end, and to their first checkpoint."""
+    """Runs of one process to the end, and to their first checkpoint; of a mixture, or of each trainer's own model."""
+    of = "mixture" if axis == "ep" else "own"
 
     def make(folder: Path):
-        jobs.do(1, [work(folder, name, axis, name, alone=True) for name in NAMES[axis]], folder)
-        jobs.do(1, [work(folder, f"{name} begun", axis, name, alone=True, cut=1) for name in NAMES[axis]], folder)
+        jobs.do(1, [work(folder, name, axis, name, alone=True) for name in NAMES], folder)
+        jobs.do(1, [work(folder, f"{name} begun", axis, name, alone=True, cut=1) for name in NAMES], folder)
 
-    return jobs.once(shared, f"axes-{axis}-alone", make)
+    return jobs.once(shared, f"axes-{of}-alone", make)
 
 
 def there_and_back(shared, axis, begun):
     """The runs that were begun go on by two processes to the third update, and to the end by one."""
 
     def make(folder: Path):
-        there = [work(folder, name, axis, name, begun / f"{name} begun", cut=3, **AXES[axis]) for name in NAMES[axis]]
+        there = [work(folder, name, axis, name, begun / f"{name} begun", cut=3, **AXES[axis]) for name in NAMES]
         jobs.do(2, there, folder)
-        jobs.do(1, [work(folder, f"{n} back", axis, n, folder / n, alone=True) for n in NAMES[axis]], folder)
+        jobs.do(1, [work(folder, f"{n} back", axis, n, folder / n, alone=True) for n in NAMES], folder)
 
     return jobs.once(shared, f"axes-{axis}", make)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis in AXES for name in NAMES[axis]])
+@pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis in AXES for name in NAMES])
 def test_a_run_goes_there_and_back(axis, name, shared):
     begun = begun_alone(shared, axis)
     runs = there_and_back(shared, axis, begun)

@@ -42,12 +42,13 @@ def runs(shared):
             ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS), ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS),
             ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
             ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
+            ("lora-2t", "lora", {"name": "sft-lora", "cut": 4} | SPLIT),
             ("1-2t", "1", {"cut": 4} | SPLIT), ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL),
         )  # fmt: skip
         go(2, ("1-2c", "1", {"cut": 4} | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS))
         go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}),
            ("1-2t-1", "1-2t", {}), ("1-2c-1", "1-2c", {}))  # fmt: skip
-        go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}))
+        go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}), ("lora-2t-1", "lora-2t", {"name": "sft-lora"}))
         go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID),
            ("1-2t-4tp", "1-2t", BOTH), ("1-2c-4c", "1-2c", SLICED))  # fmt: skip
 
@@ -74,6 +75,7 @@ PATHS = [
     "1-2c-2p",
     "1-2c-4c",
     "lora-2p-1",
+    "lora-2t-1",
 ]
 
 

@@ -35,6 +35,45 @@ def test_checkpointing_changes_no_gradient(adapter, kwargs):
     assert_same_gradients(gradients(model), expected)
 
 
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(config, name, 0.0)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("tile", [1, 5, 16, 1000])  # of batch()'s tokens: some tiles are short, or there is one
+@pytest.mark.parametrize("make", [tiny.causal_lm, gpt2], ids=["qwen3", "gpt2"])
+@pytest.mark.parametrize("kwargs", [{}, {"use_reentrant": True}])
+def test_mlps_computed_in_tiles_change_no_gradient(make, tile, kwargs):
+    ids, labels = batch()
+    model = make().train()
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    expected, rows = gradients(model), []
+    for _ in range(2):  # a trainer may prepare a model twice
+        gradient_checkpointing.enable_gradient_checkpointing(model, kwargs | {"mlp_tile": tile})
+    mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
+    list(mlp.children())[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].flatten(0, -2).shape[0]))
+    found = model(input_ids=ids, labels=labels).loss
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(model), expected)
+    assert max(rows) == min(tile, ids.numel()) and len(rows) >= 2 * -(-ids.numel() // tile)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, loss, rtol=1e-6, atol=0)
+
+
+def test_what_cannot_be_computed_in_tiles_is_refused():
+    for tile in (0, "many", 2.5):
+        with pytest.raises(ValueError, match=f"mlp_tile={tile!r} is no number of tokens; set 4096"):
+            gradient_checkpointing.enable_gradient_checkpointing(tiny.causal_lm(), {"mlp_tile": tile})
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM has no module named MLP that mlp_tile could cut"):
+        gradient_checkpointing.enable_gradient_checkpointing(tiny.mixture_of_experts(), {"mlp_tile": 8})
+
+
 def test_an_adapter_on_a_checkpointed_model_trains_too():
     model = tiny.causal_lm()
     gradient_checkpointing.enable_gradient_checkpointing(model, {"use_reentrant": True})

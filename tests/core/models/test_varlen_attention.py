@@ -121,9 +121,9 @@ def by_definition(query, key, value, mask, scale, softcap=None, sinks=None):
     ids=str,
 )
 def test_attention_and_its_gradients_are_those_of_the_dense_mask(segments, rule, way, monkeypatch):
-    assert varlen_attention._tiles(segments) is not None, "short documents are computed in one call"
+    assert varlen_attention.tiles_of(segments) is not None, "short documents are computed in one call"
     if way == "blocks":
-        monkeypatch.setattr(varlen_attention, "_tiles", lambda segments: None)
+        monkeypatch.setattr(varlen_attention, "tiles_of", lambda segments: None)
     torch.manual_seed(0)
     heads, groups, size = 6, 2, 8
     query = torch.randn(1, heads, segments.num_tokens, size, dtype=torch.float64, requires_grad=True)
@@ -151,7 +151,7 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(segments, rule,
     [Segments.documents([65] * 4), Segments.documents([2] * 9 + [60]), Segments.groups([(40, [20, 30])])],
 )
 def test_what_one_call_would_pad_or_mask_too_much_is_computed_in_blocks(segments):
-    assert varlen_attention._tiles(segments) is None
+    assert varlen_attention.tiles_of(segments) is None
 
 
 @pytest.mark.parametrize(

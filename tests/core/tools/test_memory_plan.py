@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from tests import tiny, tiny_vision
 
 ROWS, LENGTH = 4, 96
 WIDTH = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, head_dim=16)
+
+MIXTURE = dict(hidden_size=64, moe_intermediate_size=96, num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,7 @@ def really(run: registry.Run, watch: bool = True) -> SimpleNamespace:
 
 CASES = {
     "checkpointed": {},
+    "tiled": dict(activation_checkpointing_kwargs={"mlp_tile": 32}),
     "plain": dict(activation_checkpointing=False),
     "accumulating": dict(activation_checkpointing=False, gradient_accumulation_steps=2),
     "bfloat16 weights": dict(dtype="bfloat16", activation_checkpointing=False),
@@ -178,6 +182,33 @@ def test_weights_of_4_bits_take_what_the_library_packs_them_in(folder):
     ).gradients  # kept in bfloat16 on such a base, in float32 on the other
     difference = memory_plan.measure(whole, workload(whole)).weights - memory_plan.measure(run, workload(run)).weights
     assert difference - adapter == saved
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_mixture_is_planned(arch, tmp_path):
+    tiny.mixture_of_experts(arch=arch, hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    run = a_run(str(tmp_path / "model"), tmp_path, activation_checkpointing=False)
+    plan, real = memory_plan.measure(run, workload(run)), really(run)
+    assert (plan.weights, plan.gradients, plan.optimizer) == (real.weights, real.gradients, real.optimizer)
+    assert plan.peak == pytest.approx(real.peak, rel=0.05) and plan.activations == pytest.approx(real.kept, rel=0.1)
+
+
+@pytest.mark.parametrize("length", [4, 8, 16])
+def test_rows_that_are_computed_in_tiles_are_planned(length, folder, tmp_path):
+    run = a_run(folder, tmp_path, max_length=length, activation_checkpointing=False)
+    plan, real = memory_plan.measure(run, workload(run)), really(run)
+    assert plan.peak == pytest.approx(real.peak, rel=0.05)
+    assert plan.activations == pytest.approx(real.kept, rel=0.1)
+
+
+def test_tiles_of_an_mlp_take_its_tensors_out_of_the_peak(tmp_path):
+    """A recomputed layer holds some six tensors of the MLP's width, here of 384 tokens x 4,096 in float32."""
+    tiny.causal_lm(**WIDTH | {"intermediate_size": 4096}).save_pretrained(tmp_path)
+    peaks = []
+    for kwargs in ({}, {"mlp_tile": 16}):
+        run = a_run(str(tmp_path), activation_checkpointing_kwargs=kwargs)
+        peaks.append(memory_plan.measure(run, workload(run)).peak)
+    assert peaks[0] - peaks[1] > 4 * ROWS * LENGTH * 4096 * 4
 
 
 # ---- the command ----
@@ -234,9 +265,52 @@ def test_changes_are_piled_up_where_none_is_enough_and_it_says_when_nothing_is(p
     assert "Nothing that is known here makes it fit" in out
 
 
+def ways(text: str) -> dict[str, tuple[int, float]]:
+    """Of each way to divide a model: rows at a time, and the peak in MiB."""
+    lines = re.findall(r"^  (\w[\w, ]*?) {2,}(\d+) .* ([\d.]+) MiB(?:  fits)?$", text, re.M)
+    return {name: (int(rows), float(peak)) for name, rows, peak in lines}
+
+
+def test_a_way_to_divide_a_model_over_cards_is_proposed_that_fits_when_it_is_taken(place, capsys):
+    words = ["plan", "sft", "run.yaml", "--max_length", "96", "--memory", "3.5MiB"]
+    assert main([*words, "--cards", "4"]) == 0
+    out = capsys.readouterr().out
+    found = ways(out)
+    assert list(found) == ["copies", "shards", "shards, rows in 2"]  # the first that fits ends the search
+    assert [rows for rows, _ in found.values()] == [16, 16, 8]
+    assert [peak <= 3.5 for _, peak in found.values()] == [False, False, True] and out.count("  fits") == 1
+    [flags] = re.findall(r"^Propose: (.*)$", out, re.M)
+    assert main([*words, "--processes", "4", *shlex.split(flags)]) == 0
+    again = capsys.readouterr().out
+    assert "It fits" in again and table(again)["peak (estimate)"] == found["shards, rows in 2"][1]
+
+
+def test_ways_to_divide_a_mixture_are_listed_and_why_some_cannot_be(place, tmp_path, capsys):
+    tiny.mixture_of_experts(hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "mixture")
+    words = ["--model_name_or_path", str(tmp_path / "mixture"), "--max_length", "96", "--memory", "1MiB"]
+    assert main(["plan", "sft", "run.yaml", "--cards", "4", *words]) == 0
+    out = capsys.readouterr().out
+    found = ways(out)
+    assert list(found) == [
+        "copies", "shards", "shards, experts in 2", "shards, experts in 4", "shards, rows in 2",
+        "shards, matrices in 2", "shards, matrices and experts in 2", "shards, rows in 4",
+    ]  # fmt: skip
+    assert [rows for rows, _ in found.values()] == [16, 16, 16, 16, 8, 8, 8, 4]
+    assert "tp_size=4 does not divide the 2 num_key_value_heads of Qwen3MoeConfig" in out
+    assert "None of them fits. See what helps beside shards, rows in 4: --processes 4 --p" in out
+
+
+def test_cards_and_processes_are_not_both_given(place, capsys):
+    assert main(["plan", "sft", "run.yaml", "--cards", "4", "--processes", "4"]) == 2
+    assert "--processes plans one way, and --cards looks for one; leave one out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--processes", "4", "--parallelism_config", '{"tp_size": 4}'], "does not divide the 2 num_key_value_heads"),
+        (["--processes", "4", "--parallelism_config", '{"cp_size": 3}'], "cp_size=3 does not divide the 4 processes"),
+        (["--processes", "2", "--parallelism_config", '{"ep_size": 2}'], "a model of Qwen3Config has no experts"),
         (["--memory", "24 apples"], "--memory 24 apples must be a size such as 24GiB"),
         (["--length", "0"], "--length 0 must be a number above 0"),
         (["--max_length", "null"], "set it, as in --length 2048"),

@@ -309,8 +309,10 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
             raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
         saved = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False)
-        shapes = {name: tensor.shape for name, tensor in get_peft_model_state_dict(
-            model, adapter_name=adapter, save_embedding_layers=False).items()}  # fmt: skip
+        # Without values: of split matrices peft would gather them, and this process is here alone.
+        described = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
+        described = get_peft_model_state_dict(model, described, adapter_name=adapter, save_embedding_layers=False)
+        shapes = {name: tensor.shape for name, tensor in described.items()}
         wrong = [
             name
             for name, tensor in own.items()

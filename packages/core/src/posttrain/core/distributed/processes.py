@@ -22,6 +22,7 @@ from torch import nn
 from posttrain.core.distributed import (
     attempts,
     deepspeed,
+    division,
     expert_parallel,
     global_batch,
     shard_settings,
@@ -154,10 +155,9 @@ class Distributed:
                 atexit.register(_leave_group)
         if self.num_processes == self.tp_size and self.sharding is not None:
             logger.warning("fsdp is ignored: the world size is 1.")
-            self.sharding = None
-        if self.world_size > 1 and self.tp_size * self.ep_size > 1 and self.sharding is None:
-            replicas = shard_settings.sizes_of(args.parallelism_config).get("dp_replicate_size", 1)
-            self.sharding = shard_settings.Sharding(replicas=replicas)  # DDP does not know weights in parts
+        sizes = {"tp_size": self.tp_size, "cp_size": self.cp_size, "ep_size": self.ep_size}
+        sizes = shard_settings.sizes_of(args.parallelism_config) | sizes
+        self.sharding = division.sharding_of(self.sharding, sizes, self.num_processes)
         self._mesh: Any = None
         self._mesh_of_experts: Any = None
         self._rows_group, self._peers_group = self._groups()
@@ -202,14 +202,10 @@ class Distributed:
                 "distributed_config, and set fsdp='full_shard', and of parallelism_config ep_size, if experts were "
                 "divided"
             )
-        tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
-        problems += tensor_parallel.problems(tp, self.args) if tp > 1 else []
-        problems += shard_settings.context_problems(cp, tp, self.args) if cp > 1 else []
-        problems += expert_parallel.problems(ep, sizes, self.args) if ep > 1 else []
-        problems += shard_settings.world_problems(sizes, self.num_processes)
+        problems += division.problems(sizes, self.num_processes, self.args)
         if problems:
             raise ConfigError("TrainingArguments", problems)
-        return tp, cp, ep
+        return sizes["tp_size"], sizes.get("cp_size", 1), sizes["ep_size"]
 
     def _backend(self) -> str | None:
         """Weights that live in host memory are gathered there too, which nccl cannot do."""
@@ -307,21 +303,14 @@ class Distributed:
 
     def _cut(self, model: nn.Module, frozen: bool = False) -> None:
         """Split the matrices of `model` and shard it, as far as that is asked for."""
-        settings = self.sharding
         # torch counts its own use of a deprecated call against us.
         with self._waiting("sharding the model"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             if self.tp_size > 1:
-                tensor_parallel.split(model, self._processes()["tp"], self.device, with_experts=self.ep_size > 1)
                 self._split.add(model)
-            options: dict[str, Any] = {}
-            if self._exchanges_tokens:
-                mesh = self._experts()
-                options["experts"] = expert_parallel.divide(model, mesh["expert"], mesh["alone"], self.device)
-                options["expert_mesh"] = mesh[self._data_dims()]
-            if settings is not None:
-                over = self._processes() if self.tp_size == 1 else self._processes()[self._data_dims()]
-                sharding.shard(model, settings, over, self.device, self.precision, frozen=frozen, **options)
+            keepers = self._experts() if self._exchanges_tokens else None
+            how = division.Division(self.sharding, self._processes(), self.ep_size, keepers)
+            division.cut(model, how, self.device, self.precision, frozen)
 
     def _slice_rows(self, model: nn.Module) -> None:
         """Let each process compute a slice of the rows, where that is asked for."""
@@ -364,12 +353,9 @@ class Distributed:
             return self._data_parallel().get_group(), self._processes().get_group("tp")
         return None, None
 
-    def _data_dims(self) -> tuple[str, ...]:
-        return tuple(name for name in self._processes().mesh_dim_names if name != "tp")
-
     def _data_parallel(self) -> Any:
         """Those of the processes that read other rows than this one, with itself: a device mesh of one dimension."""
-        dims = self._data_dims()
+        dims = division.data_dims(self._processes())
         return self._processes()[dims]._flatten("rows") if len(dims) > 1 else self._processes()[dims[0]]
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:

@@ -376,3 +376,24 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> I
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = asked  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def meshes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Within this context FSDP joins its mesh with that of split matrices inside of a `context()` of its own each time.
+
+    It looks a process up in the joined mesh by numbers, which no fake tensor has.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    join = DeviceMesh._concatenate
+
+    def within(meshes: list[Any]) -> Any:
+        with context():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(within)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign,assignment]

@@ -78,7 +78,12 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
             module, _, own = name.rpartition(".")
             modules[module].register_parameter(own, now[first])
     base._tp_size = size
-    model.to(device)
+    if not all(_is_on(device, tensor) for tensor in (*model.parameters(), *model.buffers())):
+        model.to(device)
+
+
+def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _take_from_main(model: nn.Module, device: torch.device) -> None:

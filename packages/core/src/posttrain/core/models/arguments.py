@@ -31,7 +31,9 @@ class ModelSideArguments:
     )
     activation_checkpointing_kwargs: JSONObject = opt(
         None,
-        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set), and every_n_layers and offload.",
+        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set); every_n_layers and offload; and "
+        "mlp_tile, the tokens for which an MLP is recomputed at a time: less memory for long rows, at one more forward "
+        "pass of the MLPs.",
     )
     gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
     gradient_checkpointing_kwargs: JSONObject = opt(None, "The older name of activation_checkpointing_kwargs.")

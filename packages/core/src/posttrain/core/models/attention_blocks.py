@@ -193,7 +193,7 @@ class Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         query, key, value, out, log_sums = ctx.saved_tensors
-        gradients = tuple(torch.zeros_like(t, dtype=log_sums.dtype) for t in (query, key, value))
+        gradients = [torch.zeros_like(t, dtype=log_sums.dtype) for t in (query, key, value)]
         for block in _blocks(ctx.layout):
             q, k, v = _block_inputs(block, query, key, value)
             at, keys = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
@@ -201,7 +201,10 @@ class Blocks(torch.autograd.Function):
             parts = _flash_backward(grad, q, k, v, result, log_sums[:, :, at], 0.0, block.causal, scale=ctx.scale)
             for gradient, part, where in zip(gradients, parts, (at, keys, keys), strict=True):
                 gradient[:, :, where] += part
-        return *(gradient.to(query.dtype) for gradient in gradients), None, None
+        rounded = []
+        while gradients:  # one at a time: of a long row they are the most that lives
+            rounded.append(gradients.pop(0).to(query.dtype))
+        return *rounded, None, None
 
 
 def _block_inputs(

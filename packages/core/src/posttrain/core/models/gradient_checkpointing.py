@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 
-#: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, and two of transformers.
+#: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, two of transformers, and our own.
 CHECKPOINT_OPTIONS = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers",
-    "offload",
+    "offload", "mlp_tile",
 )  # fmt: skip
+_TILED: WeakSet[nn.Module] = WeakSet()  # MLPs that `_tile_mlps` has changed
 
 
 def checkpointing_problem(model: nn.Module) -> str | None:
@@ -32,7 +38,8 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
 
     Args:
         kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; also
-            `every_n_layers` and `offload`, if the installed transformers has them.
+            `every_n_layers` and `offload`, if the installed transformers has them; and `mlp_tile`, the tokens for which
+            an MLP is recomputed at a time.
 
     Raises:
         ValueError: for a problem from `checkpointing_problem`, and for a model without support.
@@ -41,6 +48,8 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
         raise ValueError(problem)
     base = base_model(model)
     options = {"use_reentrant": False} | (kwargs or {})
+    if (tile := options.pop("mlp_tile", None)) is not None:
+        _tile_mlps(base, tile)
     extras = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     if hasattr(base, "activation_checkpointing_enable"):
         base.activation_checkpointing_enable(activation_checkpointing_kwargs=options, **extras)
@@ -55,3 +64,37 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
         base.enable_input_require_grads()
     if hasattr(base, "config"):
         base.config.use_cache = False
+
+
+def _tile_mlps(base: nn.Module, tokens: int) -> None:
+    """Let the MLPs of `base` be computed, and in the backward pass recomputed, for so many tokens at a time.
+
+    A recomputed layer else holds six tensors of the MLP's width for all tokens of a micro-batch at once. The price is
+    one more forward pass of the MLPs.
+
+    Raises:
+        ValueError: `tokens` is no number above 0, or the model has no MLP that is known.
+    """
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"activation_checkpointing_kwargs: mlp_tile={tokens!r} is no number of tokens; set 4096.")
+    # By transformers' name of a module that makes of each token something that no other token changes.
+    found = [module for module in base.modules() if type(module).__name__.endswith("MLP")]
+    if not found:
+        raise ValueError(
+            f"activation_checkpointing_kwargs: {type(base).__name__} has no module named MLP that mlp_tile could cut; "
+            "leave mlp_tile out."
+        )
+    for module in found:
+        if module not in _TILED:
+            _TILED.add(module)
+            module.forward = functools.partial(_in_tiles, module.forward, tokens)
+
+
+def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int, hidden: torch.Tensor) -> torch.Tensor:
+    """``forward(hidden)`` for (..., H) `hidden`, of which so many `tokens` are computed and recomputed at a time."""
+    flat = hidden.flatten(0, -2)
+    if len(flat) <= tokens:
+        return forward(hidden)
+    if torch.is_grad_enabled():
+        forward = functools.partial(checkpoint, forward, use_reentrant=False)
+    return torch.cat([forward(tile) for tile in flat.split(tokens)]).view(hidden.shape)

@@ -281,7 +281,7 @@ def packed_head(model: nn.Module) -> Iterator[None]:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
-    with _forward_replaced(linear, forward):
+    with forward_replaced(linear, forward):
         yield
 
 
@@ -342,7 +342,7 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
     name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
     try:
         # The model will multiply this output by the scale.
-        with _forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
+        with forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
             yield
     finally:
         if head.softcap is not None and head.softcap_switch is not None:
@@ -448,7 +448,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = getattr(base, "base_model", base)
-    skipped = _forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
+    skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
     training = [module for module in base.modules() if module.training]
     handle = linear.register_forward_hook(put, prepend=True)
     try:
@@ -466,7 +466,8 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
 
 
 @contextlib.contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
+    """Within this context the attribute `name` of `module` is `forward`."""
     own = vars(module).get(name)
     setattr(module, name, forward)
     try:

@@ -329,7 +329,7 @@ def segment_attention(
         if device == "cuda":
             return _on_cuda(query, key, value, segments, scale, window, softcap)
         if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
-            if (tiles := _tiles(segments)) is not None:
+            if (tiles := tiles_of(segments)) is not None:
                 return _by_tiles(query, key, value, tiles, scale)
             return Blocks.apply(query, key, value, layout_of(segments), scale)
         return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
@@ -341,7 +341,7 @@ TILE, TILE_PIECE = 64, 16
 
 
 @functools.lru_cache(maxsize=8)
-def _tiles(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def tiles_of(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Each document as a separate row, for short ones; None if blocks are faster.
 
     Returns:

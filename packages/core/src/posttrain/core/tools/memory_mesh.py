@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed import shard_settings, sharding
+from posttrain.core.distributed import division, expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed.division import Division
 from posttrain.core.errors import ConfigError
 from posttrain.core.models import context_parallel
 
@@ -56,42 +57,50 @@ class Mesh:
     """How a run's processes divide its model; see `Distributed`.
 
     Attributes:
-        sharding: the settings of FSDP; None: DDP, which holds the model whole.
-        shards: the processes of FSDP, a `DeviceMesh`. peers: those with the same rows, a process group.
+        division: None in one process, and under DDP, which holds the model whole.
+        peers: those with the same rows where rows are cut, a process group.
     """
 
-    sharding: shard_settings.Sharding | None = None
-    shards: Any = None
+    division: Division | None = None
     peers: Any = None
 
     @property
     def copies(self) -> bool:
         """Whether DDP keeps gradients in buckets beside the model's."""
-        return processes() > 1 and self.sharding is None
+        return processes() > 1 and self.division is None
+
+    @property
+    def has_several(self) -> bool:
+        """Whether some weights are divided over other processes than others."""
+        return self.division is not None and (
+            self.division.experts > 1 or "tp" in (self.division.mesh.mesh_dim_names or ())
+        )
 
 
-def mesh_of(args: Any, device_type: str) -> Mesh:
-    """How a run with `args` would be divided over the processes of this context. Made without fake tensors.
+def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
+    """How a run with `args` would divide a model with this `config` over the processes of this context. Made without
+    fake tensors.
 
     Raises:
-        ConfigError: the sizes do not fit the number of processes, or are not planned.
+        ConfigError: the sizes do not fit the number of processes, or the model.
     """
-    total, cp = processes(), cp_size(args)
+    total, sizes = processes(), shard_settings.sizes_of(args.parallelism_config)
     settings, problems = shard_settings.read(args.fsdp, args.fsdp_config, args.parallelism_config)
-    for name in ("tp_size", "ep_size"):
-        if (size := shard_settings.sizes_of(args.parallelism_config).get(name, 1)) > 1:
-            problems.append(f"{name}={size} is not planned yet; fsdp and cp_size are")
-    if total % cp:
-        problems.append(f"cp_size={cp} does not divide {total} processes; set --processes")
+    problems += [*division.problems(sizes, total, args), *division.model_problems(sizes, config)]
     if problems:
         raise ConfigError("posttrain plan", problems)
     if total == 1:
         return Mesh()
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    settings = division.sharding_of(settings, sizes, total)
     try:
-        mesh = sharding.make_mesh(settings, device_type, total, total, cp=cp)
+        mesh = sharding.make_mesh(settings, device_type, total, total, tp=tp, cp=cp)
+        keepers = sharding.make_expert_mesh(mesh, ep) if ep > 1 and tp == 1 else None
     except ValueError as error:
         raise ConfigError("posttrain plan", [str(error)]) from error
-    return Mesh(settings, mesh, torch.distributed.new_group(list(range(cp))) if cp > 1 else None)
+    peers = torch.distributed.new_group(list(range(cp))) if cp > 1 else None
+    is_whole = settings is None and tp * ep == 1
+    return Mesh(None if is_whole else Division(settings, mesh, ep, keepers), peers)
 
 
 def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:
@@ -102,8 +111,29 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -
     """
     if mesh.peers is not None:
         context_parallel.enable(model, mesh.peers)
-    if mesh.sharding is not None:
-        sharding.shard(model, mesh.sharding, mesh.shards, device, precision)
+    if mesh.division is not None:
+        with sharding.meshes_within(_numbers):
+            division.cut(model, mesh.division, device, precision)
+
+
+@contextlib.contextmanager
+def _numbers() -> Iterator[None]:
+    """Within this context new tensors are real ones, on the host."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """Within this context experts that processes have between them get equally many tokens."""
+    has_experts = mesh.division is not None and mesh.division.experts > 1
+    return expert_parallel.even_routes() if has_experts else contextlib.nullcontext()
+
+
+def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """A step of `optimizer`, as training makes it."""
+    tensor_parallel.step(optimizer) if mesh.has_several else optimizer.step()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

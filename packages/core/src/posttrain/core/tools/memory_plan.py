@@ -158,6 +158,11 @@ class _Live(TorchDispatchMode):
             return NotImplemented  # what is done with a process's part of it is counted
         if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
             found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
+        elif func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):  # as if it kept everything
+            found = func(args[0], [self._everywhere(index) if _is_mask(index) else index for index in args[1]])
+        elif func is aten._grouped_mm.default:  # torch knows the shape of its result in bfloat16 alone
+            ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+            found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
         elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
             return 1
         else:
@@ -196,6 +201,9 @@ class _Live(TorchDispatchMode):
         finally:
             self.paused = False
 
+    def _everywhere(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.new_empty(mask.numel(), dtype=torch.long)
+
     def add(self, tree: Any) -> int:
         """Count the tensors in `tree` that are not counted yet; returns the bytes."""
         before = self.now
@@ -215,6 +223,17 @@ class _Live(TorchDispatchMode):
         self.now -= held[0]
 
 
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool and index.ndim == 1
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a product of matrices in groups: (S, K) @ (G, K, N), or the (G, K, N) of (K, S) @ (S, N)."""
+    if right.ndim == 3:
+        return (*left.shape[-2:-1], right.shape[2])
+    return len(ends), left.shape[0], right.shape[1]
+
+
 def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     """The footprint of `run`.
 
@@ -227,13 +246,14 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     config, device = load_config(run), device or device_type(run.config)
-    mesh = memory_mesh.mesh_of(run.config, device)
+    mesh = memory_mesh.mesh_of(run.config, device, config)
     try:
         with torch.device("meta"):
             model, quantized = _make(run, work, config)
         # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
         # device.
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
+        varlen_attention.tiles_of(_rows(work.rows, work.length))  # kept, because it hangs on numbers
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device), memory_mesh.even_routes(mesh):
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
             if run.config.activation_checkpointing:
@@ -284,6 +304,11 @@ def _make_fake(model: nn.Module) -> None:
                 tensors[name] = None if tensor is None else made[tensor]
 
 
+def _rows(rows: int, length: int) -> Segments:
+    """The trainers' layout of rows of the same length on the CPU."""
+    return Segments((length,) * rows, (-1,) * rows)
+
+
 @functools.cache
 def _register_attention() -> str:
     """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is
@@ -299,7 +324,7 @@ def _register_attention() -> str:
         if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
             return sdpa(module, query, key, value, mask, *args, **kwargs)
         queries, keys, values = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
-        segments = Segments((length,) * rows, (-1,) * rows)  # the trainers' layout of rows on the CPU
+        segments = _rows(rows, length)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
         options = {"scale": scale, "window": window, "softcap": softcap}
@@ -327,7 +352,7 @@ def _measure(
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
         early, in_pass = _state_bytes(optimizer), live.peak  # of optimizers that step in the backward
-        optimizer.step()
+        memory_mesh.step(optimizer, mesh)
     state = _state_bytes(optimizer)
     saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
@@ -416,13 +441,11 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         targets, live.most = language_modeling.shift_labels(labels), TILE
         if slicing is not None and slicing.current is not None:
             targets = slicing.current.cut(targets, language_modeling.IGNORE_INDEX)
-        weight = sharding.whole(head.weight)
+        weight, bias, part = lm_head.CausalHead(head).own()
+        options: dict[str, Any] = {"bias": bias, "part": part}
         if work.loss == "logps":
-            scores = language_modeling.token_logps(hidden, weight, targets, bias=head.bias, stats=STATS)
-            return torch.stack(tuple(scores))
-        loss, stats, *_ = language_modeling.linear_cross_entropy(
-            hidden, weight, targets, bias=head.bias, return_stats=True
-        )
+            return torch.stack(tuple(language_modeling.token_logps(hidden, weight, targets, stats=STATS, **options)))
+        loss, stats, *_ = language_modeling.linear_cross_entropy(hidden, weight, targets, return_stats=True, **options)
         return torch.stack([loss, *stats])
 
     low = bool(args.bf16 or args.fp16)
@@ -431,8 +454,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
         if isinstance(head, nn.Linear) and in_tiles:
-            vars(head)["forward"] = functools.partial(loss_in_tiles, head)
-            stack.callback(vars(head).pop, "forward")
+            stack.enter_context(lm_head.forward_replaced(head, functools.partial(loss_in_tiles, head)))
         with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
             output = model(**inputs)
             loss = output.loss if "labels" in inputs else output.logits[0].sum()

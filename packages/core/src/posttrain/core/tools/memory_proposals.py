@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.cli.registry import Run
+from posttrain.core.distributed import expert_parallel
 from posttrain.core.distributed.accelerator_config import DEFAULTS
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
 from posttrain.core.tools import memory_mesh
-from posttrain.core.tools.memory_plan import Footprint, Workload, measure
+from posttrain.core.tools.memory_plan import Footprint, Workload, load_config, measure
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,61 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
             yield dataclasses.replace(found, changes=changes)
         if least <= memory:
             return
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to divide a model over cards.
+
+    Attributes:
+        name: the sizes of its groups. rows: of one forward pass on all cards together, in number.
+        changes: arguments to set. footprint: of one card; None: `problem` says why it cannot be.
+    """
+
+    name: str
+    rows: int
+    changes: dict[str, Any]
+    footprint: Footprint | None = None
+    problem: str = ""
+
+
+def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Choice]:
+    """The ways to divide the model of `run` over the processes of this context, each measured when it is reached: first
+    those that compute most rows at a time, and of these first those that divide least and send least.
+    """
+    cards, accumulation = memory_mesh.processes(), run.config.gradient_accumulation_steps
+    for name, sizes in _ways(load_config(run), cards):
+        peers = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+        changes: dict[str, Any] = {"parallelism_config": sizes or None, "gradient_accumulation_steps": accumulation}
+        changes["fsdp"] = "full_shard" if name != "copies" and cards > sizes.get("tp_size", 1) else None
+        if peers > 1:  # an optimizer step of the same rows
+            changes |= {"gradient_accumulation_steps": accumulation * peers}
+        if changes["fsdp"] and changes["gradient_accumulation_steps"] > 1:
+            changes["accelerator_config"] = _synced(run)
+        rows = workload(run).rows * cards // peers
+        try:
+            changed = with_changes(run, changes)
+            yield Choice(name, rows, _differing(run, changes), measure(changed, workload(changed)))
+        except ConfigError as error:
+            yield Choice(name, rows, changes, problem=error.problems[0])
+
+
+def _differing(run: Run, changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if (value or None) != (getattr(run.config, name) or None)}
+
+
+def _ways(config: Any, cards: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """(name, ``parallelism_config``) of the ways to divide a model with this config over `cards`."""
+    sizes = [size for size in range(2, cards + 1) if cards % size == 0]
+    has_experts = expert_parallel.config_problem(config, 1) is None
+    yield from (("copies", {}), ("shards", {}))
+    yield from ((f"shards, experts in {ep}", {"ep_size": ep}) for ep in sizes if has_experts)
+    for size in sizes:
+        yield f"shards, rows in {size}", {"cp_size": size}
+        rest = "shards, " if size < cards else ""
+        yield f"{rest}matrices in {size}", {"tp_size": size}
+        if has_experts:
+            yield f"{rest}matrices and experts in {size}", {"tp_size": size, "ep_size": size}
 
 
 def with_changes(run: Run, changes: dict[str, Any]) -> Run:

@@ -12,7 +12,7 @@ from posttrain.core.cli import parse, registry
 from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError
 
-USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N] [--length N]
+USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N | --cards N] [--length N]
                       [--image_size WIDTHxHEIGHT] [--name value ...]
 
 Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
@@ -20,6 +20,8 @@ method (posttrain <method> --help); nothing is loaded, trained or written.
 
   --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
   --processes N  processes of the run, each with so much memory; fsdp and parallelism_config divide the model over them
+  --cards N      propose how to divide the model over N cards, each with so much memory: measures the ways there are,
+                 first those that compute most rows at a time and divide least, until one fits
   --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
   --image_size WIDTHxHEIGHT
                  says how many of a row's tokens an image of that size in pixels becomes
@@ -47,19 +49,21 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
         raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
-    processes = options.pop("processes") or 1
+    processes, cards = options.pop("processes"), options.pop("cards")
+    if processes and cards:
+        raise ConfigError("posttrain plan", ["--processes plans one way, and --cards looks for one; leave one out"])
 
     from posttrain.core.tools import memory_mesh  # after the words are known to be right: this imports torch
 
-    with memory_mesh.imagined(processes):
-        _plan(found, words[1:], read, processes, **options)
+    with memory_mesh.imagined(processes or cards or 1):
+        _plan(found, words[1:], read, bool(cards), **options)
 
 
 def _plan(
-    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], processes: int, memory: int | None,
+    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], looks: bool, memory: int | None,
     length: int | None, image_size: tuple[int, int] | None,
 ) -> None:  # fmt: skip
-    from posttrain.core.tools import memory_plan, memory_proposals
+    from posttrain.core.tools import memory_plan
 
     asked = read(method, words)
     device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
@@ -69,7 +73,49 @@ def _plan(
     def workload(run: Run) -> Any:
         return workload_of(run, length)
 
-    work = workload(asked)
+    if looks:
+        _choose(asked, workload, memory, device)
+        print(of_images, end="")
+    else:
+        _show(asked, workload, memory, whose, device, of_images)
+
+
+def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
+    from posttrain.core.tools import memory_mesh, memory_proposals
+
+    work, head = workload(asked), ("way", "rows at a time", "weights", "gradients", "optimizer", "peak")
+    tokens = f"{work.rows} rows of {work.length} tokens"
+    print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}, micro-batches of {tokens}:\n")
+    print(_line(*head), flush=True)
+    least: tuple[int, str] | None = None
+    for found in memory_proposals.choices(asked, workload):
+        plan = found.footprint
+        if plan is None:
+            print(f"{_line(found.name, str(found.rows))}  {found.problem}", flush=True)
+            continue
+        sizes = map(in_words, (plan.weights, plan.gradients + plan.buckets, plan.optimizer, plan.peak))
+        fits = plan.peak <= memory
+        print(f"{_line(found.name, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
+        if fits:
+            print(f"\nPropose: {_flags(found.changes) or 'nothing needs to be set'}\n{_verdict(plan.peak, memory)}.")
+            return
+        if least is None or least[0] > plan.peak:
+            least = plan.peak, f"{found.name}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
+    print("\nNone of them fits." + ("" if least is None else f" See what helps beside {least[1]}"))
+
+
+def _line(name: str, rows: str, *sizes: str) -> str:
+    return f"  {name:<32}{rows:>14}" + "".join(f"{size:>14}" for size in sizes)
+
+
+def _flags(changes: dict[str, Any]) -> str:
+    return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
+
+
+def _show(asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, of_images: str) -> None:
+    from posttrain.core.tools import memory_mesh, memory_plan, memory_proposals
+
+    work, processes = workload(asked), memory_mesh.processes()
     plan = memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
     where = "in one process" if processes == 1 else f"in each of {processes} processes"
@@ -140,7 +186,7 @@ def _propose(proposals: Any, memory: int) -> None:
     print("\nWhat helps, the cheapest first, each measured in the same way:\n", flush=True)
     fits = False
     for one in proposals:
-        changes = " ".join(f"--{name} {_as_word(value)}" for name, value in one.changes.items() if name not in ALIASES)
+        changes = _flags(one.changes)
         fits = one.footprint.peak <= memory
         print(
             f"  {in_words(one.footprint.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.price}",
@@ -159,6 +205,8 @@ ALIASES = {"activation_checkpointing"}  # the other name is set too, and wins ov
 def _as_word(value: Any) -> str:
     if isinstance(value, dict):
         return f"'{json.dumps(value)}'"
+    if value is None:
+        return "null"
     return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -182,7 +230,7 @@ def _free(device: str) -> int:
 
 
 def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    options: dict[str, Any] = {"memory": None, "length": None, "processes": None, "image_size": None}
+    options: dict[str, Any] = {"memory": None, "length": None, "processes": None, "cards": None, "image_size": None}
     rest, given = parse.take_flags(words, options)
     problems = []
     for name, value in given:

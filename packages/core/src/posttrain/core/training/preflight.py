@@ -22,7 +22,7 @@ from torch import nn
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import chat_template, pipeline
-from posttrain.core.distributed import expert_parallel, shard_settings, tensor_parallel
+from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import adapters, loading, quantization
@@ -212,9 +212,7 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with dividing the model over processes; reads the config alone of a named model."""
     sizes = shard_settings.sizes_of(getattr(args, "parallelism_config", None))
-    checks = {"tp_size": tensor_parallel.config_problem, "ep_size": expert_parallel.config_problem}
-    checks = {name: check for name, check in checks.items() if sizes.get(name, 1) > 1}
-    if not checks:
+    if max(sizes.get("tp_size", 1), sizes.get("ep_size", 1)) == 1:
         return
     if isinstance(parts.model, nn.Module):
         config = getattr(base_model(parts.model), "config", None)
@@ -225,7 +223,7 @@ def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     else:
         return  # made later, or reported with the model
     if config is not None:
-        yield from filter(None, (check(config, sizes[name]) for name, check in checks.items()))
+        yield from division.model_problems(sizes, config)
 
 
 def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:

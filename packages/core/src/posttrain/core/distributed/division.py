@@ -1,0 +1,84 @@
+"""Divides a model over the processes of a run: split matrices, divided experts and shards, in this order.
+
+Training does so over the processes that there are (`posttrain.core.distributed.processes`), and a memory plan over
+imagined ones (`posttrain.core.tools.memory_mesh`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed import expert_parallel, shard_settings, sharding, tensor_parallel
+
+
+def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
+    """Why a run of so many `processes` with `args` cannot divide its model into groups of these `sizes`."""
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    found = [*tensor_parallel.problems(tp, args)] if tp > 1 else []
+    found += shard_settings.context_problems(cp, tp, args) if cp > 1 else []
+    found += expert_parallel.problems(ep, sizes, args) if ep > 1 else []
+    return [*found, *shard_settings.world_problems(sizes, processes)]
+
+
+def model_problems(sizes: dict[str, int], config: Any) -> list[str]:
+    """Why a model with this `config` cannot be divided into groups of these `sizes`, as far as the config shows it."""
+    checks = {"tp_size": tensor_parallel.config_problem, "ep_size": expert_parallel.config_problem}
+    found = (check(config, sizes[name]) for name, check in checks.items() if sizes.get(name, 1) > 1)
+    return [problem for problem in found if problem]
+
+
+def sharding_of(
+    settings: shard_settings.Sharding | None, sizes: dict[str, int], processes: int
+) -> shard_settings.Sharding | None:
+    """How the weights are sharded where `settings` ask for it: not at all if nobody shares them, and always where DDP
+    would have to average weights of which each process has a part."""
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    if processes == tp:
+        return None
+    if settings is None and processes // (tp * cp) > 1 and tp * ep > 1:
+        return shard_settings.Sharding(replicas=sizes.get("dp_replicate_size", 1))
+    return settings
+
+
+def data_dims(mesh: Any) -> tuple[str, ...]:
+    """The dimensions of `mesh` (`sharding.make_mesh`) along which rows are dealt."""
+    return tuple(name for name in mesh.mesh_dim_names if name != "tp")
+
+
+@dataclass(frozen=True)
+class Division:
+    """What `cut` does to a model.
+
+    Attributes:
+        settings: of FSDP; None: weights are not sharded.
+        mesh: all processes, see `sharding.make_mesh`.
+        experts: processes that have all experts of a mixture between them.
+        expert_mesh: all processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with
+            different experts read rows of their own; else None.
+    """
+
+    settings: shard_settings.Sharding | None
+    mesh: Any
+    experts: int = 1
+    expert_mesh: Any = None
+
+
+def cut(model: nn.Module, division: Division, device: torch.device, precision: str, frozen: bool = False) -> None:
+    """Divide `model` in place and move it to `device`.
+
+    Args:
+        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``. frozen: the model is never trained.
+    """
+    mesh, over, options = division.mesh, division.mesh, {}
+    if "tp" in mesh.mesh_dim_names:
+        tensor_parallel.split(model, mesh["tp"], device, with_experts=division.experts > 1)
+        over = mesh[data_dims(mesh)]
+    if (keepers := division.expert_mesh) is not None:
+        options["experts"] = expert_parallel.divide(model, keepers["expert"], keepers["alone"], device)
+        options["expert_mesh"] = keepers[data_dims(mesh)]
+    if division.settings is not None:
+        sharding.shard(model, division.settings, over, device, precision, frozen=frozen, **options)
