@@ -149,7 +149,7 @@ def reinforcer(
     """GRPO with the exact checker, whose evaluation takes the most probable answer."""
     usual = dict(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=256, num_generations=8,
-        max_completion_length=3, learning_rate=5e-4, lr_scheduler_type="constant_with_warmup", warmup_steps=5,
+        max_completion_length=3, learning_rate=5e-4, lr_scheduler_type="cosine", warmup_steps=5,
         gradient_checkpointing=False, logging_steps=25, save_strategy="no", seed=seed, report_to="none",
         disable_tqdm=True, use_cpu=True, eval_temperature=0.0, num_generations_eval=1, weight_decay=0.0,
         per_device_eval_batch_size=200,
@@ -167,7 +167,7 @@ def accuracy(trainer: GRPOTrainer) -> float:
 
 
 def run(
-    seed: int, steps: int = 300, weak_steps: int = 120, updates: int = 250, pictures: int = 4000, held_out: int = 400
+    seed: int, steps: int = 300, weak_steps: int = 80, updates: int = 250, pictures: int = 4000, held_out: int = 400
 ) -> dict[str, float]:
     """Accuracies on held-out pictures, by name: before training, after fine-tuning, after a brief one, after GRPO."""
     train, measured = rows(pictures, 1000 + seed), rows(held_out, 2000 + seed, held_out=True)

@@ -473,6 +473,6 @@ def test_shapes_runs_from_end_to_end(shapes, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_shapes_are_learned_by_fine_tuning_and_by_reinforcement(shapes):
-    found = shapes.run(2)
+    found = shapes.run(0)
     assert found["before"] < 0.2 and found["sft"] > 0.9
     assert found["weak_sft"] < 0.8 and found["grpo"] > found["weak_sft"] + 0.1
