@@ -16,9 +16,10 @@ from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
 from posttrain.core.models import arguments, embeddings
+from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
-from tests.contract.trainers import pad
+from tests.contract.trainers import pad, preference_rows
 
 RAW = (KeyError, IndexError, AttributeError, StopIteration, AssertionError, ZeroDivisionError)
 
@@ -585,3 +586,12 @@ def test_an_evaluation_of_which_no_batch_is_left_says_so(tmp_path, caplog):
     assert "7 rows, less than one batch of 8" in caplog.text and "per_device_eval_batch_size to 7" in caplog.text
     trainer.args.per_device_eval_batch_size = 7
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("trainer", [DPOTrainer, KTOTrainer, ORPOTrainer, GRPOTrainer])
+def test_a_classifier_is_refused_where_next_tokens_are_needed(trainer, tmp_path):
+    args = trainer.config_class(str(tmp_path), use_cpu=True, report_to="none")
+    rows, rewards = preference_rows(8), {"reward_funcs": len} if trainer is GRPOTrainer else {}
+    refused(TypeError, "Qwen3ForSequenceClassification", "causal language model",
+            run=lambda: trainer(tiny.reward_model(), args=args, train_dataset=rows,
+                                processing_class=tiny.tokenizer(), **rewards))  # fmt: skip

@@ -28,8 +28,9 @@ def load_policy(
     if isinstance(model, (str, os.PathLike)):
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
         model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}; pass a causal language model, or the name of one.")
+    base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
+    if not isinstance(model, nn.Module) or loading.has_other_head(base):
+        raise TypeError(f"model is of type {type(base).__name__}; pass a causal language model, or the name of one.")
     if tokenizer is None:
         tokenizer = loading.load_tokenizer(model, args.trust_remote_code, tokenizer_class)
     if sees:

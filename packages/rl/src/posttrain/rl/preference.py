@@ -194,9 +194,10 @@ class PreferenceTrainer(Trainer):
         if isinstance(model, (str, os.PathLike)):
             options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
             model = loading.load_causal_lm(model, *options)
-        if not isinstance(model, nn.Module) or getattr(wrapping.base_model(model), "config", None) is None:
+        base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
+        if getattr(base, "config", None) is None or loading.has_other_head(base):
             raise TypeError(
-                f"model is of type {type(model).__name__}; pass a causal language model, or the name of one."
+                f"model is of type {type(base).__name__}; pass a causal language model, or the name of one."
             )
         if tokenizer is None:
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])

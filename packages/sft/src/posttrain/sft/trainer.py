@@ -492,8 +492,7 @@ def _refuse_other_models(model: Any) -> None:
         )
     base = base_model(model)
     config, name = getattr(base, "config", None), type(base).__name__
-    other_head = any(head in name for head in ("Classification", "QuestionAnswering", "MaskedLM"))
-    if config is None or getattr(config, "is_encoder_decoder", False) or other_head:
+    if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):
         raise TypeError(
             f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
             "posttrain.core.Trainer for other models."

@@ -241,6 +241,11 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
 
 
+def has_other_head(model: nn.Module) -> bool:
+    """Whether the head of `model`, by its class, gives no probabilities of next tokens: a classifier, BERT, ..."""
+    return any(head in type(model).__name__ for head in ("Classification", "QuestionAnswering", "MaskedLM"))
+
+
 def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
     """A fresh model from `model_init`, called with the trial where it takes one.
 
