@@ -205,11 +205,13 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     took = f"{times:.1f} times the operations [{low:.1f}, {high:.1f}]"
     took = took if all_rewarded else f"at least {least:.2f} times the operations in each seed"
     ended = [100 * arms.bounds(arms.column(figures, arm, "best"))[0] for arm in ("distillation", "grpo")]
+    ahead = [100 * bound for bound in arms.bounds(arms.differences(figures, "distillation", "grpo", "best"))]
     before, goal = (100 * arms.bounds(arms.column(figures, "grpo", name))[0] for name in ("before", "teacher"))
     return (
         f"{'Holds' if holds else 'Does not hold' if fails else 'Not shown'}: from {before:.1f}%, distillation came to "
         f"within 3 points of the teacher ({goal - 100 * POINTS:.1f}%) in {sum(taught):.0f} of {n} seeds and GRPO in "
-        f"{sum(rewarded):.0f}; GRPO took {took} and came to {ended[1]:.1f}%, distillation to {ended[0]:.1f}%."
+        f"{sum(rewarded):.0f}; {f'GRPO took {took}; ' if all_taught else ''}distillation came to {ended[0]:.1f}% and "
+        f"GRPO to {ended[1]:.1f}%, {ahead[0]:+.1f} points [{ahead[1]:+.1f}, {ahead[2]:+.1f}]."
     )
 
 

@@ -141,3 +141,11 @@ def test_a_page_of_the_user_is_not_overwritten(tmp_path):
     (tmp_path / "report.html").write_text("mine")
     trained(tmp_path)
     assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_what_never_changes_is_a_line_of_text_and_no_curve(tmp_path):
+    records = [{"step": step, "loss": 1.0 / step, "clip_ratio/low": 0.0} for step in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path = report.write([tmp_path], tmp_path / "report.html")
+    assert set(charts_of(path)) == {"loss"}
+    assert "Always the same: clip_ratio/low 0" in text_of(path)

@@ -39,7 +39,10 @@ PHASES = ("data", "sync", "generate", "score", "wait", "forward_backward", "opti
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
 _PHASE = re.compile(r"perf/(?!step_|time_left_)(\w+)_seconds")
 _ASSETS = Path(__file__).with_name("report_page")
-_FIRST = ("loss", "reward", "learning_rate", "grad_norm")
+_FIRST = (
+    "loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy",
+    "learning_rate", "grad_norm",
+)  # fmt: skip
 # Of the last record, about the whole run: no curves.
 _TOTALS = re.compile(
     r"train_|(.*_)?(runtime|samples_per_second|steps_per_second)$|total_flos$|epoch$|step$|perf/.*_seconds$"
@@ -182,7 +185,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def page(runs: Sequence[Run]) -> str:
     """The whole page, as HTML."""
-    charts = [*_charts(runs)]
+    drawn = [*_charts(runs)]
+    charts = [chart for chart in drawn if len(_values(chart)) != 1 or len(chart["steps"]) == 1]
+    flat = [f"{chart['title']} {_number(_values(chart).pop())}" for chart in drawn if chart not in charts]
     title = " · ".join(run.name for run in runs)
     body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>']
     if len(runs) == 1:
@@ -192,7 +197,8 @@ def page(runs: Sequence[Run]) -> str:
     places = "".join(
         f'<div class="chart"><h3>{_text(chart["title"])}</h3><div id="{chart["id"]}"></div></div>' for chart in charts
     )
-    body.append(_section("Curves", f'<div class="charts">{places}</div>', boxed=False))
+    constant = f'<p class="soft">Always the same: {_text(", ".join(flat))}</p>' if flat else ""
+    body.append(_section("Curves", f'<div class="charts">{places}</div>{constant}', boxed=False))
     body += [_times(run, run.name if len(runs) > 1 else "") for run in runs]
     body += [_samples(run, run.name if len(runs) > 1 else "") for run in runs]
     body.append(_arguments(runs))
@@ -237,6 +243,10 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
                 points = line.pop("points")
                 line["values"] = [points.get(step) for step in axis]
             yield {"id": f"chart-{number}", "title": name, "steps": axis, "lines": lines}
+
+
+def _values(chart: dict[str, Any]) -> set[float]:
+    return {value for line in chart["lines"] for value in line["values"] if value is not None}
 
 
 def _rank(name: str) -> tuple[int, str]:
