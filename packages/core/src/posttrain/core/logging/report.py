@@ -37,7 +37,9 @@ MOST_TEXT = 600
 #: The phases of training, in the order in which they follow each other; a trainer may have more.
 PHASES = ("data", "sync", "generate", "score", "wait", "forward_backward", "optimizer", "eval", "save")
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
-_PHASE = re.compile(r"perf/(?!step_|time_left_)(\w+)_seconds")
+_PHASE_NAMES = {"forward_backward": "forward and backward"}
+# Those of single reward functions are parts of "score".
+_PHASE = re.compile(r"perf/(?!step_|time_left_|reward_)(\w+)_seconds")
 _ASSETS = Path(__file__).with_name("report_page")
 _FIRST = (
     "loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy",
@@ -373,7 +375,7 @@ def _times(run: Run, name: str) -> str:
     shade = {phase: _COLORS[number % len(_COLORS)] for number, phase in enumerate(spent)}
     bar = "".join(f'<div style="flex:{s / total:.4f};background:{shade[p]}"></div>' for p, s in spent.items())
     keys = "".join(
-        f'<span><span class="key" style="background:{shade[p]}"></span>{_text(p.replace("_", " and "))} '
+        f'<span><span class="key" style="background:{shade[p]}"></span>{_text(_PHASE_NAMES.get(p, p))} '
         f"{_duration(s)} ({s / total:.0%})</span>"
         for p, s in spent.items()
     )
