@@ -152,7 +152,12 @@ def test_what_never_changes_is_a_line_of_text_and_no_curve(tmp_path):
 
 
 def test_the_seconds_of_reward_functions_count_once_as_a_part_of_scoring(tmp_path):
-    record = {"step": 1, "perf/score_seconds": 1.0, "perf/reward_right_seconds": 0.9, "perf/forward_backward_seconds": 3}
+    record = {
+        "perf/score_seconds": 1.0,
+        "perf/reward_right_seconds": 0.9,
+        "perf/forward_backward_seconds": 3.0,
+        "step": 1,
+    }
     (tmp_path / "log.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     text = text_of(report.write([tmp_path], tmp_path / "report.html"))
     assert "score 1.0 s (25%)" in text and "forward and backward 3.0 s (75%)" in text
