@@ -67,11 +67,18 @@ def test_mlps_computed_in_tiles_change_no_gradient(make, tile, kwargs):
 
 
 def test_what_cannot_be_computed_in_tiles_is_refused():
+    from transformers import BloomConfig, BloomForCausalLM
+
     for tile in (0, "many", 2.5):
         with pytest.raises(ValueError, match=f"mlp_tile={tile!r} is no number of tokens; set 4096"):
             gradient_checkpointing.enable_gradient_checkpointing(tiny.causal_lm(), {"mlp_tile": tile})
-    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM has no module named MLP that mlp_tile could cut"):
-        gradient_checkpointing.enable_gradient_checkpointing(tiny.mixture_of_experts(), {"mlp_tile": 8})
+    # The first has no MLP of this name; that of the second chooses experts, and those of the third read a residual.
+    for arch, name in (("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss")):
+        with pytest.raises(ValueError, match=f"{name}ForCausalLM has no module named MLP that mlp_tile could cut"):
+            gradient_checkpointing.enable_gradient_checkpointing(tiny.mixture_of_experts(arch=arch), {"mlp_tile": 8})
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=384, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="BloomForCausalLM has no module named MLP"):
+        gradient_checkpointing.enable_gradient_checkpointing(bloom, {"mlp_tile": 8})
 
 
 def test_an_adapter_on_a_checkpointed_model_trains_too():

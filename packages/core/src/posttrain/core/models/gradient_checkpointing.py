@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -77,8 +78,7 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
     """
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"activation_checkpointing_kwargs: mlp_tile={tokens!r} is no number of tokens; set 4096.")
-    # By transformers' name of a module that makes of each token something that no other token changes.
-    found = [module for module in base.modules() if type(module).__name__.endswith("MLP")]
+    found = [module for module in base.modules() if _reads_tokens_alone(module)]
     if not found:
         raise ValueError(
             f"activation_checkpointing_kwargs: {type(base).__name__} has no module named MLP that mlp_tile could cut; "
@@ -90,6 +90,16 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
             module.forward = functools.partial(_in_tiles, module.forward, tokens)
 
 
+def _reads_tokens_alone(module: nn.Module) -> bool:
+    """Whether `module` makes one tensor of one, and of each token something that no other token changes.
+
+    Known by transformers' name of such modules. Some of that name choose experts, and give back their choice too;
+    others read a residual beside.
+    """
+    is_named = type(module).__name__.endswith("MLP") and not hasattr(module, "experts")
+    return is_named and len(inspect.signature(module.forward).parameters) == 1
+
+
 def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int, hidden: torch.Tensor) -> torch.Tensor:
     """``forward(hidden)`` for (..., H) `hidden`, of which so many `tokens` are computed and recomputed at a time."""
     flat = hidden.flatten(0, -2)
@@ -97,4 +107,4 @@ def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int, hidden: torch.T
         return forward(hidden)
     if torch.is_grad_enabled():
         forward = functools.partial(checkpoint, forward, use_reentrant=False)
-    return torch.cat([forward(tile) for tile in flat.split(tokens)]).view(hidden.shape)
+    return torch.cat([forward(tile) for tile in flat.split(tokens)]).unflatten(0, hidden.shape[:-1])
