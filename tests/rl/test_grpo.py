@@ -142,9 +142,10 @@ def test_images_need_a_processor(tmp_path):
         trainer(tmp_path, rows=[{"prompt": "a", "image": 1}] * 4, gradient_accumulation_steps=2)
 
 
-def test_an_empty_prompt_is_named(tmp_path):
-    with pytest.raises(DataError, match="prompt is empty"):
-        trainer(tmp_path, rows=[{"prompt": ""}] * 4).train()
+@pytest.mark.parametrize(("prompt", "says"), [("", "prompt is empty"), ("a \ud83d b", "half of a surrogate pair")])
+def test_a_prompt_without_tokens_is_named_with_its_row(tmp_path, prompt, says):
+    with pytest.raises(DataError, match=f"{says}.* The row is .*'answer': '42'"):
+        trainer(tmp_path, rows=[{"prompt": prompt, "answer": "42"}] * 4).train()
 
 
 def test_conversations_are_continued_by_the_assistant(tmp_path):

@@ -121,6 +121,8 @@ def test_arguments_that_cannot_be_are_refused(changes, said, tmp_path):
 def test_two_judgements_are_one_too_many(tmp_path):
     with pytest.raises(ValueError, match="Pass one of them"):
         make(tmp_path, options={"judge": Longest()})
+    with pytest.raises(ValueError, match="Pass one of them"):
+        make(tmp_path, reward_funcs=["accuracy_reward"], options={"judge": Longest(), "reward_funcs": None})
 
 
 # ------------------------------------------------------------------------------------------------------------------ TPO

@@ -213,6 +213,11 @@ def test_rows_left_with_nothing_to_train_on_are_dropped_and_counted(tok):
 # Faults
 
 
+def test_half_of_a_surrogate_pair_is_named(tok):
+    with pytest.raises(DataError, match="'Two .ud83d' holds half of a surrogate pair"):
+        prepare_dataset([{"text": "Two \ud83d"}], tok)
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [

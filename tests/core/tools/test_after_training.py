@@ -235,6 +235,13 @@ def test_an_interrupted_generation_goes_on_where_it_was(base, tmp_path, monkeypa
     assert calls == [3 + 4] and not part.exists()  # the third batch alone, with its own seed
 
 
+def test_a_folder_in_place_of_the_output_is_refused_before_anything_is_made(base, tmp_path, capsys):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    assert main(["generate", base, str(source), str(tmp_path)]) == 2
+    assert "is a folder; name the file to write" in capsys.readouterr().err
+
+
 def test_an_answer_ends_with_the_turn_of_the_chat_template(tmp_path):
     model, tokenizer = tiny.causal_lm("llama", vocab_size=384), tiny.tokenizer()
     turn = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -21,7 +21,7 @@ from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.advantages import total_rewards
 from posttrain.rl.judges import JudgeReward, PairwiseJudge
 from posttrain.rl.logprobs import CompletionLogps, completion_logps
-from posttrain.rl.rewards import Scores
+from posttrain.rl.rewards import Scores, functions_by_name
 from posttrain.rl.rollout import RolloutTrainer
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.samples import Sample
@@ -119,8 +119,11 @@ class OnlineDPOTrainer(RolloutTrainer):
     ) -> None:
         if data_collator is not None:
             raise TypeError("data_collator: batches are made of the completions that the policy writes. Leave it out.")
-        if judge is not None and reward_funcs is not None:
-            raise ValueError("Both judge and reward_funcs say which completion is better. Pass one of them.")
+        named = functions_by_name(args) if isinstance(args, RolloutConfig) else None
+        if judge is not None and (reward_funcs is not None or named):
+            raise ValueError(
+                "Both judge and reward_funcs (of the config too) say which completion is better. Pass one of them."
+            )
         self.given_reference = ref_model
         super().__init__(
             model, reward_funcs if judge is None else JudgeReward(judge), args, train_dataset, eval_dataset,

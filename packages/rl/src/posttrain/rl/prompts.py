@@ -14,6 +14,7 @@ from posttrain.core.data import chat_template
 from posttrain.core.data.images import has_images
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
+from posttrain.core.data.tokenization import explain_unreadable
 from posttrain.core.errors import DataError
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser, parse_response
@@ -201,7 +202,11 @@ class PromptCodec:
         """
         if isinstance(prompt, str):
             prompt = prompt if show is None else show(prompt)
-            ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            try:
+                ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            except TypeError:
+                explain_unreadable([prompt])
+                raise
         else:
             messages = chat_template.to_messages(prompt, "prompt")
             unfinished = messages[-1]["role"] == "assistant"

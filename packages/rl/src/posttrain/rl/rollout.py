@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +24,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.data.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.core.data.samplers import mix
 from posttrain.core.data.vision import Shown
-from posttrain.core.errors import checked_args
+from posttrain.core.errors import DataError, checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
@@ -607,15 +608,21 @@ class RolloutTrainer(Trainer):
             asked = sample.prompt, self.environments.schemas_of(sample)
             is_new = asked != read or (self.image_prompts is not None and not same_images(sample.row, before))
             read, before = asked, sample.row
-            if is_new and self.image_prompts is not None:
-                again = reads_images(self.generator)
-                ids, shown = self.image_prompts.encode(self.codec, sample.row, *asked, keeps_images=again)
-            elif is_new:
-                ids = self.codec.encode(*asked)
+            if is_new:
+                ids, shown = self._encode(sample, *asked)
             sample.prompt_ids, sample.shown = list(ids), shown
             if is_new and self.rollout_func is None:
                 self.environments.check_prompt(sample, asked[1], self.codec)
         return samples
+
+    def _encode(self, sample: Sample, prompt: Any, tools: list[Any] | None) -> tuple[list[int], Shown | None]:
+        try:
+            if self.image_prompts is None:
+                return self.codec.encode(prompt, tools), None
+            again = reads_images(self.generator)
+            return self.image_prompts.encode(self.codec, sample.row, prompt, tools, keeps_images=again)
+        except DataError as error:
+            raise DataError(f"{str(error).rstrip('.')}. The row is {reprlib.repr(sample.row)}.") from error
 
     @property
     def _image_token_id(self) -> int | None:

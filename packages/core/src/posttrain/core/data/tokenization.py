@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +80,26 @@ def encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> lis
     processor, backend.post_processor = backend.post_processor, None
     try:
         return encode(texts, add_special_tokens=False) if texts else []
+    except TypeError:
+        explain_unreadable(texts)
+        raise
     finally:
         backend.post_processor = processor
+
+
+def explain_unreadable(texts: Iterable[Any]) -> None:
+    """Say which of `texts` a tokenizer cannot read, after it failed on them; return if all hold characters alone.
+
+    Raises:
+        DataError: a text has half of a surrogate pair, which UTF-8 does not have.
+    """
+    for text in texts:
+        if isinstance(text, str) and (half := re.search("[\ud800-\udfff]", text)) is not None:
+            around = text[max(half.start() - 20, 0) : half.end() + 20]
+            raise DataError(
+                f"{around!r} holds half of a surrogate pair, which is no character; repair such texts by "
+                "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            )
 
 
 def token_at(encoding: Any, position: int, length: int) -> tuple[int, bool]:

@@ -46,6 +46,8 @@ def run(words: list[str]) -> int | None:
     (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what, least=load.LEAST)
     if problem := _all_the_same(given.get("num_return", 1), given.get("temperature", 0.0)):
         raise ConfigError("generate", [problem])
+    if Path(target).is_dir():
+        raise ConfigError("generate", [f"{target} is a folder; name the file to write, such as {target}/out.jsonl"])
     rows = read_prompts(source)
     kept = KeptCompletions(f"{target}.part", facts_of(name, source, given))
     model, tokenizer = load.of_command("generate", name, given)
