@@ -328,3 +328,16 @@ def test_copies_from_every_kind_of_device_are_waited_for(kind, tmp_path, monkeyp
     source.fill(image)
     assert waits == [kind, kind]  # before other threads copy, and when they have
     assert torch.equal(image[8:].view(torch.float32), values)
+
+
+def test_a_save_that_an_error_cut_short_has_no_result(tmp_path, monkeypatch, caplog):
+    store = Store(tmp_path)
+    saver = Saver(store)
+
+    def cut(*_):
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    monkeypatch.setattr(store, "commit", cut)
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        save(store, 1, tree(), False, saver)
+    assert saver.pending is None and saver.leave() is None and not caplog.records

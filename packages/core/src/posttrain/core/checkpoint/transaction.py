@@ -96,12 +96,12 @@ class Saver:
                 self.store.abort(temp)
                 raise
         reports = self._gather((failure, None if later or part is None else part.digests))
-        self._pending = step
         if later and temp is not None and part is not None and not any(failure for failure, _ in reports):
+            self._pending = step
             self._writer.submit(lambda: self._finish(temp, part, extra))
         else:
-            done = self._conclude(temp, reports, extra)
-            self._writer.finished(done)
+            self._writer.finished(self._conclude(temp, reports, extra))
+            self._pending = step  # not before: a signal's error, as of a worker that died, may have come between
 
     def settle(self, wait: bool = True) -> Outcome | None:
         """The result of the last save, once; None if there is none or it is pending.
