@@ -319,7 +319,8 @@ metric_list: [{{metric: acc}}]
 
     right = [max((0, 1), key=lambda i: score(q, c[i])) == label for q, c, label in questions]
     assert found == pytest.approx(sum(right) / 3)
-    assert "own_words" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "own_words" in shown and "Metric" in shown
     assert main(["evaluate", base, "--tasks", "no_such_task_at_all", "--device", "cpu"]) == 2
     assert "no task 'no_such_task_at_all'" in capsys.readouterr().err
 
