@@ -192,7 +192,7 @@ def test_attention_over_segments_trains_as_attention_under_a_mask_does(rows, cha
     for problem in (None, "it was not wanted"):
         if problem:
             monkeypatch.setattr(
-                "posttrain.core.models.varlen_attention.segments_problem", lambda model: "it was not wanted"
+                "posttrain.core.models.varlen_attention.segments_problem", lambda model, example: "it was not wanted"
             )
         trainer = make(tmp_path, rows, max_steps=4, train_sampling_strategy="sequential", **changes)
         assert trainer.model.config._attn_implementation == ("sdpa" if problem else "segments_sdpa")
