@@ -19,6 +19,7 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.models.wrapping import base_model
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
 ENCODER = "prompt_encoder.safetensors"
 PARTS = "weights"  # the tree of weights that every process writes its part of
 
@@ -174,14 +175,12 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the weights in `directory`, mapped from disk rather than read."""
     if (directory / WEIGHTS).is_file():
         return codec.read_tensors(directory / WEIGHTS)
-    index = directory / f"{WEIGHTS}.index.json"
+    index = directory / INDEX
     if not index.is_file():
         adapter = ""
         if (directory / ADAPTER).is_file():
             adapter = " It holds an adapter, of a run with peft_config: pass that peft_config to resume it."
-        raise CheckpointError(
-            f"There are no weights in {directory}: neither {WEIGHTS} nor {index.name} is there.{adapter}"
-        )
+        raise CheckpointError(f"There are no weights in {directory}: neither {WEIGHTS} nor {INDEX} is there.{adapter}")
     tensors: dict[str, torch.Tensor] = {}
     for name in files_of_index(index):
         tensors |= codec.read_tensors(directory / name)
@@ -224,7 +223,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
             whole = ""
-            if (directory / WEIGHTS).is_file() or (directory / f"{WEIGHTS}.index.json").is_file():
+            if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
                 whole = (
                     " It holds a whole model, of a run without peft_config: leave peft_config out to resume it, or "
                     f"load the model from {directory} and begin a new run."

@@ -365,17 +365,8 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> I
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    asked = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return asked(*args, **kwargs)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = within  # type: ignore[method-assign]
-    try:
+    with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = asked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -386,14 +377,22 @@ def meshes_within(context: Callable[[], contextlib.AbstractContextManager]) -> I
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    join = DeviceMesh._concatenate
+    with _called_within(context, DeviceMesh, "_concatenate"):
+        yield
 
-    def within(meshes: list[Any]) -> Any:
+
+@contextlib.contextmanager
+def _called_within(context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str) -> Iterator[None]:
+    """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
+    asked, written = getattr(owner, name), vars(owner)[name]
+
+    def within(*args: Any, **kwargs: Any) -> Any:
         with context():
-            return join(meshes)
+            return asked(*args, **kwargs)
 
-    DeviceMesh._concatenate = staticmethod(within)  # type: ignore[method-assign,assignment]
+    # What `getattr` has bound already, or needs no binding, must not be bound again.
+    setattr(owner, name, within if written is asked else staticmethod(within))
     try:
         yield
     finally:
-        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign,assignment]
+        setattr(owner, name, written)
