@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from posttrain.core.distributed.shard_settings import division_problems
+from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece, load_from_main
 from posttrain.core.models.wrapping import base_model
 
@@ -183,4 +183,4 @@ def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
         )
     if (cp := sizes.get("cp_size", 1)) > 1:
         yield f"ep_size={size} and cp_size={cp} do not work together; set one of them to 1"
-    yield from division_problems("ep_size", size, "divide", "divided experts", args)
+    yield from piece_problems("ep_size", size, "divide", "divided experts", args)

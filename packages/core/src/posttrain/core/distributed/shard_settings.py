@@ -271,7 +271,7 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
         )
 
 
-def division_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
+def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
     """Why `args` cannot train weights that the argument `name` divides over `size` processes.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel
-from posttrain.core.distributed.shard_settings import division_problems
+from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.wrapping import base_model, is_peft_model
 
@@ -164,7 +164,7 @@ def problems(size: int, args: Any) -> Iterator[str]:
         importlib.import_module("transformers.distributed.tensor_parallel")
     except ImportError:
         yield f"tp_size={size} needs {NEEDS} or newer: pip install -U transformers"
-    yield from division_problems("tp_size", size, "split", "split matrices", args)
+    yield from piece_problems("tp_size", size, "split", "split matrices", args)
 
 
 def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
