@@ -28,9 +28,7 @@ def load_policy(
     if isinstance(model, (str, os.PathLike)):
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
         model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
-    base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
-    if not isinstance(model, nn.Module) or loading.has_other_head(base):
-        raise TypeError(f"model is of type {type(base).__name__}; pass a causal language model, or the name of one.")
+    refuse_other_models(model)
     if tokenizer is None:
         tokenizer = loading.load_tokenizer(model, args.trust_remote_code, tokenizer_class)
     if sees:
@@ -44,6 +42,14 @@ def load_policy(
     if args.cast_lm_head_to_fp32:
         cast_head(model)
     return model, tokenizer
+
+
+def refuse_other_models(model: Any, needs_config: bool = False) -> None:
+    """Raise TypeError if `model` does not predict next tokens, or lacks a config that is needed."""
+    base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
+    lacks_config = needs_config and getattr(base, "config", None) is None
+    if not isinstance(model, nn.Module) or lacks_config or loading.has_other_head(base):
+        raise TypeError(f"model is of type {type(base).__name__}; pass a causal language model, or the name of one.")
 
 
 def cast_head(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ from posttrain.core.training.preflight import (
 from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
-from posttrain.rl.policy import router_coefficient
+from posttrain.rl.policy import refuse_other_models, router_coefficient
 from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
@@ -194,11 +194,7 @@ class PreferenceTrainer(Trainer):
         if isinstance(model, (str, os.PathLike)):
             options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
             model = loading.load_causal_lm(model, *options)
-        base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
-        if getattr(base, "config", None) is None or loading.has_other_head(base):
-            raise TypeError(
-                f"model is of type {type(base).__name__}; pass a causal language model, or the name of one."
-            )
+        refuse_other_models(model, needs_config=True)
         if tokenizer is None:
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
         if self._sees:

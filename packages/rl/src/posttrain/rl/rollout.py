@@ -140,6 +140,7 @@ class RolloutTrainer(Trainer):
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
         sees = any(map(has_images, (train_dataset, eval_dataset)))
+        given = functions_by_name(args) if reward_funcs is None else reward_funcs
         parts = Parts.of(
             others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -148,8 +149,8 @@ class RolloutTrainer(Trainer):
             peft_config=peft_config, ref_model=self.given_reference, datasets={},
             auto_class="AutoProcessor" if sees else "AutoTokenizer",
             others={
-                "reward_funcs": functions_by_name(args) if reward_funcs is None else reward_funcs,
-                "environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func,
+                "reward_funcs": given, "environment_factory": environment_factory, "tools": tools,
+                "rollout_func": rollout_func,
             },
         )  # fmt: skip
         self.run_preflight(args, parts)
@@ -161,7 +162,6 @@ class RolloutTrainer(Trainer):
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self._generating, self._scoring = Turns(), Turns(args.reward_concurrency)
         self.rollout_func = rollout_func
-        given = functions_by_name(args) if reward_funcs is None else reward_funcs
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
         own = self.environments.reward_functions
         functions += own
