@@ -111,7 +111,7 @@ def mixture(name, arch="qwen3_moe", model=None, **changes):
 
 
 def memory(out, folder, **changes):
-    """The bytes that each process holds of a model that is divided between them, and its peak in a step."""
+    """The bytes that each process holds of a model that is divided between them, and its lowest peak in a step."""
     from tests.core.tools import test_memory_plan
 
     run = test_memory_plan.a_run(folder, out, **changes)

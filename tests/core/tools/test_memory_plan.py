@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import shlex
 import subprocess
@@ -68,11 +69,16 @@ class Watched(SFTTrainer):
         return loss
 
 
-class Second(TrainerCallback):
-    """Profiles what the second step allocates, and adds up gradients."""
+class Later(TrainerCallback):
+    """Profiles what each step after the first allocates, keeps the lowest peak, and adds up gradients.
+
+    Threads of gloo let go of a message when they get to it, which can only raise a peak.
+    """
+
+    peak = math.inf
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **_):
-        if state.global_step == 1:
+        if state.global_step >= 1:
             self.before = held(model) + state_bytes(optimizer)
             self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
             self.profile.__enter__()
@@ -81,14 +87,14 @@ class Second(TrainerCallback):
         self.gradients = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
-        if state.global_step == 2:
+        if state.global_step >= 2:
             self.profile.__exit__(None, None, None)
             events = [e for e in self.profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             now = most = 0
             for event in sorted(events, key=lambda event: event.start_ns()):
                 now += event.nbytes()
                 most = max(most, now)
-            self.peak = self.before + most
+            self.peak = min(self.peak, self.before + most)
             self.weights, self.optimizer = held(model), state_bytes(optimizer)
 
 
@@ -108,23 +114,23 @@ def state_bytes(optimizer) -> int:
 
 
 def really(run: registry.Run, watch: bool = True) -> SimpleNamespace:
-    """What two updates of `run` hold; without `watch` they are only made."""
+    """What the updates of `run` hold after the first; without `watch` they are only made."""
     ids = [[(3 * i + j) % 380 + 4 for j in range(run.config.max_length)] for i in range(32)]
-    second = Second()
+    later = Later()
     trainer = (Watched if watch else SFTTrainer)(
         model=load_causal_lm(run.model.model_name_or_path, run.model.model_init_kwargs()),
         args=run.config,
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tiny.tokenizer(),
         peft_config=run.model.peft_config(),
-        callbacks=[second] if watch else [],
+        callbacks=[later] if watch else [],
     )
     # Without oneDNN's packed copies of bfloat16 weights: memory inside of kernels, which no plan knows.
     with torch.backends.mkldnn.flags(enabled=not watch):
         trainer.train()
     if not watch:
         return SimpleNamespace()
-    found = {name: getattr(second, name) for name in ("weights", "gradients", "optimizer", "peak")}
+    found = {name: getattr(later, name) for name in ("weights", "gradients", "optimizer", "peak")}
     return SimpleNamespace(**found, kept=trainer.kept)
 
 
@@ -482,3 +488,14 @@ def test_a_model_of_text_alone_has_no_size_of_an_image(place, capsys):
     assert main(words) == 0 and "image" not in capsys.readouterr().out
     assert main([*words, "--image_size", "24x16"]) == 2
     assert "the model reads text alone" in capsys.readouterr().err
+
+
+def test_a_plan_does_not_hang_on_the_process_groups_of_another(folder, tmp_path):
+    run = a_run(folder, tmp_path, parallelism_config={"tp_size": 2, "dp_shard_size": 2})
+    plans = []
+    for others in (3, 0):  # groups before those of the plan, which move their names
+        with memory_mesh.imagined(4):
+            for _ in range(others):
+                torch.distributed.new_group([0, 1])
+            plans.append(memory_plan.measure(run, workload(run)))
+    assert plans[0] == plans[1]
