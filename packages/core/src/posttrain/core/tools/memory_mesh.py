@@ -28,7 +28,6 @@ def imagined(processes: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
-    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     variables = {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
@@ -39,8 +38,7 @@ def imagined(processes: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-        # Torch keeps what an operation gives by its mesh, and takes one mesh for another whose process groups are gone.
-        debug._clear_sharding_prop_cache()
+        division.forget_operations()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
