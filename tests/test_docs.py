@@ -214,7 +214,7 @@ def check_script(words: list[str], where: str) -> None:
 
 def check_posttrain(words: list[str], where: str) -> None:
     from posttrain.core.cli import COMMANDS, parse, registry
-    from posttrain.core.cli.source import DataSource
+    from posttrain.core.cli.mixture import CommandSource
     from posttrain.core.models.arguments import ModelConfig
 
     if not words or words[0] in COMMANDS or words[0] in ("--help", "--version"):
@@ -225,7 +225,7 @@ def check_posttrain(words: list[str], where: str) -> None:
     settings, problems = parse.read_words([word for word in words[1:] if word != "--smoke"])
     method = registry.method(words[0])
     # Raises with every wrong name, value and missing file.
-    parse.configs((method.config_class, ModelConfig, DataSource), settings, problems, method.needs)
+    parse.configs((method.config_class, ModelConfig, CommandSource), settings, problems, method.needs)
 
 
 def test_blocks_are_found_with_their_place():

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 from posttrain.core import ModelConfig, TrainingArguments
+from posttrain.core.cli.mixture import CommandSource
 from posttrain.core.cli.scripts import ScriptArguments
-from posttrain.core.cli.source import DataSource
 from posttrain.core.tools.launch import LaunchArguments
 from posttrain.rl import (
     CPOConfig,
@@ -35,7 +35,7 @@ from tests.test_architecture import sources, tree
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig,
-    ModelConfig, DataSource, LaunchArguments, ScriptArguments,
+    ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")

@@ -27,8 +27,6 @@ TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.onlin
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {
-    "DatasetMixtureConfig": "dataset_mixture of the command line, and dicts of datasets",
-    "get_dataset": "the command line loads datasets; scripts call datasets",
     "init_zero_verbose": "DeepSpeed's own logger",
     "pack_dataset": "SFTConfig(packing=True)",
 }

@@ -48,6 +48,17 @@ def test_dpo_goes_on_from_its_newest_checkpoint_with_an_adapter(run_file, tmp_pa
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+def test_dpo_trains_on_datasets_that_a_file_for_trl_lists(run_file, tmp_path):
+    """Two files of pairs one behind another, of which a quarter is held out: (12 + 4) * 3 / 4 rows are one epoch."""
+    text = run_file.read_text().replace("dataset_name: train.jsonl\neval_dataset_name: eval.jsonl\n", "")
+    listed = "datasets:\n- path: json\n  data_files: train.jsonl\n- path: eval.jsonl\ntest_split_size: 0.25\n"
+    run_file.write_text(text.replace("max_steps: 4\n", "num_train_epochs: 1\n") + listed)
+    assert main(["dpo", "--config", "run.yaml"]) == 0
+    history = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    assert [record["step"] for record in history if "loss" in record] == [1, 2, 3]
+    assert [record["step"] for record in history if "eval_loss" in record] == [2, 3]
+
+
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_a_reward_model_is_named_beside_functions(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

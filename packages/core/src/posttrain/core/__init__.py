@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TrainerCallback,
     )
     from posttrain.core.checkpoint import get_last_checkpoint
+    from posttrain.core.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
     from posttrain.core.cli.scripts import (
         ScriptArguments,
         ScriptParser,
@@ -109,6 +110,7 @@ _HOMES = {
     "logging.parameter_monitor": ("ParameterMonitorCallback",),
     "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback"),
     "logging.rich_progress": ("RichProgressCallback",),
+    "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
     "cli.scripts": (
         "ScriptArguments",
         "ScriptParser",

@@ -102,7 +102,7 @@ GRPO = Method(
     help="Train on the policy's own completions, scored by reward functions and compared within their group.",
     config="posttrain.rl.grpo:GRPOConfig",
     run=train_with("posttrain.rl.grpo:GRPOTrainer"),
-    needs=("model_name_or_path", "dataset_name", "reward_funcs|reward_model_name_or_path"),
+    needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
 )
 
@@ -111,7 +111,7 @@ RLOO = Method(
     help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
     config="posttrain.rl.rloo:RLOOConfig",
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
-    needs=("model_name_or_path", "dataset_name", "reward_funcs|reward_model_name_or_path"),
+    needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
 )
 
@@ -120,7 +120,7 @@ DISTILLATION = Method(
     help="Train a student to predict what a teacher predicts, on the student's own completions.",
     config="posttrain.rl.distillation:DistillationConfig",
     run=train_with("posttrain.rl.distillation:DistillationTrainer"),
-    needs=("model_name_or_path", "dataset_name", "teacher_model_name_or_path|teacher_model_server_url"),
+    needs=("model_name_or_path", "dataset_name|datasets", "teacher_model_name_or_path|teacher_model_server_url"),
     workload=of_rollouts,
 )
 

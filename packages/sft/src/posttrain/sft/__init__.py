@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.core.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
     from posttrain.core.cli.scripts import (
         ScriptArguments,
         ScriptParser,
@@ -27,6 +28,7 @@ _HOME_OF |= {"ModelConfig": "posttrain.core.models.arguments"} | dict.fromkeys(
     ),
     "posttrain.core.cli.scripts",
 )  # fmt: skip
+_HOME_OF |= dict.fromkeys(("DatasetConfig", "DatasetMixtureConfig", "get_dataset"), "posttrain.core.cli.mixture")
 __all__ = sorted(_HOME_OF)
 
 

@@ -138,10 +138,10 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
 
 def _classes(method: Any) -> tuple[type, type, type]:
     """The configs that the words of a method are read into."""
-    from posttrain.core.cli.source import DataSource
+    from posttrain.core.cli.mixture import CommandSource
     from posttrain.core.models.arguments import ModelConfig
 
-    return method.config_class, ModelConfig, DataSource
+    return method.config_class, ModelConfig, CommandSource
 
 
 def _read(method: Any, words: list[str]) -> Any:

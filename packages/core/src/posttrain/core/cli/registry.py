@@ -31,7 +31,7 @@ class Run:
     Args:
         config: the method's own config, such as an `SFTConfig`.
         model: a `posttrain.core.models.arguments.ModelConfig`: the model, its loading options and its adapter.
-        data: a `posttrain.core.cli.source.DataSource`: which dataset.
+        data: a `posttrain.core.cli.mixture.CommandSource`: which dataset.
     """
 
     config: Any
@@ -59,7 +59,7 @@ class Method:
     help: str
     config: str
     run: Callable[[Run], None]
-    needs: tuple[str, ...] = ("model_name_or_path", "dataset_name")
+    needs: tuple[str, ...] = ("model_name_or_path", "dataset_name|datasets")
     preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
     workload: Callable[[Run, int | None], Any] | None = None
 

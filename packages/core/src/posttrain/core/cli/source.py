@@ -40,7 +40,7 @@ class DataSource(metaclass=ConfigMeta):
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
         None,
             "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, "
-            "split, columns, fraction and weight.", aliases=("datasets",),
+            "split, columns, fraction and weight."
     )  # fmt: skip
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
@@ -153,15 +153,18 @@ class DataSource(metaclass=ConfigMeta):
         Raises:
             DataError: a split does not exist; names the existing ones.
         """
-        train, held_out = self._sets() if self.dataset_mixture is None else self._mixed()
+        train, held_out = self._training_sets()
         return self._first(train), None if held_out is None else self._first(held_out)
+
+    def _training_sets(self) -> tuple[Any, Any | None]:
+        return self._sets() if self.dataset_mixture is None else self._mixed()
 
     def _mixed(self) -> tuple[dict[str, Any], Any | None]:
         train, held_out = {}, {}
         for name, part in self.parts().items():
             split = part.split or self.dataset_train_split
             splits = self._read(part.path, part.config, split)
-            rows = _split(splits, split, part.path, f"the split of {name}")
+            rows = split_of(splits, split, part.path, f"the split of {name}")
             rows = rows if part.columns is None else rows.select_columns(part.columns)
             if part.fraction is not None:
                 if self.dataset_streaming:
@@ -179,11 +182,16 @@ class DataSource(metaclass=ConfigMeta):
     def _sets(self) -> tuple[Any, Any | None]:
         name = self.dataset_name or []
         splits = self._read(name)
-        train = _split(splits, self.dataset_train_split, name, "dataset_train_split")
+        train = split_of(splits, self.dataset_train_split, name, "dataset_train_split")
+        has_test_split = self.dataset_test_split in splits and self.dataset_test_split != self.dataset_train_split
+        if has_test_split and not self.eval_dataset_name:
+            return train, splits[self.dataset_test_split]
+        return self._divided(train)
+
+    def _divided(self, train: Any) -> tuple[Any, Any | None]:
+        """The rows of `train` that are trained on, and those to evaluate on: of another dataset, or held out of it."""
         if self.eval_dataset_name:
             return train, self._held_out()
-        if self.dataset_test_split in splits and self.dataset_test_split != self.dataset_train_split:
-            return train, splits[self.dataset_test_split]
         if self.eval_share:
             parts = train.train_test_split(test_size=self.eval_share, seed=0)
             return parts["train"], parts["test"]
@@ -193,7 +201,7 @@ class DataSource(metaclass=ConfigMeta):
         name = self.eval_dataset_name or []
         held_out = self._read(name)
         split = self.dataset_test_split if len(held_out) > 1 else next(iter(held_out))
-        return _split(held_out, split, name, "dataset_test_split")
+        return split_of(held_out, split, name, "dataset_test_split")
 
     def _first(self, dataset: Any) -> Any:
         """The first `max_rows` rows of `dataset`, a `Dataset` or an `IterableDataset`, or of each in a dict."""
@@ -203,34 +211,58 @@ class DataSource(metaclass=ConfigMeta):
 
     def _read(self, name: str | list[str], config: str | None = None, split: str | None = None) -> dict[str, Any]:
         """``{split: dataset}`` of the files, folder or hub dataset `name`; rows without splits are called `split`."""
-        datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
-        names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(name)]
-        if Path(names[0]).is_dir() and any(
-            (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
-        ):
-            found = datasets.load_from_disk(names[0])  # what `save_to_disk` wrote
-        elif _builder(names[0]) and Path(names[0]).is_file():
-            found = datasets.load_dataset(_builder(names[0]), data_files=names, streaming=self.dataset_streaming)
-        else:
-            found = datasets.load_dataset(names[0], config or self.dataset_config, streaming=self.dataset_streaming)
+        found = read(name, config or self.dataset_config, self.dataset_streaming)
         sets = dict(found) if isinstance(found, dict) else {split or self.dataset_train_split: found}
-        return {name: _renamed(rows, self.rename_columns or {}) for name, rows in sets.items()}
+        return {name: self._with_new_names(rows) for name, rows in sets.items()}
+
+    def _with_new_names(self, rows: Any) -> Any:
+        """`rows` with the columns of `rename_columns` renamed."""
+        names = self.rename_columns or {}
+        known = rows.column_names  # None: a stream with unknown columns
+        missing = [] if known is None else [name for name in names if name not in known]
+        taken = [new for old, new in names.items() if known is not None and new in known and new not in names]
+        if missing or taken:
+            said = f"there is no column {missing[0]!r}" if missing else f"there is a column {taken[0]!r} already"
+            raise DataError(f"rename_columns: {said}; the columns are {', '.join(known)}.")
+        return rows.rename_columns(names) if names else rows
 
 
-def _split(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:
+def read(path: str | list[str], config: str | None, streaming: bool, part: str | None = None, **where: Any) -> Any:
+    """The rows of files, a folder or a hub dataset, by split: a `Dataset`, an `IterableDataset`, or a dict of them.
+
+    Args:
+        path: files of one kind, a folder, or a name on the hub.
+        config: of a dataset that has several.
+        part: read only this, ``"train[:10%]"``, and return its rows without a dict.
+        where: ``data_dir`` and ``data_files`` of `datasets.load_dataset`.
+
+    Raises:
+        DataError: `path` can be read, but not by `part` or `where`.
+    """
+    datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
+    names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
+    saved = Path(names[0]).is_dir() and any(
+        (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
+    )
+    builder = _builder(names[0]) if Path(names[0]).is_file() else None
+    if (saved or builder) and where:
+        raise DataError(f"{path} is read whole; leave out {' and '.join(where)}")
+    if saved and part:
+        raise DataError(f"{path} was written by save_to_disk, which can only be read whole; name a split, not {part!r}")
+    if saved:
+        return datasets.load_from_disk(names[0])
+    if builder:
+        where = {"data_files": names}
+    return datasets.load_dataset(
+        builder or names[0], None if builder else config, streaming=streaming, split=part, **where
+    )
+
+
+def split_of(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:
+    """The rows of the split `name` of `source`; `DataError` naming `field`, the argument that chose it, without it."""
     if name not in splits:
         raise DataError(f"{source} has no split {name!r}; it has {', '.join(splits)}. Set {field}.")
     return splits[name]
-
-
-def _renamed(rows: Any, names: dict[str, str]) -> Any:
-    known = rows.column_names  # None: a stream with unknown columns
-    missing = [] if known is None else [name for name in names if name not in known]
-    taken = [new for old, new in names.items() if known is not None and new in known and new not in names]
-    if missing or taken:
-        said = f"there is no column {missing[0]!r}" if missing else f"there is a column {taken[0]!r} already"
-        raise DataError(f"rename_columns: {said}; the columns are {', '.join(known)}.")
-    return rows.rename_columns(names) if names else rows
 
 
 def _as_list(name: str | list[str] | None) -> list[str]:

@@ -77,8 +77,6 @@ for _names, _why in {
     "predict_with_generate=True in SFT",
     "RichProgressCallback": "posttrain.core has PrinterCallback and its own progress bar; set disable_tqdm to choose",
     "WeaveCallback": "records go to the trackers that report_to names, and to log.jsonl",
-    "DatasetMixtureConfig get_dataset": "pass a dict of datasets to posttrain.sft.SFTTrainer, with "
-    "dataset_weights; on the command line set dataset_mixture",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
