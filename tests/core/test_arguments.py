@@ -511,8 +511,10 @@ def test_old_flags_mean_what_the_argument_meant(config, words, name, expected):
     assert getattr(parse.configs([config], settings, problems)[0], name) == expected
 
 
-def test_a_run_of_no_epochs_trains_nothing(tmp_path):
+def test_a_run_of_no_epochs_trains_nothing(tmp_path, caplog):
     from tests.contract.trainers import TRAINERS, weights
+
+    caplog.set_level("INFO", logger="posttrain")
 
     trainer = TRAINERS["causal-lm"](tmp_path, num_train_epochs=0)
     before = {name: value.clone() for name, value in weights(trainer).items()}
@@ -520,6 +522,7 @@ def test_a_run_of_no_epochs_trains_nothing(tmp_path):
     assert output.global_step == 0
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
     assert "eval_loss" in trainer.evaluate()
+    assert "num_train_epochs=0: nothing is trained" in caplog.text and "checkpoint is of step" not in caplog.text
 
 
 def as_words(value: object) -> list[str]:

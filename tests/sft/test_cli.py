@@ -139,6 +139,12 @@ def test_a_run_is_started_again_from_its_record_and_compared(run_file, tmp_path,
     assert (elsewhere / "third" / "checkpoint-4").is_dir()
     assert "data: xxh128 was" in out and "the losses differ from optimizer step 1 on" in out
 
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    record["starts"][0]["directory"] = str(tmp_path / "gone")
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    assert main(["rerun", str(tmp_path / "out")]) == 2
+    assert f"the working directory of the run, {tmp_path / 'gone'}, is not there" in capsys.readouterr().err
+
 
 def test_a_run_of_a_program_is_not_started_again_but_shown(run_file, tmp_path, capsys):
     from posttrain.sft import SFTConfig, SFTTrainer

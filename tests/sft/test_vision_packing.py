@@ -212,3 +212,11 @@ def test_the_page_names_the_families_that_are_refused():
     }
     assert named.keys() == tiny_vision.FAMILIES.keys()
     assert {name for name, what in named.items() if what.startswith("refused")} == LEAKY.keys()
+
+
+def test_of_padded_rows_the_log_says_how_attention_goes_over_documents(tmp_path, caplog):
+    model, processor = tiny_vision.llava()
+    caplog.set_level("INFO", logger="posttrain")
+    args = SFTConfig(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    SFTTrainer(model, args, train_dataset=Dataset.from_list(rows()[:1]), processing_class=processor)
+    assert "Rows with images are padded" in caplog.text and "text alone" not in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.logging import run_record
 from tests import tiny
 from tests.contract.trainers import pad
@@ -38,6 +38,19 @@ def test_a_run_leaves_its_record_and_one_that_goes_on_adds_to_it(tmp_path):
     assert [start["from_step"] for start in run_record.read(tmp_path)["starts"]] == [0, 2]
     trained(tmp_path, overwrite_output_dir=True)
     assert [start["from_step"] for start in run_record.read(tmp_path)["starts"]] == [0]
+
+
+def test_a_run_needs_no_working_directory(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    trained(tmp_path / "before")  # what is imported on the way asks for it
+    gone.rmdir()
+    trained(tmp_path / "out")
+    (first,) = run_record.read(tmp_path / "out")["starts"]
+    assert first["directory"] is None
+    with pytest.raises(ConfigError, match="output_dir='out' is relative to the working directory, which has been del"):
+        trained("out")
 
 
 def test_no_secret_is_written_down(tmp_path, monkeypatch):

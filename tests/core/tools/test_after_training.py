@@ -219,7 +219,7 @@ def test_an_interrupted_generation_goes_on_where_it_was(base, tmp_path, monkeypa
     assert len(set(expected)) > 1
     generated(command("cut.jsonl"), monkeypatch, batches=2)
     part = tmp_path / "cut.jsonl.part"
-    assert "4 of 5 completions are in" in capsys.readouterr().out and not (tmp_path / "cut.jsonl").exists()
+    assert "Completions of 4 of 5 prompts are in" in capsys.readouterr().out and not (tmp_path / "cut.jsonl").exists()
     _, *lines = part.read_text(encoding="utf-8").splitlines(keepends=True)
     assert {(line := json.loads(text))["number"]: line["completion"] for text in lines} == {
         number: expected[number] for number in (3, 1, 4, 2)
@@ -264,6 +264,14 @@ def test_several_completions_need_a_temperature(base):
     torch.manual_seed(0)
     (found,) = generate.complete(model, tokenizer, ["a"], num_return=3, temperature=1.0, max_new_tokens=8)
     assert len(found) == 3 and len(set(found)) > 1
+
+
+def test_completions_are_counted_and_not_prompts(base, tmp_path, capsys):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
+    options = "--num_return 3 --temperature 1 --max_new_tokens 2 --device cpu".split()
+    assert main(["generate", base, str(source), str(target), *options]) == 0
+    assert f"6 completions of 2 prompts are in {target}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

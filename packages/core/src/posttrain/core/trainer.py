@@ -1088,7 +1088,9 @@ class Trainer(HFCompat):
                 "A callback asked to stop in on_train_begin: training ends at step %d, where it began.", step
             )
             return range(0)
-        if step >= plan.max_steps:
+        if step == plan.max_steps == 0:
+            logger.info("num_train_epochs=0: nothing is trained.")
+        elif step >= plan.max_steps:
             logger.warning(
                 "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
                 "larger max_steps or num_train_epochs.", step, plan.max_steps,

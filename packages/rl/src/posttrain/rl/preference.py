@@ -355,7 +355,7 @@ class PreferenceTrainer(Trainer):
             name = "shared_prefix" if args.shared_prefix else "padding_free"
             raise ValueError(f"{name}=True cannot be: {problem} Set {name}=False.")
         self._shared = problem is None and wanted
-        if problem:
+        if problem and wanted:
             logger.info("Prompts are not shared between completions: %s", problem)
         if self._shared or args.padding_free:
             for one in both:

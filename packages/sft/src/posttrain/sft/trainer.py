@@ -43,7 +43,7 @@ from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
-from posttrain.sft.vision_packing import images_leak, ready_rows, row_lengths
+from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -327,9 +327,9 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         packs = self.args.packing or self.args.eval_packing or self.args.padding_free
-        example = self._image_rows.vision.example() if self._image_rows is not None and packs else None
+        example = None if self._image_rows is None else self._image_rows.vision.example()
         with self.dist.autocast():  # kernels differ by precision
-            problem = varlen_attention.segments_problem(self.model, example)
+            problem = PADDED if example and not packs else varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False

@@ -23,6 +23,8 @@ from posttrain.sft.vision import PACKED, VisionCollator, VisionDraft, VisionPrep
 
 logger = logging.getLogger(__name__)
 
+PADDED = "Rows with images are padded. With packing=True it goes over each document alone."
+
 
 def row_lengths(dataset: Any, prepare: VisionPreparation) -> list[int]:
     """Tokens of each row of `dataset` as `prepare` makes batches of it, see `image_tokens.row_lengths`."""

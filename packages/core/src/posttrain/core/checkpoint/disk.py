@@ -69,7 +69,10 @@ def folder_problem(path: str | Path) -> str | None:
 
     Tests it by creating and removing an empty folder, because permissions do not show a read-only disk.
     """
-    directory = Path(path).absolute()
+    try:
+        directory = Path(path).absolute()
+    except FileNotFoundError:
+        return "is relative to the working directory, which has been deleted: change into another one"
     while not os.path.lexists(directory) and directory != directory.parent:
         directory = directory.parent
     if not directory.is_dir():

@@ -101,17 +101,33 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": step,
         "command": masked_words(sys.orig_argv),
-        "directory": os.getcwd(),
+        "directory": _directory(),
         "asked": _asked.get(),
         "processes": args.world_size,
         "arguments": json.loads(args.to_json_string()),
         "changed": changed(args),
         "model": None if model is None else of_model(model),
         "data": of_rows(rows),
-        "code": code(str(Path(sys.argv[0]).resolve().parent) if sys.argv[0] else os.getcwd()),
+        "code": code(_folder_of_program()),
         "packages": packages(),
         "hardware": hardware(),
     }
+
+
+def _directory() -> str | None:
+    """The working directory; None where it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _folder_of_program() -> str:
+    """Where the program lies, or the working directory where there is none; empty where that has been deleted."""
+    directory = _directory()
+    if sys.argv[0] and (directory is not None or os.path.isabs(sys.argv[0])):
+        return str(Path(sys.argv[0]).resolve().parent)
+    return directory or ""
 
 
 def add_end(folder: Path, facts: dict[str, Any]) -> None:

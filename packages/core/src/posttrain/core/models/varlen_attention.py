@@ -73,8 +73,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
         return "The model is compiled, and would be compiled anew for each batch."
-    if config.is_encoder_decoder or (text_part(base) is not base and example is None):
-        return f"{name} does not read one row of text alone."
+    if problem := reading_problem(base, example):
+        return problem
     if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
@@ -96,6 +96,19 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         else:
             tried[key] = _try(unwrap(model), base, _texts(base) if example is None else _prompts(base, example))
     return tried[key]
+
+
+def reading_problem(base: nn.Module, example: ImageExample | None = None) -> str | None:
+    """Why `base` cannot be tried on one row of text, or of text with images like those of `example`, as a sentence.
+
+    None if it can.
+    """
+    name = type(base).__name__
+    if base.config.is_encoder_decoder:
+        return f"{name} reads two rows, one in its encoder and one in its decoder."
+    if text_part(base) is not base and example is None:
+        return f"{name} sees images, and on such a model rows of text alone are not tried."
+    return None
 
 
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()

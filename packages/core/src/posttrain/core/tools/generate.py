@@ -60,14 +60,16 @@ def run(words: list[str]) -> int | None:
             for batch in in_batches(model, tokenizer, [prompt for prompt, _ in rows], done=kept.found, **given):
                 bar.update(kept.add(batch))
         except KeyboardInterrupt:
-            print(f"{len(kept.found)} of {len(rows)} completions are in {kept.path}; the same command goes on.")
+            print(
+                f"Completions of {len(kept.found)} of {len(rows)} prompts are in {kept.path}; the same command goes on."
+            )
             return 130
     lines = (row | {"completion": kept.found[number]} for number, (_, row) in enumerate(rows))
     whole = Path(f"{target}.whole")
     whole.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     os.replace(whole, target)  # a file that is there is whole
     kept.path.unlink(missing_ok=True)
-    print(f"{len(rows)} completions are in {target}.")
+    print(f"{len(rows) * given.get('num_return', 1)} completions of {len(rows)} prompts are in {target}.")
     return None
 
 
@@ -111,10 +113,10 @@ class KeptCompletions:
         self._beginning = text or (json.dumps(head) + "\n").encode()  # written with the first batch
         self.found: dict[int, Any] = {line["number"]: line["completion"] for line in lines}
         if self.found:
-            print(f"{len(self.found)} completions are in {self.path} already.")
+            print(f"Completions of {len(self.found)} prompts are in {self.path} already.")
 
     def add(self, batch: Mapping[int, Any]) -> int:
-        """Keep the completions of a batch by their numbers; how many of them are new."""
+        """Keep the completions of a batch by the numbers of their prompts; of how many prompts they are new."""
         new = {number: completion for number, completion in batch.items() if number not in self.found}
         if self._beginning:
             self.path.parent.mkdir(parents=True, exist_ok=True)

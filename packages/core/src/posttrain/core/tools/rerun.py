@@ -49,8 +49,9 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
         raise ConfigError(
             "rerun",
             [
-                f"the run was started by another program, which sets its own output folder: in {first['directory']}, "
-                f"with another output folder, run: {shlex.join(first['command'])}"
+                "the run was started by another program, which sets its own output folder: "
+                f"in {first['directory'] or 'any folder'}, with another output folder, run: "
+                f"{shlex.join(first['command'])}"
             ],
         )
     folder = Path(folders[0]).resolve()
@@ -63,7 +64,11 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     if "output_dir" in flags:
         flags["output_dir"].value = str(Path(flags["output_dir"].value).resolve())
     settings |= flags
-    os.chdir(first["directory"])
+    if (directory := first["directory"]) is not None:  # None: it had been deleted when the run began
+        if not Path(directory).is_dir():
+            problem = f"the working directory of the run, {directory}, is not there, from which it looked for its files"
+            raise ConfigError("rerun", [problem])
+        os.chdir(directory)
     train(registry.method(first["asked"]["method"]), settings, problems)
     if environment.rank() == 0:  # which has written the record and the log
         for line in compare(folder, Path(settings["output_dir"].value)):

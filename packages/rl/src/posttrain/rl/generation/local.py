@@ -23,7 +23,7 @@ from posttrain.core.data.vision import join_tensors
 from posttrain.core.models.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.core.models.lm_head import packed_head
 from posttrain.core.models.router_replay import Recorder
-from posttrain.core.models.varlen_attention import LAYER_TYPES
+from posttrain.core.models.varlen_attention import LAYER_TYPES, reading_problem
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
@@ -376,8 +376,8 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         return f"{name} is no model of transformers, whose attention can be replaced."
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
         return f"{name} overrides generate."
-    if config.is_encoder_decoder or (text_part(base) is not base and example is None):
-        return f"{name} does not read one row of text alone."
+    if problem := reading_problem(base, example):
+        return problem
     if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
     parameter = next(base.parameters())
