@@ -467,6 +467,51 @@ def test_a_finished_run_is_not_trained_further(tmp_path):
     assert all(torch.equal(value, expected[key]) for key, value in weights(again).items())
 
 
+class Heard(TrainerCallback):
+    """Lists the events of epochs, evaluations and saves."""
+
+    def __init__(self):
+        self.events = []
+        for event in ("on_epoch_begin", "on_epoch_end", "on_evaluate", "on_save"):
+            setattr(self, event, lambda *args, event=event, **kwargs: self.events.append(event))
+
+
+LAST = ["on_epoch_begin", "on_epoch_end", "on_evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("how", "at"), [({"max_steps": 5}, 1.25), ({"max_duration": "250tok"}, 0.75), ({"max_steps": 4}, 1)]
+)
+@pytest.mark.parametrize(("save", "left"), [("epoch", []), ("best", []), ("steps", LAST)])
+def test_a_finished_run_that_is_resumed_does_and_logs_nothing_twice(save, left, how, at, tmp_path):
+    """Also where it ended inside an epoch. A checkpoint of the last step alone stands before the end of the epoch."""
+    changes = dict(save_strategy=save, save_steps=100, eval_strategy="epoch", per_device_train_batch_size=6)
+    changes |= dict(metric_for_best_model="loss", logging_steps=3, **how)
+    first = TRAINERS["causal-lm"](tmp_path, **changes)
+    first.train()
+    assert first.state.epoch == at
+    heard = Heard()
+    again = TRAINERS["causal-lm"](tmp_path, callbacks=[heard], **changes)
+    again.train(resume_from_checkpoint=True)
+    assert heard.events == left
+    assert log_of(again) == log_of(first)
+    assert [record["epoch"] for record in log_of(again) if "eval_loss" in record][-1] == at
+
+
+def test_an_evaluation_at_the_end_of_a_run_that_a_signal_broke_off_is_made_once(tmp_path):
+    changes = dict(save_strategy="epoch", eval_strategy="epoch", per_device_train_batch_size=6, max_steps=5)
+    straight = TRAINERS["causal-lm"](tmp_path / "straight", **changes)
+    straight.train()
+    stop = At("on_prediction_step", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        TRAINERS["causal-lm"](tmp_path / "cut", callbacks=[stop], **changes).train()
+    heard = Heard()
+    resumed = TRAINERS["causal-lm"](tmp_path / "cut", callbacks=[heard], **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert heard.events == ["on_evaluate", "on_save"]
+    assert_same_run(resumed, straight)
+
+
 CHILD = """
 import os, signal, sys
 from tests.contract.test_resume import ARGS, Stop

@@ -313,7 +313,7 @@ class Trainer(HFCompat):
                         break
                 self._end_epoch(plan, model, trial)
                 self._log_evaluate_save(model, trial, ignore_keys_for_eval)
-                if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
+                if self.control.should_training_stop or self._is_over(plan):
                     break
         return self._finish()
 
@@ -1088,6 +1088,8 @@ class Trainer(HFCompat):
                 "A callback asked to stop in on_train_begin: training ends at step %d, where it began.", step
             )
             return range(0)
+        if not self._is_over(plan):
+            return epochs
         if step == plan.max_steps == 0:
             logger.info("num_train_epochs=0: nothing is trained.")
         elif step >= plan.max_steps:
@@ -1095,13 +1097,19 @@ class Trainer(HFCompat):
                 "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
                 "larger max_steps or num_train_epochs.", step, plan.max_steps,
             )  # fmt: skip
-        elif (seen := self.state.num_input_tokens_seen) >= self.args.max_tokens:
+        else:
             logger.warning(
                 "The checkpoint has read %d tokens and the run ends with max_duration=%r: nothing is left to train. To "
-                "train on, set a larger max_duration.", seen, self.args.max_duration,
+                "train on, set a larger max_duration.", self.state.num_input_tokens_seen, self.args.max_duration,
             )  # fmt: skip
-            return range(0)
-        return epochs
+        self.control.should_training_stop = True
+        # Saved with the last step, the checkpoint stands before what callbacks ask for at the end of the epoch.
+        return range(0) if self.run.progress.ended_at == step else epochs
+
+    def _is_over(self, plan: Plan) -> bool:
+        """Whether the run has made its optimizer steps, or has read its tokens."""
+        state = self.state
+        return state.global_step >= plan.max_steps or state.num_input_tokens_seen >= self.args.max_tokens
 
     # ------------------------------------------------------------------------------------------------ a run: a step
 
@@ -1254,9 +1262,9 @@ class Trainer(HFCompat):
         self._agree()
 
     def _end_epoch(self, plan: Plan, model: nn.Module, trial: Any) -> None:
-        progress, is_over = self.run.progress, self.state.global_step >= plan.max_steps
+        progress, is_over = self.run.progress, self._is_over(plan)
         has_rest = self.run.is_inside_epoch and not self.control.should_epoch_stop
-        # Stopped by a callback, or ended by max_steps: a resumed run trains the rest of the epoch.
+        # Stopped by a callback, or at the end of the run: a resumed one trains the rest of the epoch.
         is_left, is_cut = has_rest and self.control.should_training_stop and not is_over, has_rest and is_over
         if progress.batches == 0 and not is_over and not self.control.should_training_stop:
             if self.state.global_step == 0:
@@ -1266,6 +1274,8 @@ class Trainer(HFCompat):
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
+        if is_over:
+            progress.ended_at = self.state.global_step
         if not is_left and not (is_cut and progress.batches > 0):
             progress.epoch_ended, progress.batches = True, 0
             self.run.loader.set_epoch(progress.epoch + 1)

@@ -75,6 +75,7 @@ class Progress:
         batches: micro-batches that this process drew in this pass.
         loss_sum, loss_count: of the steps whose losses were already logged.
         last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
+        ended_at: the step with which the run ended, once what callbacks ask for at an epoch's end is asked for; 0: none.
     """
 
     epoch: int = 0
@@ -85,6 +86,7 @@ class Progress:
     last_logged: int = 0
     grad_norm: float | torch.Tensor = 0.0
     learning_rate: float = 0.0
+    ended_at: int = 0
 
     def add_losses(self, total: float, count: float) -> None:
         """Add the losses of a record to those of the run, unless their sum is not finite."""
