@@ -238,6 +238,14 @@ def test_sums_are_dealt_so_that_means_stay():
     assert one["metrics"]["loss"] == (5.0, 2.0) and one["loader"] == states[0]["loader"]
 
 
+def test_extremes_stay_those_of_all_processes():
+    states = [rank_state(4.0, 2, 0), rank_state(6.0, 2, 1)]
+    states[0]["metrics"]["low"], states[1]["metrics"]["low"] = (3.0, "min"), (-1.0, "min")
+    states[1]["metrics"]["high"] = (9.0, "max")
+    one = elastic.dealt(states, 0, 1)["metrics"]
+    assert one["low"] == (-1.0, "min") and one["high"] == (9.0, "max")
+
+
 def test_shards_of_a_stream_fit_no_other_number():
     states = [rank_state(1.0, 1, rank, dataset={"shard": rank}) for rank in (0, 1)]
     with pytest.raises(CheckpointError, match="Resume with 2 processes"):

@@ -559,6 +559,22 @@ def test_a_rollout_function_takes_the_place_of_generation(tmp_path):
     assert logged(run, "reward") == [1.5, 1.5] and logged(run, "completions/mean_length") == [1, 1]
 
 
+def test_the_extreme_lengths_of_a_record_are_those_of_all_its_rollouts(tmp_path):
+    rollouts = [("a", "b", "she", "fg"), ("efghi", "jk", "a lion", "zx")]
+
+    class Changing(Scripted):
+        def generate(self, prompts, n, sampling, seeds):
+            self.texts = rollouts[len(self.calls)]
+            return super().generate(prompts, n, sampling, seeds)
+
+    run = trainer(tmp_path, max_steps=2, logging_steps=2, options={"generator": Changing()})
+    run.train()
+    first, second = ([len(run.processing_class(text)["input_ids"]) for text in texts] for texts in rollouts)
+    assert min(first) < min(second) and max(first) < max(second), "means of extremes would show"
+    assert logged(run, "completions/min_length") == [min(first)] == logged(run, "completions/min_terminated_length")
+    assert logged(run, "completions/max_length") == [max(second)] == logged(run, "completions/max_terminated_length")
+
+
 # ------------------------------------------------------------------------------------------------ telling and judging
 
 

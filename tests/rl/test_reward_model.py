@@ -50,6 +50,25 @@ def test_pairs_are_learned(lora, tmp_path):
     assert predicted.predictions.shape == (16, 2)
 
 
+@pytest.mark.parametrize("split", [{"per_device_train_batch_size": 8}, {"gradient_accumulation_steps": 4}, {}], ids=str)
+def test_the_extreme_rewards_of_a_record_are_those_of_all_its_rows(split, tmp_path):
+    split = {
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1 if split else 4,
+        "max_steps": 1 if split else 4,
+    } | split
+    args = arguments(RewardConfig, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3, **split)
+    rows = preference_rows(8)
+    trainer = RewardTrainer(tiny.reward_model(), args, train_dataset=rows, eval_dataset=rows,
+                            processing_class=tiny.tokenizer())  # fmt: skip
+    rewards = torch.from_numpy(trainer.predict(rows).predictions)
+    trainer.train()
+    record, evaluated = trainer.state.log_history[0], trainer.evaluate()
+    for logged in (record, {name.removeprefix("eval_"): value for name, value in evaluated.items()}):
+        assert logged["min_reward"] == pytest.approx(rewards.min().item(), abs=1e-6)
+        assert logged["max_reward"] == pytest.approx(rewards.max().item(), abs=1e-6)
+
+
 def test_a_margin_of_each_pair_is_read(tmp_path):
     rows = [row | {"margin": float(i % 3)} for i, row in enumerate(preference_rows(4))]
     args = arguments(RewardConfig, tmp_path)

@@ -141,11 +141,7 @@ class Job:
 
     def log_into(self, metrics: Metrics, clock: Clock) -> None:
         """Add what was logged."""
-        for name, (total, count) in self.metrics.state_dict().items():
-            if isinstance(count, str):
-                metrics.add_extreme(name, total, count)
-            else:
-                metrics.add_sum(name, total, count)
+        metrics.update(self.metrics.state_dict())
         for phase, seconds in self.clock.phases.items():
             clock.add(phase, seconds)
 

@@ -70,16 +70,14 @@ class Summary:
         return sum(self.prompt_lengths) + sum(self.lengths)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
-        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions; unknown ones are
-        left out. Standard deviations are over all completions.
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions, without their
+        `extremes`; unknown ones are left out. Standard deviations are over all completions.
         """
         total = total_rewards(self.rewards, weights)
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.finished)
         found = {
             "completions/mean_length": lengths.mean(),
-            "completions/min_length": lengths.min(),
-            "completions/max_length": lengths.max(),
             "completions/clipped_ratio": 1 - ended.float().mean(),
         }
         if names:
@@ -99,8 +97,6 @@ class Summary:
         done = lengths[ended]
         if len(done):
             found["completions/mean_terminated_length"] = done.mean()
-            found["completions/min_terminated_length"] = done.min()
-            found["completions/max_terminated_length"] = done.max()
         numbers = {name: value.item() for name, value in found.items()}
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
@@ -131,7 +127,7 @@ class Summary:
         return found
 
     def extremes(self) -> dict[str, tuple[float, str]]:
-        """(value, "min" or "max") of the extreme lengths in an evaluation."""
+        """(value, "min" or "max") of the extreme lengths: ``completions/min_length`` ..."""
         found: dict[str, tuple[float, str]] = {}
         for part, lengths in (("", self.lengths), ("terminated_", self._ended_lengths())):
             if lengths:

@@ -216,8 +216,8 @@ class RewardTrainer(ReferenceFreeTrainer):
         self.metrics.add_sum("mean_reward", rewards.mean(1).sum(), pairs)
         self.metrics.add_sum("accuracy", (differences > 0).sum(), pairs)
         self.metrics.add_sum("margin", differences.sum(), pairs)
-        self.metrics.add_sum("min_reward", rewards.min() * pairs, pairs)
-        self.metrics.add_sum("max_reward", rewards.max() * pairs, pairs)
+        self.metrics.add_extreme("min_reward", rewards.min(), "min")
+        self.metrics.add_extreme("max_reward", rewards.max(), "max")
 
 
 def _check_margins(dataset: Any, name: str) -> None:

@@ -589,6 +589,7 @@ class RolloutTrainer(Trainer):
             metrics = everyone.metrics(self.reward_func_names, self.rewards.weights, self.num_generations)
             for name, value in metrics.items():
                 self.log_metric(name, value)
+            self.metrics.update(everyone.extremes())
         advantages = advantages[self.layout.numbers(self.dist.rank)]
         if self._background is not None:
             asynchronous.log_staleness(self.metrics, rollout, self.state.global_step)
@@ -913,10 +914,8 @@ class RolloutTrainer(Trainer):
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         size, weights = self.num_generations_eval, self.rewards.weights
         summary = records.Summary.of(samples, scores)
-        for name, pair in summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold).items():
-            self.metrics.add_sum(name, *pair)
-        for name, (value, which) in summary.extremes().items():
-            self.metrics.add_extreme(name, value, which)
+        self.metrics.update(summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold))
+        self.metrics.update(summary.extremes())
         rollout = self._rollout_of(samples)
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])

@@ -17,6 +17,7 @@ from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.rng import rng_state, set_rng_state
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError
+from posttrain.core.logging.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
 def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """The trainer state of one process, merged from those of all earlier processes.
 
-    Metrics are summed and given to the first; the data position is counted in rows and equal in all.
+    Metrics are joined and given to the first; the data position is counted in rows and equal in all.
 
     Raises:
         CheckpointError: each process read its own shards of a stream.
@@ -84,11 +85,10 @@ def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str,
             f"Each of {before} processes read its own shards of the stream, so its position fits no other number. "
             f"Resume with {before} processes, or set ignore_data_skip=True to restart the epoch's data."
         )
-    metrics: dict[str, tuple[float, float]] = {}
+    everyone = Metrics()
     for state in states:
-        for name, (total, count) in state["metrics"].items():
-            sums = metrics.get(name, (0, 0))
-            metrics[name] = (sums[0] + total, sums[1] + count)
+        everyone.update(state["metrics"])
+    metrics: dict[str, Any] = everyone.state_dict()
     # A step's loss is the mean over processes of their shares times their number, so the weight of a step must stay the
     # same.
     share = world_size / before

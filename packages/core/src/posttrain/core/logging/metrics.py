@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,14 @@ class Metrics:
             raise ValueError(f"The metric {name!r} is a {known} and cannot be a {which} too.")
         self._extremes[name] = (_further(before, value, which), which)
 
+    def update(self, state: Mapping[str, tuple[Any, Any]]) -> None:
+        """Take in the sums and extremes of others, as `state_dict` gives them."""
+        for name, (total, count) in state.items():
+            if isinstance(count, str):
+                self.add_extreme(name, total, count)
+            else:
+                self.add_sum(name, total, count)
+
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
         return _number(self._pairs.get(name, (0, 0))[0])
@@ -81,16 +89,11 @@ class Metrics:
         self._pairs = {name: pair for name, pair in self._pairs.items() if name not in taken}
         extremes = {name: pair for name, pair in self._extremes.items() if only is None or name in only}
         self._extremes = {name: pair for name, pair in self._extremes.items() if name not in extremes}
-        merged: dict[str, tuple[float, float]] = {}
+        everyone = Metrics()
         for part in gather(_plain(taken) | _plain(extremes)):
-            for name, (total, count) in part.items():
-                if isinstance(count, str):
-                    if not math.isnan(total):
-                        merged[name] = (_further(merged.get(name, (total, 1))[0], total, count), 1)
-                    continue
-                before, number = merged.get(name, (0, 0))
-                merged[name] = (before + total, number + count)
-        return merged
+            everyone.update(part)
+        found = {name: (value, 1) for name, (value, _) in everyone._extremes.items() if not math.isnan(value)}
+        return everyone._pairs | found
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same type, so that a resumed sum continues bit for bit.
