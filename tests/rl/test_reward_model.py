@@ -50,14 +50,12 @@ def test_pairs_are_learned(lora, tmp_path):
     assert predicted.predictions.shape == (16, 2)
 
 
-@pytest.mark.parametrize("split", [{"per_device_train_batch_size": 8}, {"gradient_accumulation_steps": 4}, {}], ids=str)
-def test_the_extreme_rewards_of_a_record_are_those_of_all_its_rows(split, tmp_path):
-    split = {
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1 if split else 4,
-        "max_steps": 1 if split else 4,
-    } | split
-    args = arguments(RewardConfig, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3, **split)
+@pytest.mark.parametrize(("rows_at_once", "accumulation", "steps"), [(8, 1, 1), (2, 4, 1), (2, 1, 4)])
+def test_the_extreme_rewards_of_a_record_are_those_of_all_its_rows(rows_at_once, accumulation, steps, tmp_path):
+    args = arguments(
+        RewardConfig, tmp_path, learning_rate=0.0, per_device_train_batch_size=rows_at_once, max_steps=steps,
+        gradient_accumulation_steps=accumulation, logging_steps=steps, per_device_eval_batch_size=3,
+    )  # fmt: skip
     rows = preference_rows(8)
     trainer = RewardTrainer(tiny.reward_model(), args, train_dataset=rows, eval_dataset=rows,
                             processing_class=tiny.tokenizer())  # fmt: skip

@@ -75,7 +75,7 @@ class Progress:
         batches: micro-batches that this process drew in this pass.
         loss_sum, loss_count: of the steps whose losses were already logged.
         last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
-        ended_at: the step with which the run ended, once what callbacks ask for at an epoch's end is asked for; 0: none.
+        ended_at: the step with which the run ended, once callbacks were asked what to do at its end; 0: none.
     """
 
     epoch: int = 0
