@@ -206,7 +206,12 @@ def test_a_file_that_is_no_settings_is_said_to_be_so(recorder, capsys, tmp_path,
 
 
 def test_an_unknown_method_suggests_the_nearest(recorder, capsys):
-    assert refused(capsys, "tech") == ["posttrain tech: unknown method 'tech', did you mean 'teach'? (known: teach)"]
+    (said,) = refused(capsys, "tech")
+    assert said.startswith("posttrain tech: unknown method or command 'tech', did you mean 'teach'? (methods: teach; ")
+    (said,) = refused(capsys, "generat")
+    assert "did you mean 'generate'?" in said and "commands: new, launch, " in said
+    (said,) = refused(capsys, "plan", "tech")
+    assert said == "posttrain plan: unknown method 'tech', did you mean 'teach'? (methods: teach)"
     assert refused(capsys, "--seed", "1") == ["posttrain --seed: the method comes first, before --seed"]
 
 
@@ -271,7 +276,10 @@ def test_a_smoke_run_is_short_and_keeps_nothing(recorder, capsys, tmp_path):
     assert (resumed.max_steps, resumed.resume_from_checkpoint, resumed.output_dir) == (3, "true", "real-smoke")
     assert (config.output_dir, config.eval_strategy, config.load_best_model_at_end) == ("real-smoke", "steps", True)
     assert run.data.max_rows == 32
-    assert "smoke run passed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "for a third one.\nThe smoke run passed: data, model, training, evaluation, a checkpoint" in out
+    teach(recorder, "--smoke")
+    assert "The smoke run passed: data, model, training, a checkpoint" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

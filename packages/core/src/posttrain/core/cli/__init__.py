@@ -112,7 +112,7 @@ def _run_method(name: str, words: list[str]) -> int:
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
-    method = registry.method(name)
+    method = registry.method(name, others=COMMANDS)
     if {"-h", "--help"} & set(words):
         print(help.of_method(method, _classes(method)))
         return 0
@@ -171,14 +171,16 @@ def _smoke(method: Any, run: Any) -> None:
     run.config = dataclasses.replace(run.config, output_dir=str(folder), max_duration=duration, **SMOKE, **evaluate)
     run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
     try:
-        for changes in ({}, SMOKE_RESUME):
-            again = dataclasses.replace(run, config=dataclasses.replace(run.config, **changes))
-            method.run(again)
+        method.run(run)
+        if run.config.process_index == 0:
+            print("Two optimizer steps are made. Now the run is resumed from their checkpoint, for a third one.")
+        method.run(dataclasses.replace(run, config=dataclasses.replace(run.config, **SMOKE_RESUME)))
     finally:
         if run.config.process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if run.config.process_index == 0:
+        evaluation = "evaluation, " if evaluate else ""
         print(
-            "The smoke run passed: data, model, training, evaluation, a checkpoint, resuming from it and reading the "
+            f"The smoke run passed: data, model, training, {evaluation}a checkpoint, resuming from it and reading the "
             "saved model back work. Nothing was kept."
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -81,11 +81,18 @@ def methods() -> dict[str, Method]:
     return found
 
 
-def method(name: str) -> Method:
-    """The method called `name`; `ConfigError` with the nearest name if there is none."""
+def method(name: str, others: Iterable[str] = ()) -> Method:
+    """The method called `name`; `ConfigError` with the nearest name if there is none.
+
+    Args:
+        others: what else could have been meant, the commands of the command line.
+    """
     if name not in methods():
-        known = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one"
-        raise ConfigError("posttrain", [f"unknown method {name!r}{did_you_mean(name, methods())} (known: {known})"])
+        known, what = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one", "unknown method"
+        near = did_you_mean(name, [*methods(), *others])
+        if others:
+            known, what = f"{known}; commands: {', '.join(others)}", "unknown method or command"
+        raise ConfigError("posttrain", [f"{what} {name!r}{near} (methods: {known})"])
     return methods()[name]
 
 
