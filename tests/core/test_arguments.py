@@ -578,6 +578,10 @@ def test_one_process_is_the_main_one():
     args = TrainingArguments(use_cpu=True)
     assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
     assert (args.n_gpu, args.device, args.parallel_mode) == (0, torch.device("cpu"), "not_parallel")
+    args._n_gpu = 1  # so scripts keep transformers' trainer to one GPU
+    assert args._n_gpu == 0 and not any("n_gpu" in name for name in args.to_dict())
+    with pytest.raises(ValueError, match="_n_gpu=2: a process never drives more than one .*--nproc-per-node 2"):
+        args._n_gpu = 2
     assert args.should_save and args.should_log and args.place_model_on_device is None
     assert (args.train_batch_size, args.eval_batch_size, args.ddp_timeout_delta.total_seconds()) == (8, 8, 1800)
     with args.main_process_first(desc="nothing"):

@@ -7,11 +7,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig
 
-from posttrain.core import TrainingArguments
+import posttrain.core
+from posttrain.core import DataCollatorForLanguageModeling, TrainingArguments
 from posttrain.core.errors import ConfigError
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
@@ -595,3 +597,20 @@ def test_arguments_of_the_first_versions_are_taken_with_a_word(tmp_path):
             neftune_noise_alpha=5, num_of_sequences=1024, chars_per_token=3.6, infinite=True, dataset_batch_size=1000,
         )  # fmt: skip
     assert trainer.args.neftune_noise_alpha == 5
+
+
+@pytest.mark.parametrize("rows", [COMPLETIONS, CHATS, TEXTS], ids=["completions", "chats", "texts"])
+def test_a_collator_for_language_modeling_trains_on_what_the_trainers_own_trains_on(rows, tmp_path):
+    own, given = (make(tmp_path, rows, completion_only_loss=None, assistant_only_loss=rows is CHATS) for _ in "12")
+    given.data_collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    own.train(), given.train()
+    losses = [[record["loss"] for record in each.state.log_history if "loss" in record] for each in (own, given)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and len(losses[0]) == 2
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+@pytest.mark.parametrize("collators", [posttrain.core, transformers], ids=lambda module: module.__name__)
+def test_a_collator_that_leaves_out_where_texts_begin_is_refused_for_packed_rows(collators, name, tmp_path):
+    collator = collators.DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    with pytest.raises(ValueError, match=f"{name}=True puts several texts into a row, and DataCollatorForLanguageMo"):
+        SFTTrainer(tiny.causal_lm(), config(tmp_path, **{name: True}), collator, TEXTS)

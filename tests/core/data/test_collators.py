@@ -114,6 +114,21 @@ def test_causal_labels_keep_an_eos_that_is_also_the_pad_token():
     assert DataCollatorForLanguageModeling(same, mlm=False)([[5, 6], [7]])["labels"].tolist() == [[5, 6], [7, -100]]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_causal_labels_of_a_row_are_kept_where_there_is_one_for_each_token(side):
+    import copy
+
+    tok = copy.deepcopy(tokenizer())
+    tok.padding_side = side
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 9]}, {"input_ids": [8, 9], "labels": torch.tensor([-100, 9])}]
+    batch = DataCollatorForLanguageModeling(tok, mlm=False, pad_to_multiple_of=4)(rows)
+    filled = [[-100, 6, 9, -100], [-100, 9, -100, -100]] if side == "right" else [[-100, -100, 6, 9], [-100] * 3 + [9]]
+    assert batch["labels"].tolist() == filled
+    classes = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7, 8], "labels": [1]}, {"input_ids": [9]}]
+    labels = DataCollatorForLanguageModeling(tok, mlm=False)(classes)["labels"].tolist()
+    assert labels == [[5, 6], [7, 8], [9, -100] if side == "right" else [-100, 9]]
+
+
 def test_masked_labels_are_the_shares_that_were_asked_for(masking_tok):
     mask, size = masking_tok.mask_token_id, 200
     rows = [{"input_ids": [1] + [9] * size}, {"input_ids": [1] + [9] * (size - 50)}] * 30

@@ -397,6 +397,19 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return int(self.device.type != "cpu")
 
     @property
+    def _n_gpu(self) -> int:
+        """What scripts for transformers' trainer call `n_gpu`."""
+        return self.n_gpu
+
+    @_n_gpu.setter
+    def _n_gpu(self, number: int) -> None:
+        if number > 1:
+            raise ValueError(
+                f"_n_gpu={number}: a process never drives more than one accelerator. Leave it out, and start "
+                f"{number} processes (torchrun --nproc-per-node {number})."
+            )
+
+    @property
     def parallel_mode(self) -> Choice:
         """``"distributed"`` in a run of several processes, else ``"not_parallel"``."""
         return Choice("distributed" if self.world_size > 1 else "not_parallel")

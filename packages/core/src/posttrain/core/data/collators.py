@@ -280,7 +280,8 @@ class DataCollatorForLanguageModeling:
     tokens is predicted; of these `mask_replace_prob` are shown as the mask token, `random_replace_prob` as a random
     one, the others unchanged. Special tokens are never chosen.
 
-    Causal: labels are the inputs, -100 where the attention mask is 0. An eos that is also the pad token stays a label.
+    Causal: labels are those of a row, one for each token (as `posttrain.sft.SFTTrainer` makes them, -100 at a prompt),
+    or else its inputs; -100 where the attention mask is 0. An eos that is also the pad token stays a label.
 
     Args:
         tokenizer: pads; masked modeling needs its ``mask_token``.
@@ -326,7 +327,7 @@ class DataCollatorForLanguageModeling:
     def torch_call(self, features: list[Any]) -> Batch:
         """The batch as torch tensors; subclasses override it."""
         rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
-        rows = [{key: value for key, value in row.items() if key != "labels"} for row in rows]
+        given = [row.pop("labels", None) for row in rows]
         offsets = [row.pop("offset_mapping", None) for row in rows]
         had_mask = "attention_mask" in rows[0]
         for row in rows:  # this mask separates padding from eos, so it is added if a row has none
@@ -343,7 +344,10 @@ class DataCollatorForLanguageModeling:
                 batch["input_ids"], special_tokens_mask=special, **words
             )
         else:
-            batch["labels"] = batch["input_ids"].masked_fill(padding, IGNORE_INDEX)
+            ids = [row["input_ids"] for row in rows]
+            labels = [own if np.shape(own) == np.shape(row) else row for own, row in zip(given, ids, strict=True)]
+            side, length = self.tokenizer.padding_side, batch["input_ids"].shape[1]
+            batch["labels"] = pad_rows(labels, IGNORE_INDEX, side, length).masked_fill(padding, IGNORE_INDEX)
         return batch
 
     def torch_mask_tokens(
