@@ -600,3 +600,13 @@ def test_a_model_given_by_name_has_the_attention_that_was_asked_for(implementati
     assert trainer.model.config._attn_implementation == implementation
     assert trainer.ref_model.config._attn_implementation == implementation
     assert math.isfinite(logs(trainer)[-1]["loss"])
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padding_free", "padded"])
+def test_rows_are_measured_as_they_are_read(layout, tmp_path):
+    layouts = {"shared_prefix": layout == "shared_prefix", "padding_free": layout == "padding_free"}
+    it = make(tmp_path, max_batch_tokens=100, **layouts)
+    alone = [it.data_collator([it.train_dataset[i]])["input_ids"].numel() for i in range(len(ROWS))]
+    assert it.row_lengths(it.train_dataset) == alone and min(alone) < max(alone)
+    sizes = [batch["input_ids"].numel() for batch in it.get_train_dataloader()]
+    assert max(sizes) <= 100 and sum(sizes) >= sum(alone)

@@ -1,5 +1,7 @@
 """KTO: eq. 8 by hand, one point of reference for a whole update, and what a run needs."""
 
+import re
+
 import pytest
 import torch
 
@@ -39,6 +41,53 @@ def test_an_untrained_policy_loses_one_half_a_row(tmp_path):
     assert metrics["eval_loss"] == pytest.approx(0.5, abs=1e-6)
     assert metrics["eval_kl"] == pytest.approx(0, abs=1e-5)
     assert metrics["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padding_free", "padded"])
+@pytest.mark.parametrize(("loss", "longest"), [("kto", 512), ("kto", 14), ("apo_zero_unpaired", 512)])
+def test_rows_are_measured_as_they_are_read_with_the_completion_that_is_lent_to_them(loss, longest, layout, tmp_path):
+    layouts = {"shared_prefix": layout == "shared_prefix", "padding_free": layout == "padding_free"}
+    it = preference(KTOTrainer)(
+        tmp_path, loss_type=loss, max_length=longest, train_sampling_strategy="group_by_length", **layouts
+    )
+    alone = [it.data_collator([it.train_dataset[i]]) for i in range(len(it.train_dataset))]
+    read = [batch["input_ids"].numel() + (batch["kl"]["input_ids"].numel() if "kl" in batch else 0) for batch in alone]
+    assert it.row_lengths(it.train_dataset) == read and min(read) < max(read)
+    assert len(list(it.get_train_dataloader())) > 1
+
+
+def labelled(labels):
+    rows = preference_rows(len(labels))
+    return [{"prompt": r["prompt"], "completion": r["chosen"], "label": v} for r, v in zip(rows, labels, strict=True)]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["given", "left over"])
+@pytest.mark.parametrize(("label", "words"), [
+    (True, "all 5 rows are good .label=True. and none is bad.*Add rows with label=False.*SFTTrainer"),
+    (False, "all 5 rows are bad .label=False. and none is good. KTO then only lowers"),
+])  # fmt: skip
+def test_rows_of_one_kind_alone_are_warned_of_once(label, words, empty, tmp_path, caplog):
+    """By the rows that are trained on: the only row of the other kind may be dropped."""
+    rows = labelled([label] * 5 + [not label] * empty)
+    if empty:
+        rows[-1]["completion"] = ""
+    args = arguments(KTOConfig, tmp_path, max_steps=2, faulty_rows="drop")
+    trainer = KTOTrainer(tiny.causal_lm(), None, args, None, rows, labelled([True] * 3), tiny.tokenizer())
+    trainer.train(), trainer.evaluate()
+    [said] = [record.getMessage() for record in caplog.records if "KTO then only" in record.getMessage()]
+    assert re.match("train: " + words, said)
+
+
+def test_rows_of_both_kinds_and_streams_are_not_counted_as_one_sided(tmp_path, caplog):
+    import datasets
+
+    for rows in (
+        labelled([True] * 4 + [False]),
+        datasets.Dataset.from_list(labelled([True] * 5)).to_iterable_dataset(),
+    ):
+        args = arguments(KTOConfig, tmp_path, max_steps=1)
+        KTOTrainer(tiny.causal_lm(), None, args, None, rows, None, tiny.tokenizer())
+    assert "KTO then only" not in caplog.text
 
 
 def test_where_prompts_differ_each_row_is_set_beside_the_completion_of_the_row_before():

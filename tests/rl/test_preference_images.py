@@ -180,6 +180,13 @@ def test_the_completion_of_another_row_is_the_same_in_every_batch(tmp_path):
     assert ["neither" in answer for answer in answers] == [False, True] * 3
 
 
+def test_rows_of_kto_that_are_all_good_are_said_to_be(tmp_path, caplog):
+    model, processor = tiny_vision.qwen2_5_vl()
+    rows = [{"images": r["images"], "prompt": r["prompt"], "completion": r["chosen"], "label": True} for r in pairs()]
+    KTOTrainer(model, args=KTOConfig(**options(tmp_path)), train_dataset=rows, processing_class=processor)
+    assert "train: all 3 rows are good" in caplog.text
+
+
 @pytest.mark.parametrize(("shared", "most"), [(False, 400), (True, 200)])
 @pytest.mark.parametrize("kind", ["DPOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"])
 def test_rows_are_measured_with_the_tokens_of_their_images(kind, shared, most, tmp_path):

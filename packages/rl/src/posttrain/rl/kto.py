@@ -14,8 +14,9 @@ rows are split.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,12 @@ from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference import Completions, PreferenceTrainer
-from posttrain.rl.preference_batches import positions_of
+from posttrain.rl.preference_batches import positions_of, read_lengths
 from posttrain.rl.preference_config import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.reference import ReferenceArguments
 from posttrain.rl.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
+
+logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------------------- losses
 
@@ -49,6 +52,20 @@ def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.
 
 LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
 WITH_KL = ("kto",)
+
+
+def one_sided(labels: Sequence[Any]) -> str | None:
+    """What is wrong where all rows are good, or all bad, as their `labels` say; None where there are both."""
+    good = sum(map(bool, labels))
+    if good not in (0, len(labels)) or not labels:
+        return None
+    kind, other, effect = ("good", "bad", "raises") if good else ("bad", "good", "lowers")
+    return (
+        f"all {len(labels):,} rows are {kind} (label={bool(good)}) and none is {other}. KTO then only {effect} their "
+        f"likelihood against the reference, with nothing to tell {kind} from {other}, and logs no rewards/margins. Add "
+        f"rows with label={not good}, or see how the column label was made"
+        f"{'; to imitate good completions alone, use posttrain.sft.SFTTrainer' if good else ''}."
+    )
 
 
 def others_of(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -159,6 +176,11 @@ class KTOTrainer(PreferenceTrainer):
 
     _kl: torch.Tensor | None = None
 
+    @property
+    def completions_per_row(self) -> int:
+        """The row's own: the one that is lent to it is read in another pass."""
+        return 1
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -239,6 +261,14 @@ class KTOTrainer(PreferenceTrainer):
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs["kl"]))
 
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        ready = super()._prepare(dataset, name)
+        # Rows with images are prepared when they are read, and have their labels all the same.
+        labels = _labels(ready) or _labels(dataset)
+        if name == "train" and self.dist.is_main and (problem := one_sided(labels)):
+            logger.warning("train: %s", problem)
+        return ready
+
     _is_precomputing = False
 
     def _precompute(self, dataset: Any, name: str) -> Any:
@@ -279,6 +309,15 @@ class KTOTrainer(PreferenceTrainer):
             return dataset
         taken = dataset.select(others_of(dataset["prompt_ids"][:]))
         return dataset.add_column("kl_ids", taken["completion_ids"][:])
+
+    def row_lengths(self, dataset: Any) -> list[int]:
+        """Tokens of each row in both passes: with its own completion, and with the one that is lent to it."""
+        own = super().row_lengths(dataset)
+        if "kl_ids" not in getattr(dataset, "column_names", ()):
+            return own
+        layout = self._shared, self.args.padding_free
+        lent = read_lengths(dataset, ("prompt_ids", "kl_ids"), 1, *layout, self.args.max_length)
+        return [tokens + more for tokens, more in zip(own, lent, strict=True)]
 
     def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
         """What makes a batch of prepared rows."""
@@ -322,6 +361,15 @@ class KTOTrainer(PreferenceTrainer):
             add(f"logits/{name}", (side.tokens.stats["mean_logit"].sum(1) * which).sum(), tokens)
         add("entropy", side.tokens.stats["entropy"].sum(), side.lengths.sum())
         add("kl", kl * len(rewards), len(rewards))
+
+
+def _labels(dataset: Any) -> list[Any]:
+    """The labels of `dataset`; none where they cannot be had without reading a stream, or making rows."""
+    if isinstance(dataset, list):
+        labels = [row.get("label") for row in dataset if isinstance(row, Mapping)]
+        return [] if None in labels else labels
+    known = hasattr(dataset, "__len__") and "label" in (getattr(dataset, "column_names", None) or ())
+    return list(dataset["label"]) if known else []
 
 
 def _own(inputs: dict[str, Any]) -> dict[str, Any]:

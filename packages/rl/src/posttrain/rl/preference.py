@@ -216,7 +216,7 @@ class PreferenceTrainer(Trainer):
 
     def row_lengths(self, dataset: Any) -> list[int]:
         read = self.signature_columns or (), self.completions_per_row
-        return row_lengths(dataset, self.data_collator, *read, shared=self._shared)
+        return row_lengths(dataset, self.data_collator, *read, self._shared, self.args.padding_free)
 
     def train(
         self,

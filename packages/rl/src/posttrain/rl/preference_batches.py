@@ -62,33 +62,41 @@ def pair_metrics(
     yield "rewards/margins", totals[0] - totals[1], pairs
 
 
-def read_lengths(dataset: Any, columns: Sequence[str], completions: int, shared: bool) -> list[int]:
-    """Tokens that a model reads of each prepared row, see `read_length`.
+def read_lengths(
+    dataset: Any, columns: Sequence[str], completions: int, shared: bool, flat: bool = False, most: int | None = None
+) -> list[int]:
+    """Tokens that a model reads of each prepared row in one pass, see `read_length`.
 
     Args:
         columns: that the collator reads; those of tokens end in ``_ids``.
         completions: how many of them are read.
-        shared: the prompt is read once for all of them.
     """
     read = [name for name in columns if name.endswith("_ids")]
     prompts = dataset["prompt_ids"] if "prompt_ids" in read else [()] * len(dataset)
-    sides = [dataset[name] for name in read if name != "prompt_ids"][:completions]
+    sides = [dataset[name] for name in [name for name in read if name != "prompt_ids"][:completions]]
     rows = zip(prompts, *sides, strict=True)
-    return [read_length(len(prompt), list(map(len, texts)), shared) for prompt, *texts in rows]
+    return [read_length(len(prompt), list(map(len, texts)), shared, flat, most) for prompt, *texts in rows]
 
 
-def read_length(prompt: int, completions: Sequence[int], shared: bool, most: int | None = None) -> int:
-    """Tokens of a prompt and its completions as a model reads them: the prompt once, or with each of them and padded to
-    the longest.
+def read_length(
+    prompt: int, completions: Sequence[int], shared: bool, flat: bool = False, most: int | None = None
+) -> int:
+    """Tokens of a prompt and its completions as a model reads them in one pass: padded to the longest, by default.
 
     Args:
+        shared: the prompt is read once for all completions.
+        flat: it is read with each of them, without padding.
         most: tokens of a prompt with one completion at most.
     """
-    if shared:  # the last token of the prompt begins each completion, whose own last token is not read
-        fitting = (length if most is None else min(length, max(most - prompt, 0)) for length in completions)
-        return max(prompt - 1, 0) + sum(fitting)
-    whole = prompt + max(completions)
-    return len(completions) * min(whole, most or whole)
+    if most is not None:
+        prompt = min(prompt, most)
+        completions = [min(length, most - prompt) for length in completions]
+    # Without padding, the last token of the prompt begins each completion, whose own last token is not read.
+    if shared:
+        return max(prompt - 1, 0) + sum(completions)
+    if flat:
+        return sum(prompt + length - 1 for length in completions)
+    return len(completions) * (prompt + max(completions))
 
 
 def check_start(sides: Sequence[Completions], half: bool) -> None:

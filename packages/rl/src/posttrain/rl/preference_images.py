@@ -242,16 +242,18 @@ class ImageCollator:
         batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
 
 
-def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool) -> list[int]:
+def row_lengths(
+    dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool, flat: bool = False
+) -> list[int]:
     """Tokens that a model reads of each row, those of its images among them. The completion that KTO lends a row for
     its KL is not counted where there are images.
 
     Args:
         dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
-        columns, completions, shared: as for `posttrain.rl.preference_batches.read_lengths`.
+        columns, completions, shared, flat: as for `posttrain.rl.preference_batches.read_lengths`.
     """
     if not isinstance(collate, ImageCollator):
-        return read_lengths(dataset, columns, completions, shared)
+        return read_lengths(dataset, columns, completions, shared, flat)
     most = collate.prepare.max_length
 
     def lengths(drafts: Sequence[Tokens], numbers: Sequence[int]) -> list[int]:
@@ -261,7 +263,7 @@ def row_lengths(dataset: Any, collate: Any, columns: Sequence[str], completions:
         if draft.fault:
             return 0
         prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
-        return read_length(prompt, list(map(len, draft.completions)), shared, most)
+        return read_length(prompt, list(map(len, draft.completions)), shared, flat, most)
 
     return image_tokens.row_lengths(dataset, collate.prepare, lengths)
 
