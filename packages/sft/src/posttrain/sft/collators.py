@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,3 +95,16 @@ class SFTCollator:
         if flat:
             tokens = [np.concatenate(tokens)]
         return {"sources": pad_rows(tokens, 0, pad_to_multiple_of=self.pad_to_multiple_of)}
+
+
+def collator_problems(args: Any, data_collator: Any) -> Iterator[str]:
+    """That a collator for rows of one text each, of ours or of transformers, would leave out where documents begin."""
+    if not any(kind.__name__ == "DataCollatorForLanguageModeling" for kind in type(data_collator).__mro__):
+        return
+    for name in ("packing", "eval_packing", "padding_free"):
+        if getattr(args, name, None):
+            yield (
+                f"{name}=True puts several texts into a row, and {type(data_collator).__name__} makes batches without "
+                f"their borders. Leave data_collator out, for the trainer's own does all that it does; or set "
+                f"{name}=False"
+            )

@@ -35,7 +35,7 @@ from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
-from posttrain.sft.collators import SFTCollator
+from posttrain.sft.collators import SFTCollator, collator_problems
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
@@ -181,7 +181,7 @@ class SFTTrainer(GeneratesText, Trainer):
         if isinstance(parts.train_dataset, Mapping):
             yield from preflight.caught(check_parts, parts.train_dataset)
         yield from super().preflight(args, parts)
-        yield from _collator_problems(args, parts.data_collator)
+        yield from collator_problems(args, parts.data_collator)
         yield from preflight.no_dataset_problems(parts)
         function = parts.others.get("formatting_func")
         if function is not None and not callable(function):
@@ -454,19 +454,6 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     weight = getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted
     config.output_router_logits = weight > 0
     return weight
-
-
-def _collator_problems(args: Any, data_collator: Any) -> Iterator[str]:
-    """That a collator for rows of one text each, of ours or of transformers, would leave out where documents begin."""
-    if not any(kind.__name__ == "DataCollatorForLanguageModeling" for kind in type(data_collator).__mro__):
-        return
-    for name in ("packing", "eval_packing", "padding_free"):
-        if getattr(args, name, None):
-            yield (
-                f"{name}=True puts several texts into a row, and {type(data_collator).__name__} makes batches without "
-                f"their borders. Leave data_collator out, for the trainer's own does all that it does; or set "
-                f"{name}=False"
-            )
 
 
 def _collator(
