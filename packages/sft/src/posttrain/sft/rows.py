@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.data import chat_template
+from posttrain.core.data import chat_template, turn_closers
 from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
 
@@ -213,6 +213,7 @@ class Preparation:
         require_calls(template, messages, [a and (chosen is None or chosen[i]) for i, a in enumerate(learned)])
         if chosen is None:
             text = template.render(messages)
+            text += turn_closers.after(template.turn_closers, messages) if completion_only else ""
             spans = [(0, len(text))]
         else:
             text, spans = template.trained_spans(messages, chosen)

@@ -7,16 +7,15 @@ conversation up to each turn, so any chat template works.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from posttrain.core.data import call_arguments
+from posttrain.core.data import call_arguments, turn_closers
 from posttrain.core.data.tokenization import (
     Encoding,
     Span,
@@ -26,15 +25,13 @@ from posttrain.core.data.tokenization import (
     special_tokens_around,
     token_at,
 )
-from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.models.special_tokens import ensure_pad_token
-
-logger = logging.getLogger(__name__)
+from posttrain.core.data.tokenizer_setup import load_template, set_up_tokenizer, token_problems
+from posttrain.core.errors import DataError
 
 __all__ = [
     "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat",
     "encode_texts", "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice",
-    "set_up_tokenizer", "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools",
+    "set_up_tokenizer", "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools", "token_problems",
 ]  # fmt: skip
 
 Message = dict[str, Any]
@@ -206,63 +203,6 @@ def to_tools(value: Any) -> list[Any] | None:
     raise DataError("tools is not a list")
 
 
-def load_template(source: str | os.PathLike[str], trust_remote_code: bool = False) -> str:
-    """The chat template in a Jinja file, or of the tokenizer in a folder or under a name on the Hub.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder, and the Hub gave nothing under that name.
-        ValueError: the tokenizer there has no chat template.
-    """
-    path = os.fspath(source)
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    if path.endswith((".jinja", ".j2", ".jinja2")) or (os.path.isabs(path) and not os.path.isdir(path)):
-        raise FileNotFoundError(f"chat_template_path={path!r} is not a file here (looked from {os.getcwd()}).")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"chat_template_path={path!r} is no file below {os.getcwd()} and no tokenizer's folder or name: {error}"
-        ) from error
-    if not tokenizer.chat_template:
-        raise ValueError(f"chat_template_path={path!r}: the tokenizer there has no chat template.")
-    return tokenizer.get_chat_template()
-
-
-def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
-    """Set the chat template and special tokens that `args` name, and a pad token if there is none.
-
-    Args:
-        args: a config; of ``chat_template_path``, ``eos_token`` and ``pad_token`` it may have any.
-
-    Raises:
-        ValueError: a token that is not in the vocabulary. FileNotFoundError: no chat template there.
-    """
-    for problem in token_problems(tokenizer, args):
-        raise problem
-    if (path := getattr(args, "chat_template_path", None)) is not None:
-        tokenizer.chat_template = load_template(path, args.trust_remote_code)
-    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
-    for name in ("eos_token", "pad_token"):
-        if (token := getattr(args, name, None)) is not None:
-            setattr(words, name, token)
-    if done := ensure_pad_token(tokenizer):
-        logger.info(done)
-
-
-def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
-    """Problems: special tokens in `args` that the tokenizer does not have."""
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    for name in ("eos_token", "pad_token"):
-        token = getattr(args, name, None)
-        if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
-            near = did_you_mean(token, getattr(words, "all_special_tokens", ()))
-            yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")
-
-
 class Template:
     """A tokenizer's chat template with fixed arguments.
 
@@ -340,6 +280,9 @@ class Template:
         drop the thoughts of earlier turns), and for other roles, a rendering with a placeholder locates the message:
         the text before and after it must not change.
 
+        Of a template that ends no turn of the assistant, the token that opens the next message ends it, see
+        `posttrain.core.data.turn_closers`; after a last turn it is added to the text.
+
         Raises:
             DataError: neither way finds where a message starts and stops.
         """
@@ -347,7 +290,7 @@ class Template:
         if self._marks_generation:
             text, marks = self._marked_spans(messages)
             if all(take == (message["role"] == "assistant") for take, message in zip(chosen, messages, strict=True)):
-                return text, marks
+                return turn_closers.include(self.turn_closers, messages, text, marks)
         else:
             text, marks = self.render(messages), None
         for i, message in enumerate(messages):
@@ -363,7 +306,14 @@ class Template:
                 spans += [(max(a, start), min(b, stop)) for a, b in marks if a < stop and b > start]
             else:
                 spans.append((start, stop))
+            if message["role"] == "assistant":
+                text, spans[-1:] = turn_closers.include(self.turn_closers, messages, text, spans[-1:])
         return text, spans
+
+    @cached_property
+    def turn_closers(self) -> dict[str, str]:
+        """The tokens that end turns of the assistant in place of the template; see `turn_closers.find`."""
+        return {} if self._turn_ending.strip() else turn_closers.find(self.render, self.tokenizer)
 
     def _turn_by_prefix(self, messages: Sequence[Message], i: int, text: str) -> Span | None:
         if i == 0:  # few templates render an empty conversation
@@ -492,9 +442,11 @@ def assistant_mask(
 
 
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
-    """The ids that stop generation: eos and the token that ends an assistant's turn in the chat template."""
+    """The ids that stop generation: eos, and the tokens that end an assistant's turn in the chat template."""
     ends = {tokenizer.eos_token_id, eos_token_id} - {None}
     if getattr(tokenizer, "chat_template", None):
-        ending = tokenizer(Template(tokenizer).turn_ending().strip(), add_special_tokens=False)["input_ids"]
+        template = Template(tokenizer)
+        ending = tokenizer(template.turn_ending().strip(), add_special_tokens=False)["input_ids"]
+        ending += tokenizer.convert_tokens_to_ids(list(template.turn_closers.values()))
         ends.update(token for token in ending if token in tokenizer.added_tokens_decoder)
     return ends

@@ -6,16 +6,19 @@ for ``return_assistant_tokens_mask=True``, and for templates that drop the thoug
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.core.data import turn_closers
 from posttrain.core.data.chat_template import GENERATION_TAG, PLACEHOLDER, Message, Template
 from posttrain.core.errors import DataError
 
 # The whole template becomes a macro, which renders the conversation up to each turn. A turn is what its rendering adds
 # to the generation prompt. What follows the turn is found by the length of its rendering or, where the template renders
-# it otherwise in a longer conversation, behind a placeholder in its place.
+# it otherwise in a longer conversation, behind a placeholder in its place. A turn that has no end of its own ends in
+# the token that opens the next message.
 _WRAPPER = """\
 {%- macro posttrain_agreed(one, other) -%}
 {%- set at = namespace(length=0) -%}
@@ -37,6 +40,9 @@ _WRAPPER = """\
     ~ ', and renders it otherwise in a longer conversation') -}}
 {%- endif -%}
 {{- shown -}}
+{%- endmacro -%}
+{%- macro posttrain_closer(text) -%}
+{%- for closer in <CLOSERS>.values() -%}{{- closer if text.startswith(closer) -}}{%- endfor -%}
 {%- endmacro -%}
 {%- macro posttrain_write(posttrain, asked, stop, agreed, add_generation_prompt) -%}
 {%- set posttrain.start = 0 -%}{%- set posttrain.end = posttrain.done | length -%}
@@ -68,7 +74,9 @@ _WRAPPER = """\
 {%- endif -%}
 {{- posttrain_write(posttrain, asked, here, agreed, true) -}}
 {%- if posttrain.last >= 0 -%}
-{%- generation -%}{{- posttrain.done[posttrain.began:posttrain.end] -}}{%- endgeneration -%}
+{%- set closer = posttrain_closer(asked[posttrain.start:agreed]) -%}
+{%- generation -%}{{- posttrain.done[posttrain.began:posttrain.end] ~ closer -}}{%- endgeneration -%}
+{%- set posttrain.start = posttrain.start + closer | length -%}
 {%- endif -%}
 {{- asked[posttrain.start:agreed] -}}
 {%- set posttrain.last = here -%}{%- set posttrain.done = done -%}{%- set posttrain.began = agreed -%}
@@ -77,7 +85,10 @@ _WRAPPER = """\
 {%- set asked = posttrain_show(messages, add_generation_prompt | default(false)) -%}
 {{- posttrain_write(posttrain, asked, messages | length, asked | length, add_generation_prompt | default(false)) -}}
 {%- if posttrain.last >= 0 -%}
-{%- generation -%}{{- posttrain.done[posttrain.began:posttrain.end] -}}{%- endgeneration -%}
+{%- set closer = posttrain_closer(asked[posttrain.start:]) if asked[posttrain.start:]
+    else <CLOSERS>.get('tool' if messages[posttrain.last].tool_calls else 'user', '') -%}
+{%- generation -%}{{- posttrain.done[posttrain.began:posttrain.end] ~ closer -}}{%- endgeneration -%}
+{%- set posttrain.start = posttrain.start + closer | length -%}
 {%- endif -%}
 {{- asked[posttrain.start:] -}}
 """
@@ -102,7 +113,8 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     conversation alike when more messages follow.
 
     Any template is taken, not a list of known ones: it stays as it is, within a macro that is called for each turn of
-    the assistant. Single turns render as before. A thought that the template drops from earlier turns stays, and the
+    the assistant. Single turns render as before; where the template does not end them, the token that opens the next
+    message is added, by which such models stop. A thought that the template drops from earlier turns stays, and the
     system's words are in each question if the template writes them into the last one.
 
     Args:
@@ -122,7 +134,7 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     probes = list(_shown(words, source))
     if GENERATION_TAG.search(source) and not list(_faults(words, source, source, probes)):
         return None
-    wrapped = _wrapped(source)
+    wrapped = _wrapped(source, Template(words, chat_template_kwargs={"chat_template": source}).turn_closers)
     if faults := list(_faults(words, source, wrapped, probes)) or ["it refuses a question and an answer"][: not probes]:
         raise ValueError(
             f"The chat template cannot be made to mark the assistant's turns: {faults[0]}. Write {{% generation %}} "
@@ -131,12 +143,13 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     return wrapped
 
 
-def _wrapped(source: str) -> str:
+def _wrapped(source: str, closers: dict[str, str]) -> str:
     # Marks within a macro would be counted from its beginning. `if true` keeps their control of white space.
     inner = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", source)
     inner = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", inner)
     # Jinja drops one line break at the very end of a template.
-    return _WRAPPER.replace("<SOURCE>", inner.removesuffix("\n")).replace("<MARK>", PLACEHOLDER).removesuffix("\n")
+    marked = _WRAPPER.replace("<MARK>", PLACEHOLDER).replace("<CLOSERS>", json.dumps(closers))
+    return marked.replace("<SOURCE>", inner.removesuffix("\n")).removesuffix("\n")
 
 
 def _shown(words: Any, source: str) -> Iterator[list[Message]]:
@@ -183,5 +196,5 @@ def _faults(words: Any, source: str, template: str, probes: Sequence[list[Messag
             yield "the marks are not around the assistant's turns alone"
         if not all(text.startswith(_until_its_end(shorter)) for shorter in earlier[1:]):
             yield "earlier turns are rendered otherwise in a longer conversation"
-        if earlier[1] != before.render(messages[:2]):
+        if earlier[1] != before.render(messages[:2]) + turn_closers.after(before.turn_closers, messages[:2]):
             yield "a single turn is rendered otherwise"
