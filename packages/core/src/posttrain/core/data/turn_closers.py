@@ -27,15 +27,15 @@ def find(render: Callable[[list[dict[str, Any]]], str], tokenizer: Any) -> dict[
     words = getattr(tokenizer, "tokenizer", tokenizer)
     tokens = [token.content for token in getattr(words, "added_tokens_decoder", {}).values()]
 
-    def opening(answer: dict[str, Any], following: dict[str, Any]) -> str:
+    def opening(turn: dict[str, Any], following: dict[str, Any], ending: str = "") -> str:
         try:
-            before, after = render([_QUESTION, answer]), render([_QUESTION, answer, following])
+            before, after = render([_QUESTION, turn]), render([_QUESTION, turn, following])
         except DataError:
             return ""
-        rest = after[len(before) :] if after.startswith(before) else ""
+        rest = after[len(before) :] if after.startswith(before) and before.endswith(ending) else ""
         return max(filter(rest.startswith, tokens), key=len, default="")
 
-    if not (user := opening(_ANSWER, _QUESTION)):
+    if not (user := opening(_ANSWER, _QUESTION, ending=_ANSWER["content"])):
         return {}
     tool = opening(_ANSWER | {"tool_calls": [_CALL]}, _RESULT)
     return {"user": user} | ({"tool": tool} if tool else {})
