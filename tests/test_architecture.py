@@ -36,7 +36,7 @@ LAYERS = {
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline
         data.images data.samplers data.stateful_dataloader data.tokenization data.tool_calls data.vision data.workers
-        data.training_template data.image_tokens data.row_formats
+        data.training_template data.image_tokens data.row_formats data.tokenizer_setup data.turn_closers
         evaluation.best_model
         evaluation.eval_loop evaluation.generate logging.plots logging.report logging.rich_progress logging.run_record
         logging.samples logging.terminal logging.trackers losses.scale_check models.activation_offloading
