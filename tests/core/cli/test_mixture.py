@@ -84,6 +84,7 @@ def test_a_test_split_is_held_out_and_the_same_each_time(files, size):
         ([{"path": "LONG"}], {"streaming": True, "test_split_size": 2}, "cannot be taken from a stream"),
         ([{"path": "LONG", "split": "test"}], {}, "has no split 'test'; it has train. Set its split"),
         ([{"path": "LONG", "data_dir": "x"}], {}, "is read whole; leave out data_dir"),
+        ([{"path": "json", "data_files": "/none.jsonl"}], {}, "json cannot be read: Unable to find '/none.jsonl'"),
     ],
 )
 def test_what_cannot_be_joined_is_named(files, asked, settings, message):

@@ -35,6 +35,34 @@ def test_the_names_of_trl_are_understood_and_given_ones_win():
     assert "processed_logprobs" not in made
 
 
+def test_options_are_read_from_a_file_and_those_beside_it_win(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: m\nport: 9000\ntensor_parallel_size: 2\nenforce_eager: true\nrevision: null\nvllm_model_impl: auto\n"
+        "allowed-origins: [a, b]\nspeculative_config: {method: ngram, num_speculative_tokens: 2}\n"
+    )
+    made = vllm_serve.server_command(["--config", str(file), "--port", "8000"], True)
+    assert made[:3] == ["vllm", "serve", "m"] and "--revision" not in made and made.count("--port") == 1
+    assert " ".join(made[made.index("--port") :]).split(" --") == [
+        "--port 8000", "tensor-parallel-size 2", "enforce-eager", "model-impl auto", "allowed-origins a b",
+        'speculative-config {"method": "ngram", "num_speculative_tokens": 2}',
+    ]  # fmt: skip
+    assert vllm_serve.server_command(["other", f"--config={file}"], True)[2] == "other"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "none.yaml"], "none.yaml: No such file"),
+        (["m", "--config"], "--config has no value"),
+    ],
+)
+def test_a_file_of_options_that_cannot_be_read_is_named(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        vllm_serve.server_command(words, True)
+
+
 def test_a_missing_model_is_said():
     with pytest.raises(ConfigError, match="name a model"):
         vllm_serve.server_command(["--port", "9000"], True)

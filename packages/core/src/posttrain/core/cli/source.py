@@ -237,7 +237,7 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         where: ``data_dir`` and ``data_files`` of `datasets.load_dataset`.
 
     Raises:
-        DataError: `path` can be read, but not by `part` or `where`.
+        DataError: there is no such dataset, or it cannot be read by `part` or `where`.
     """
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
@@ -253,9 +253,11 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         return datasets.load_from_disk(names[0])
     if builder:
         where = {"data_files": names}
-    return datasets.load_dataset(
-        builder or names[0], None if builder else config, streaming=streaming, split=part, **where
-    )
+    reader, config = (builder, None) if builder else (names[0], config)
+    try:
+        return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
+    except FileNotFoundError as error:  # no such dataset, or no such files of it
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def split_of(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:

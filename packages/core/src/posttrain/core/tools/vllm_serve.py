@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from posttrain.core.cli.parse import read_yaml
 from posttrain.core.errors import ConfigError, missing
 
 HELP = """posttrain vllm-serve MODEL [OPTION ...]
 
 Start `vllm serve MODEL` so that a trainer with use_vllm=True and vllm_mode=server can send it weights. The options are
 those of vllm serve; the names that `trl vllm-serve` has for them, such as --tensor_parallel_size 2, mean the same.
---dry-run prints the command instead.
+--config FILE reads them from a YAML file, with the model under `model`; options beside it win. --dry-run
+prints the command instead.
 """
 
 #: Options of ``trl vllm-serve`` whose names differ by more than dashes.
@@ -52,9 +55,11 @@ def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:
         has_gpu: weights are sent over NCCL, and otherwise over Gloo.
 
     Raises:
-        ConfigError: no model is named.
+        ConfigError: no model is named, or a file of options cannot be read.
     """
-    given = dict(_options(words))
+    given: dict[str, Any] = dict(_options(words))
+    if "config" in given:
+        given = _of_file(given.pop("config")) | given
     model = given.pop("model", None)
     if not isinstance(model, str):
         raise ConfigError("vllm-serve", ["name a model: posttrain vllm-serve MODEL"])
@@ -64,8 +69,23 @@ def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             command.append(f"--{'' if value.lower() == 'true' else 'no-'}{name}")
         else:
-            command += [f"--{name}"] if value is None else [f"--{name}", value]
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            command += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     return command
+
+
+def _of_file(path: str | None) -> dict[str, Any]:
+    """{name in vLLM: value} of the options in a YAML file; those without a value keep vLLM's own."""
+    problems = [] if path else ["--config has no value; write --config FILE"]
+    settings = read_yaml(path, problems) if path else {}
+    if problems:
+        raise ConfigError("vllm-serve", problems)
+    names = {name: name.replace("_", "-") for name in settings}
+    return {
+        RENAMED.get(names[name], names[name]): setting.value
+        for name, setting in settings.items()
+        if setting.value is not None
+    }
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
