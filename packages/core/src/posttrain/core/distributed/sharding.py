@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -152,7 +153,7 @@ def shard(
         load_from_main(unit, device, moved)
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     load_from_main(model, device, moved)
-    # The rest is mostly the embedding and the head, so it is gathered once for forward and backward.
+    # The rest is needed from the first layer to the last, as a tied embedding is, so it is gathered once for both passes.
     rest = frozen or (None if settings.reshard_after_forward else False)
     root = fully_shard(model, reshard_after_forward=rest, **options)
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
@@ -181,7 +182,16 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
             "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for "
             "instance {'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
         )  # fmt: skip
-    return found[::-1]
+    return [*(end for end in _ends(model) if end not in found), *found[::-1]]
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    """The input embedding and the output head of `model`, but not where they are tied: FSDP would gather such a weight
+    for the first and keep it until the other has run, as it does with the rest of `model`."""
+    base: Any = base_model(model)
+    found = [getattr(base, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return [end for end in found if end is not None and all(holders[id(p)] == 1 for p in end.parameters())]
 
 
 def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:

@@ -352,7 +352,8 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
 def output_embedding(base: nn.Module) -> nn.Module | None:
     """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
     embedding: Any = getattr(base, "get_output_embeddings", lambda: None)()
-    if type(embedding).__name__ == "ModulesToSaveWrapper":  # peft's trained copy next to the original
+    if any(kind.__name__ == "ModulesToSaveWrapper" for kind in type(embedding).__mro__):
+        # peft's trained copy next to the original
         if embedding.disable_adapters:
             return embedding.original_module
         return embedding.modules_to_save[embedding.active_adapter]

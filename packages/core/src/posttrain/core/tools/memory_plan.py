@@ -428,7 +428,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
     head = lm_head.output_embedding(wrapping.base_model(model))
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
     labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
-    in_tiles = isinstance(head, nn.Linear) and type(head) is nn.Linear and work.loss in ("tokens", "logps")
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    in_tiles = plain and work.loss in ("tokens", "logps")
     if not in_tiles and work.loss != "score":
         inputs["labels"] = labels
 
