@@ -153,8 +153,17 @@ def names_of(units):
 
 
 def test_layers_are_units_by_the_models_own_word():
-    assert names_of(sharding.units(tiny.causal_lm(), settings())) == ["Qwen3DecoderLayer"] * 2
+    assert names_of(sharding.units(tiny.causal_lm(tie_word_embeddings=True), settings())) == ["Qwen3DecoderLayer"] * 2
     assert sharding.units(tiny.causal_lm(), settings(config={"auto_wrap_policy": "NO_WRAP"})) == []
+
+
+def test_the_embedding_and_the_head_are_units_unless_they_are_tied():
+    model = tiny.causal_lm()
+    layers = list(model.model.layers)
+    assert sharding.units(model, settings()) == [model.model.embed_tokens, model.lm_head, *layers[::-1]]
+    named = settings(config={"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Embedding"})
+    assert names_of(sharding.units(model, named)) == ["Linear", "Qwen3DecoderLayer", "Qwen3DecoderLayer", "Embedding"]
+    assert names_of(sharding.units(tiny.classifier(), settings()))[0] == "Embedding"
 
 
 def test_a_wrong_name_of_a_layer_is_refused():

@@ -121,6 +121,29 @@ def memory(out, folder, **changes):
     return gathered
 
 
+def saving(out, **changes):
+    """Of each process: the bytes that torch allocates at most while a checkpoint is saved (`taken`), those of the
+    memory through which files are written (`blocks`), and its share of the weights."""
+    from tests.core.tools import test_memory_plan
+
+    trainer = causal_lm(hidden_size=128, vocab_size=8192)(out, max_steps=1, save_steps=1, **changes)
+    save, found = trainer._save_checkpoint, {}
+
+    def watched(*args, **kwargs):
+        found["share"] = test_memory_plan.held(trainer.model)
+        memory = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=memory, profile_memory=True) as profile:
+            save(*args, **kwargs)
+        found["taken"] = test_memory_plan.most_allocated(profile)
+        found["blocks"] = trainer.checkpoints.saver._memory.bytes
+
+    trainer._save_checkpoint = watched
+    trainer.train()
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, found)
+    return gathered
+
+
 def text_beside_images(out, family, **changes):
     """One process has rows of text alone in every micro-batch, and the other one rows with images: SFT's weights."""
     processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -89,13 +89,18 @@ class Later(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
         if state.global_step >= 2:
             self.profile.__exit__(None, None, None)
-            events = [e for e in self.profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-            now = most = 0
-            for event in sorted(events, key=lambda event: event.start_ns()):
-                now += event.nbytes()
-                most = max(most, now)
-            self.peak = min(self.peak, self.before + most)
+            self.peak = min(self.peak, self.before + most_allocated(self.profile))
             self.weights, self.optimizer = held(model), state_bytes(optimizer)
+
+
+def most_allocated(profile: torch.profiler.profile) -> int:
+    """The bytes that torch allocated within `profile` and had not freed, at most."""
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
 
 
 def local(tensor):

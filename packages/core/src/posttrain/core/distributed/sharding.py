@@ -151,14 +151,22 @@ def shard(
         if unit in experts:
             continue
         load_from_main(unit, device, moved)
+        if any(map(is_piece, unit.parameters(recurse=False))):
+            unit.register_forward_hook(_own_output)
         fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
     load_from_main(model, device, moved)
-    # The rest is needed from the first layer to the last, as a tied embedding is, so it is gathered once for both passes.
+    # The rest, such as a tied embedding, is needed from the first layer to the last: gathered once for both passes.
     rest = frozen or (None if settings.reshard_after_forward else False)
     root = fully_shard(model, reshard_after_forward=rest, **options)
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
     root._get_fsdp_state()._lazy_init()
     return model
+
+
+def _own_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """FSDP adds a hook to `output`, which an operation in place on a view would lose: that of a split embedding is one
+    of a `DTensor`."""
+    return output.clone() if output._is_view() else output
 
 
 def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
@@ -364,6 +372,7 @@ def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] =
             if place not in seen or not place:
                 seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
             kept[name] = seen[place]
+        del full  # before the next one is gathered
     return kept
 
 

@@ -71,6 +71,9 @@ class OffloadActivations:
         in_flight: maximum concurrent copies to the host.
     """
 
+    #: Types of the tensors that are moved.
+    kinds: tuple[type, ...] = (torch.Tensor,)
+
     def __init__(
         self,
         model: nn.Module,
@@ -92,7 +95,8 @@ class OffloadActivations:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> OffloadActivations:
-        self._parameters = {p.untyped_storage().data_ptr() for p in self.model.parameters() if type(p) is nn.Parameter}
+        kinds = (nn.Parameter, *self.kinds)
+        self._parameters = {p.untyped_storage()._cdata for p in self.model.parameters() if type(p) in kinds}
         self._seen.clear()
         self._open.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         for module in self.stays:
@@ -114,7 +118,7 @@ class OffloadActivations:
         _, known = self._seen.get(key, (None, None))
         kept = None if known is None else known()
         if kept is None:
-            kept = _Kept(next(self._numbers), tensor.stride(), self._to_host(tensor.detach()))
+            kept = _Kept(next(self._numbers), tensor.stride(), self.to_host(tensor.detach()))
             self._kept[kept.number] = kept
             # The weak reference keeps the address from being given to another storage, so that equal keys are the same
             # one.
@@ -124,12 +128,13 @@ class OffloadActivations:
     def _moves(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
             return False
-        if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter) or tensor.layout != torch.strided:
+        if type(tensor) not in self.kinds or isinstance(tensor._base, nn.Parameter) or tensor.layout != torch.strided:
             return False  # a parameter, a view of one, or a kind of tensor that is not its storage alone
         laid_over = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-        return not laid_over and tensor.untyped_storage().data_ptr() not in self._parameters
+        return not laid_over and tensor.untyped_storage()._cdata not in self._parameters
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` in host memory."""
         self.moved += tensor.nbytes
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._beside is not None)
         if self._beside is None:
@@ -153,7 +158,7 @@ class OffloadActivations:
         if isinstance(kept, torch.Tensor):
             return kept
         if self._beside is None:
-            tensor = kept.host
+            tensor = self.to_device(kept.host)
         else:
             tensor, fetched = self._fetch(kept, self._beside)
             if (before := self._kept.get(kept.number - 1)) is not None:
@@ -164,6 +169,10 @@ class OffloadActivations:
                 tensor
             )
         return tensor
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """What `to_host` gave, where the device is the host."""
+        return host
 
     def _fetch(self, kept: _Kept, beside: torch.Stream) -> tuple[torch.Tensor, torch.Event]:
         if kept.fetched is None:

@@ -71,6 +71,12 @@ class Mesh:
         return processes() > 1 and self.division is None
 
     @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients and optimizer state are in host memory."""
+        settings = None if self.division is None else self.division.settings
+        return settings is not None and settings.cpu_offload
+
+    @property
     def has_several(self) -> bool:
         """Whether some weights are divided over other processes than others."""
         return self.division is not None and (

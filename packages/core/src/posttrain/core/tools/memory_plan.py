@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.core.cli.registry import Run
 from posttrain.core.data.segments import Segments
-from posttrain.core.distributed import sharding
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import language_modeling
 from posttrain.core.models import (
@@ -37,11 +34,12 @@ from posttrain.core.models import (
     varlen_attention,
     wrapping,
 )
+from posttrain.core.models.activation_offloading import OffloadActivations
 from posttrain.core.optim import builder
 from posttrain.core.tools import memory_mesh
+from posttrain.core.tools.memory_count import LiveBytes
 from posttrain.core.tools.memory_mesh import local
 
-aten = torch.ops.aten
 TILE = 512  # rows of the largest tile of `posttrain.core.losses.language_modeling`
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
@@ -78,13 +76,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes in one process.
+    """Bytes of one process on its device, but for `host`.
 
     weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
     `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most.
     buckets: gradients as DDP averages them, which live beside them. cache: keys and values in generation. peak: the
     most that lives at one time. Not in it: what kernels use inside, the fragments between tensors, batches that are
-    waiting, CUDA's own libraries, Python.
+    waiting, CUDA's own libraries, Python. host: the most that is moved to the host at one time: activations, and with
+    FSDP's `cpu_offload` weights, gradients and optimizer state, which the other numbers then leave out.
     """
 
     weights: int
@@ -97,6 +96,7 @@ class Footprint:
     average: int = 0
     cache: int = 0
     buckets: int = 0
+    host: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -141,99 +141,6 @@ def longest_row(*lengths: int | None) -> int:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make while they live; `high` is the most since it was last
-    set.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.high = self.peak = 0
-        self.most = sys.maxsize
-        self.paused = False
-        self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # what is done with a process's part of it is counted
-        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
-            found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
-        elif func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):  # as if it kept everything
-            found = func(args[0], [self._everywhere(index) if _is_mask(index) else index for index in args[1]])
-        elif func is aten._grouped_mm.default:  # torch knows the shape of its result in bfloat16 alone
-            ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
-            found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
-        elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
-            return 1
-        else:
-            found = func(*args, **(kwargs or {}))
-        if not self.paused:
-            self.add(found)
-        return found
-
-    def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
-        resize, live = self._resize, self
-
-        def counted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes memory so
-            result = resize(storage, size)
-            if (held := live._known.get(storage)) is not None:
-                live._count(size - held[0])
-                held[0] = size
-            return result
-
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
-        self._shapes = sharding.shapes_within(self._pause)
-        self._shapes.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        self._shapes.__exit__(*error)
-        super().__exit__(*error)
-
-    @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
-        """What is made in here is not counted."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
-
-    def _everywhere(self, mask: torch.Tensor) -> torch.Tensor:
-        return mask.new_empty(mask.numel(), dtype=torch.long)
-
-    def add(self, tree: Any) -> int:
-        """Count the tensors in `tree` that are not counted yet; returns the bytes."""
-        before = self.now
-        for tensor in tree_leaves(tree):
-            storage = local(tensor).untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self._known:
-                self._known[storage] = held = [storage.nbytes()]
-                self._count(held[0])
-                weakref.finalize(storage, self._free, held)
-        return self.now - before
-
-    def _count(self, size: int) -> None:
-        self.now += size
-        self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
-
-    def _free(self, held: list[int]) -> None:
-        self.now -= held[0]
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype == torch.bool and index.ndim == 1
-
-
-def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a product of matrices in groups: (S, K) @ (G, K, N), or the (G, K, N) of (K, S) @ (S, N)."""
-    if right.ndim == 3:
-        return (*left.shape[-2:-1], right.shape[2])
-    return len(ends), left.shape[0], right.shape[1]
-
-
 def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     """The footprint of `run`.
 
@@ -243,8 +150,6 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
     Raises:
         ConfigError: there is no such model, or it does not run with fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     config, device = load_config(run), device or device_type(run.config)
     mesh = memory_mesh.mesh_of(run.config, device, config)
     try:
@@ -257,7 +162,8 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
             if run.config.activation_checkpointing:
-                how = run.config.activation_checkpointing_kwargs
+                how = dict(run.config.activation_checkpointing_kwargs or {})
+                how.pop("offload", None)  # see `_save_inputs_on_host`
                 gradient_checkpointing.enable_gradient_checkpointing(model, how)
             memory_mesh.divide(model, mesh, torch.device(device), precision)
             return _measure(run, work, model, quantized, mesh)
@@ -339,9 +245,17 @@ def _register_attention() -> str:
 def _measure(
     run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear], mesh: memory_mesh.Mesh
 ) -> Footprint:
-    args, live = run.config, _Live()
+    args, live = run.config, LiveBytes()
     weights = live.add([*model.parameters(), *model.buffers()])
+    held = weights
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if (args.activation_checkpointing_kwargs or {}).get("offload"):
+        _save_inputs_on_host(model, live)
+    if mesh.offloads:
+        live.to_host(model.parameters())
+        weights = live.now
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda one: live.to_host([one.grad]))
     with live:
         optimizer = builder.build(model, args)
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
@@ -351,22 +265,61 @@ def _measure(
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
-        early, in_pass = _state_bytes(optimizer), live.peak  # of optimizers that step in the backward
-        memory_mesh.step(optimizer, mesh)
+        early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak
+        with live.on_host() if mesh.offloads else contextlib.nullcontext():
+            memory_mesh.step(optimizer, mesh)
     state = _state_bytes(optimizer)
     saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
-    reference = weights if work.reference and not wrapping.is_peft_model(model) else 0
+    reference = held if work.reference and not wrapping.is_peft_model(model) else 0
     average = 0 if args.ema_decay is None else sum(4 * local(parameter).numel() for parameter in trained)
     cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
-    buckets = gradients if mesh.copies else 0
     # The pass was measured without optimizer state, which always exists from the second step on.
+    if mesh.offloads:
+        host = max(host + state - early, live.host_peak) + reference + average
+        state = early = gradients = reference = average = 0
+    else:
+        host = live.host_peak
+    buckets = gradients if mesh.copies else 0
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
-    others = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
+    others = {"reference": reference, "average": average, "cache": cache, "buckets": buckets, "host": host}
     return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **others)
 
 
-def _accumulate(model: nn.Module, args: Any, work: Workload, live: _Live, trained: list[nn.Parameter]) -> None:
+def _save_inputs_on_host(model: nn.Module, live: LiveBytes) -> None:
+    """Let recomputed layers keep their inputs on the host, as transformers does with ``offload=True``."""
+
+    def within(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with live.saves_on_host():
+                return checkpoint(*args, **kwargs)
+
+        return call
+
+    for module in model.modules():
+        if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
+            module._gradient_checkpointing_func = within(checkpoint)  # type: ignore[assignment]
+
+
+class _Offloaded(OffloadActivations):
+    """Counts what is moved to the host, which is the device of fake tensors."""
+
+    kinds = (torch.Tensor, FakeTensor)
+
+    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
+        head = lm_head.output_embedding(wrapping.base_model(model))
+        super().__init__(model, torch.device("cpu"), stays=[] if head is None else [head])
+        self.live = live
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.live.on_host():
+            return super().to_host(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+def _accumulate(model: nn.Module, args: Any, work: Workload, live: LiveBytes, trained: list[nn.Parameter]) -> None:
     """What the micro-batches before the last one leave: gradients, under FSDP of whole weights."""
     sharded: Any = model
     if not hasattr(model, "set_requires_gradient_sync"):
@@ -419,7 +372,7 @@ def _class_of(config: Any, run: Run, work: Workload) -> str:
     return loading.whole_class(config, work.auto_class, run.model.model_name_or_path)
 
 
-def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int, int]:
+def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int]:
     """One micro-batch forward and backward: (activations, head) of `Footprint`.
 
     Leaves the gradients at the parameters.
@@ -451,6 +404,8 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: _Live) -> tuple[int
 
     low = bool(args.bf16 or args.fp16)
     with contextlib.ExitStack() as stack:
+        if getattr(args, "activation_offloading", False):
+            stack.enter_context(_Offloaded(model, live))
         slicing = stack.enter_context(context_parallel.head_reads_slices(model)) if in_tiles else None
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))

@@ -67,6 +67,7 @@ def _plan(
 
     asked = read(method, words)
     device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
+    is_host = memory is None and device == "cpu"
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
     workload_of: Any = method.workload
 
@@ -77,7 +78,7 @@ def _plan(
         _choose(asked, workload, memory, device)
         print(of_images, end="")
     else:
-        _show(asked, workload, memory, whose, device, of_images)
+        _show(asked, workload, memory, whose, device, is_host, of_images)
 
 
 def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
@@ -112,7 +113,9 @@ def _flags(changes: dict[str, Any]) -> str:
     return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
 
 
-def _show(asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, of_images: str) -> None:
+def _show(
+    asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
+) -> None:  # fmt: skip
     from posttrain.core.tools import memory_mesh, memory_plan, memory_proposals
 
     work, processes = workload(asked), memory_mesh.processes()
@@ -124,8 +127,12 @@ def _show(asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, d
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
     print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n{of_images}")
-    print(f"{_verdict(plan.peak, memory)}: {in_words(memory)} {whose}.", flush=True)
-    if plan.peak > memory:
+    if plan.host:
+        same = ", which is the same here" if is_host else ""
+        print(f"Moved to the host's memory{same}: up to {in_words(plan.host)} for each process.\n")
+    taken = plan.peak + (plan.host if is_host else 0)
+    print(f"{_verdict(taken, memory)}: {in_words(memory)} {whose}.", flush=True)
+    if taken > memory:
         _propose(memory_proposals.proposals(asked, workload, memory), memory)
 
 
