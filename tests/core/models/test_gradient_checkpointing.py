@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,19 @@ def test_mlps_computed_in_tiles_change_no_gradient(make, tile, kwargs):
     assert max(rows) == min(tile, ids.numel()) and len(rows) >= 2 * -(-ids.numel() // tile)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, loss, rtol=1e-6, atol=0)
+
+
+def test_a_model_that_is_trained_again_has_the_tiles_of_its_last_run():
+    """And each once, also in a copy of the model."""
+    model, rows = tiny.causal_lm(), []
+    gradient_checkpointing.enable_gradient_checkpointing(model, {"mlp_tile": 4})
+    model = copy.deepcopy(model)
+    gradient_checkpointing.enable_gradient_checkpointing(model, {"mlp_tile": 8})
+    mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
+    list(mlp.children())[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].flatten(0, -2).shape[0]))
+    with torch.no_grad():
+        model(input_ids=torch.arange(4, 24).view(2, 10))
+    assert rows == [8, 8, 4]
 
 
 def test_what_cannot_be_computed_in_tiles_is_refused():

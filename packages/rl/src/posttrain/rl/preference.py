@@ -42,7 +42,7 @@ from posttrain.rl.preference_batches import Completions, PreferenceCollator, che
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
-from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions
+from posttrain.rl.shared_prefix import CompletionScores, Encoder, score_completions, sharing_problem
 
 logger = logging.getLogger(__name__)
 
@@ -344,11 +344,7 @@ class PreferenceTrainer(Trainer):
         self._own_loss, wanted = has_own_loss(type(self)), args.shared_prefix is not False
         example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self._sees and wanted else None
         both = [one for one in (model, ref_model) if one is not None]
-        problem = next(filter(None, (varlen_attention.segments_problem(one, example) for one in both)), None)
-        if self.router_aux_loss_coef:
-            problem = "the router's auxiliary loss is that of padded rows."
-        if args.torch_compile:
-            problem = "the model is compiled, and would be compiled anew for each batch."
+        problem = sharing_problem(both, example, self.router_aux_loss_coef, args.torch_compile)
         if self._own_loss:
             problem = f"{type(self).__name__} overrides compute_loss, which gets a padded row for each completion."
         if problem and (args.shared_prefix or args.padding_free):

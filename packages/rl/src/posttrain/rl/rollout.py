@@ -60,6 +60,7 @@ from posttrain.rl.rewards import RewardModel, Rewards, Scores, functions_by_name
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, pictured, same_images
 from posttrain.rl.samples import Rollout, Sample
+from posttrain.rl.shared_prefix import sharing_problem
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -970,17 +971,11 @@ class RolloutTrainer(Trainer):
         if wanted is False or self.num_generations == 1 or (wanted is None and self.train_batch_size == 1):
             return False
         example = None if self.image_prompts is None else self.image_prompts.example
-        problem = varlen_attention.segments_problem(self.model, example)
-        if problem is None and self.ref_model is not None:
-            problem = varlen_attention.segments_problem(self.ref_model, example)
-        if self.router_aux_loss_coef:
-            problem = "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
-        if self.args.torch_compile:
-            problem = "the model is compiled, and would be compiled anew for each batch."
+        both = [model for model in (self.model, self.ref_model) if model is not None]
+        problem = sharing_problem(both, example, self.router_aux_loss_coef, self.args.torch_compile)
         if problem is None:
-            for model in (self.model, self.ref_model):
-                if model is not None:
-                    varlen_attention.enable_segments(model, example)
+            for model in both:
+                varlen_attention.enable_segments(model, example)
             return True
         if wanted:
             raise ValueError(f"share_prompts=True cannot be had: {problem}")

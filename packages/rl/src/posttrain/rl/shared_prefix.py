@@ -26,7 +26,7 @@ from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.host_copies import host_copy, know
 from posttrain.core.data.segments import Segments
 from posttrain.core.losses.language_modeling import shift_labels
-from posttrain.core.models import lm_head, wrapping
+from posttrain.core.models import lm_head, varlen_attention, wrapping
 from posttrain.core.models.image_features import features_once
 from posttrain.core.models.image_positions import shared_positions
 
@@ -43,6 +43,20 @@ NOT_FOR_THE_MODEL = (
     "more_completions",
     "image_copies",
 )
+
+
+def sharing_problem(models: Sequence[nn.Module], example: Any, router_loss: float, compiles: bool) -> str | None:
+    """Why completions cannot stand in one row, behind one copy of their prompt, as a sentence; None if they can.
+
+    Args:
+        models: that read them. example: of images that they see, see `varlen_attention.segments_problem`.
+        router_loss: the weight of a router's load-balancing loss. compiles: whether the models are compiled.
+    """
+    if compiles:
+        return "the model is compiled, and would be compiled anew for each batch."
+    if router_loss:
+        return "the load-balancing loss of its experts counts the tokens of a prompt for each completion."
+    return next(filter(None, (varlen_attention.segments_problem(one, example) for one in models)), None)
 
 
 def shared_rows(

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ CHECKPOINT_OPTIONS = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers",
     "offload", "mlp_tile",
 )  # fmt: skip
-_TILED: WeakSet[nn.Module] = WeakSet()  # MLPs that `_tile_mlps` has changed
 
 
 def checkpointing_problem(model: nn.Module) -> str | None:
@@ -85,9 +83,9 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
             "leave mlp_tile out."
         )
     for module in found:
-        if module not in _TILED:
-            _TILED.add(module)
-            module.forward = functools.partial(_in_tiles, module.forward, tokens)
+        is_tiled = getattr(module.forward, "func", None) is _in_tiles
+        whole = module.forward.args[0] if is_tiled else module.forward
+        module.forward = functools.partial(_in_tiles, whole, tokens)
 
 
 def _reads_tokens_alone(module: nn.Module) -> bool:

@@ -321,11 +321,12 @@ class HFCompat:
             )
 
 
-def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any]) -> dict[str, Any]:
+def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """The arguments of a constructor under their names of today, with one warning for each old one.
 
     Args:
         given: by name; None is taken as not given.
+        stacklevel: of the warnings, as in `warnings.warn`.
 
     Raises:
         ValueError: both the old and the new name were given.
@@ -337,27 +338,21 @@ def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any]) -> d
             continue
         if renamed.get(new) is not None:
             raise ValueError(f"{owner} got both {new}= and its earlier name {old}=; pass {new}= alone.")
-        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=3)
+        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
         renamed[new] = given[old]
     return renamed
 
 
 def accept_old_names(owner: HFCompat, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-    """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``, with one warning each.
+    """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``, see `renamed_arguments`.
 
     Raises:
-        TypeError: `old` holds another name. ValueError: it got both the old and the new name.
+        TypeError: `old` holds another name.
     """
-    name_of_trainer = type(owner).__name__
-    for name, value in old.items():
-        new = owner.OLD_ARGUMENTS.get(name)
-        current = processing_class if new == "processing_class" else callbacks
-        if new is None:
-            base = next(c for c in type(owner).__mro__ if c.__module__ == "posttrain.core.trainer")
-            known = [*inspect.signature(base).parameters][:-1]
-            raise TypeError(f"{name_of_trainer} got an unknown argument {name!r}{did_you_mean(name, known)}")
-        if current is not None:
-            raise ValueError(f"{name_of_trainer} got both {new}= and its earlier name {name}=; pass {new}= alone.")
-        warnings.warn(f"{name_of_trainer}: {name}= is now {new}=; both work.", FutureWarning, stacklevel=4)
-        processing_class, callbacks = (value, callbacks) if name == "tokenizer" else (processing_class, value)
-    return processing_class, callbacks
+    for name in old.keys() - owner.OLD_ARGUMENTS.keys():
+        base = next(c for c in type(owner).__mro__ if c.__module__ == "posttrain.core.trainer")
+        known = [*inspect.signature(base).parameters][:-1]
+        raise TypeError(f"{type(owner).__name__} got an unknown argument {name!r}{did_you_mean(name, known)}")
+    given = {"processing_class": processing_class, "callbacks": callbacks} | old
+    now = renamed_arguments(type(owner), given, stacklevel=5)
+    return now["processing_class"], now["callbacks"]
