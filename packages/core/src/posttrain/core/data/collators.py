@@ -327,7 +327,7 @@ class DataCollatorForLanguageModeling:
     def torch_call(self, features: list[Any]) -> Batch:
         """The batch as torch tensors; subclasses override it."""
         rows = [dict(row) if isinstance(row, Mapping) else {"input_ids": list(row)} for row in features]
-        given = [row.pop("labels", None) for row in rows]
+        given: list[Any] = [row.pop("labels", None) for row in rows]
         offsets = [row.pop("offset_mapping", None) for row in rows]
         had_mask = "attention_mask" in rows[0]
         for row in rows:  # this mask separates padding from eos, so it is added if a row has none
@@ -344,8 +344,10 @@ class DataCollatorForLanguageModeling:
                 batch["input_ids"], special_tokens_mask=special, **words
             )
         else:
-            ids = [row["input_ids"] for row in rows]
-            labels = [own if np.shape(own) == np.shape(row) else row for own, row in zip(given, ids, strict=True)]
+            ids: list[Any] = [row["input_ids"] for row in rows]
+            labels: list[Any] = [
+                own if np.shape(own) == np.shape(row) else row for own, row in zip(given, ids, strict=True)
+            ]
             side, length = self.tokenizer.padding_side, batch["input_ids"].shape[1]
             batch["labels"] = pad_rows(labels, IGNORE_INDEX, side, length).masked_fill(padding, IGNORE_INDEX)
         return batch

@@ -83,8 +83,8 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
             "leave mlp_tile out."
         )
     for module in found:
-        is_tiled = getattr(module.forward, "func", None) is _in_tiles
-        whole = module.forward.args[0] if is_tiled else module.forward
+        forward: Any = module.forward
+        whole = forward.args[0] if getattr(forward, "func", None) is _in_tiles else forward
         module.forward = functools.partial(_in_tiles, whole, tokens)
 
 
