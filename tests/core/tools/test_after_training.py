@@ -93,7 +93,7 @@ def test_a_reply_is_the_most_probable_text_and_is_streamed(base, capsys):
 
 
 def test_a_conversation_shows_answers_with_and_without_the_adapter(adapter, monkeypatch, capsys):
-    said = "hello\n/base\n/clear\n/base\nhello\n/quit\nnever read\n"
+    said = "hello\n/base\n/clear\n/base\n/help\nhello\n/quit\nnever read\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
     words = ["chat", adapter, "--compare", "--temperature", "0", "--max_new_tokens", "5", "--device", "cpu"]
     assert main(words) == 0
@@ -105,12 +105,12 @@ def test_a_conversation_shows_answers_with_and_without_the_adapter(adapter, monk
         plain = by_hand(model, tokenizer, text, 5)
     assert tuned != plain
     once = f"{tuned}\n\n[without the adapter]\n{plain}\n"
-    assert printed == f"{once}{plain}\nWrite a message first.\n{once}"
+    assert printed == f"{once}{plain}\nWrite a message first.\nThere is no /help. {chat.WORDS}.\n{once}"
 
 
 def test_chat_says_what_it_cannot_do(base, tmp_path, capsys):
     assert main(["chat", base, "--compare"]) == 2
-    assert "--compare needs an adapter" in capsys.readouterr().err
+    assert f"--compare needs the folder of an adapter, and {base} is none" in capsys.readouterr().err
     assert main(["chat", str(tmp_path / "nowhere")]) == 1
     assert "does not exist" in capsys.readouterr().err
     assert main(["chat", base, "more", "--temprature", "1"]) == 2

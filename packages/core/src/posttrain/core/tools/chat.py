@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import is_peft_model
 from posttrain.core.tools import load
 
+WORDS = "/clear begins anew, /base answers the last message without the adapter, /quit ends it"
 HELP = f"""posttrain chat MODEL [--compare] [--system TEXT] [--temperature T] [--max_new_tokens N] [--seed N] ...
 
 Talk to a model, or to an adapter on its base, in the terminal. Answers appear as they are written. Without a chat
@@ -26,7 +29,7 @@ template the model continues your text.
   --seed N             for answers that can be repeated
 {load.FLAGS}
 
-In the conversation: /clear begins anew, /base answers the last message without the adapter, /quit ends it."""
+In the conversation: {WORDS}."""
 KINDS = load.KINDS | {"compare": bool, "system": str, "temperature": float, "max_new_tokens": int, "seed": int}
 
 
@@ -41,9 +44,9 @@ def run(words: list[str]) -> None:
         return
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("chat", words, KINDS, names=1, what=what, least=load.LEAST)
+    if given.get("compare") and not (Path(names[0]) / "adapter_config.json").is_file():
+        raise ConfigError("chat", [f"--compare needs the folder of an adapter, and {names[0]} is none"])
     model, tokenizer = load.of_command("chat", names[0], given)
-    if given.get("compare") and not is_peft_model(model):
-        raise ConfigError("chat", [f"--compare needs an adapter, and {names[0]} is a model without one"])
     if (seed := given.pop("seed", None)) is not None:
         torch.manual_seed(seed)
     converse(model, tokenizer, **given)
@@ -85,7 +88,7 @@ def converse(
     begin: list[dict[str, Any]] = [{"role": "system", "content": system}] if system and chats else []
     messages = list(begin)
     if interactive:
-        print("Write a message. /clear begins anew, /base answers without the adapter, /quit ends.")
+        print(f"Write a message. {WORDS}.")
         if not chats:
             print("This model has no chat template: it continues your text.")
     while True:
@@ -97,6 +100,8 @@ def converse(
             messages = list(begin)
         elif text == "/base":
             _answer_of_base(model, tokenizer, messages, options)
+        elif re.fullmatch(r"/\w+", text):
+            print(f"There is no {text}. {WORDS}.")
         elif text:
             messages = [*messages, {"role": "user", "content": text}] if chats else [{"content": text}]
             answer = _answer(model, tokenizer, messages, options)
