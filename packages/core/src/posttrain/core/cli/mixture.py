@@ -93,7 +93,8 @@ def listed(given: Sequence[Any]) -> list[DatasetConfig]:
                     raise DataError(f"datasets[{place}]: unknown key {key!r}{hint} (known: {', '.join(known)})")
         elif not isinstance(value, DatasetConfig):
             raise DataError(f"datasets[{place}]={value!r} must be a mapping of {', '.join(known)}")
-        config = DatasetConfig(**({"path": None} | value)) if isinstance(value, dict) else value
+        keys: dict[str, Any] = {"path": None}
+        config = DatasetConfig(**keys | value) if isinstance(value, dict) else value
         if not isinstance(config.path, str) or not config.path:
             raise DataError(f"datasets[{place}] has no path")
         made.append(config)
