@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -117,6 +118,22 @@ def test_the_log_file_is_strict_json_and_has_each_step_once_after_a_resume(tmp_p
     ]
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len(records) == len(again.state.log_history)
+
+
+class Sleepy(TrainerCallback):
+    """Makes each optimizer step take a while."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        time.sleep(0.05)
+
+
+def test_the_seconds_of_a_step_are_those_of_the_steps_since_the_run_was_resumed(tmp_path):
+    options = dict(logging_steps=4, save_strategy="steps", save_steps=3, lr_scheduler_type="constant")
+    regression(tmp_path, **options, max_steps=3).train()
+    regression(tmp_path, [Sleepy()], **options, max_steps=4).train(resume_from_checkpoint=True)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    [seconds] = [record["perf/step_seconds"] for record in records if record["step"] == 4 and "loss" in record]
+    assert seconds >= 0.05, "one step was made, and not four"
 
 
 def test_a_progress_bar_shows_loss_speed_real_tokens_and_time_left(tmp_path, capsys):

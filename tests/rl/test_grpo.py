@@ -575,6 +575,16 @@ def test_the_extreme_lengths_of_a_record_are_those_of_all_its_rollouts(tmp_path)
     assert logged(run, "completions/max_length") == [max(second)] == logged(run, "completions/max_terminated_length")
 
 
+def test_counts_go_on_where_a_resumed_run_begins_its_epoch_anew(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "ignore_data_skip": True, "lr_scheduler_type": "constant"}
+    trainer(tmp_path, max_steps=2, **settings).train()
+    run = trainer(tmp_path, max_steps=4, **settings)
+    run.train(resume_from_checkpoint=True)
+    tokens = logged(run, "num_tokens")
+    assert len(tokens) == 4 and tokens == sorted(set(tokens)), "they only grow"
+    assert run._num_rollouts == 4, "a rollout is numbered, and seeded, once"
+
+
 # ------------------------------------------------------------------------------------------------ telling and judging
 
 

@@ -1352,7 +1352,7 @@ class Trainer(HFCompat):
     def _log_training(self) -> None:
         """A record of the steps since the last: the one place of a run that waits for the device."""
         progress, pace, step = self.run.progress, self.run.pace, self.state.global_step
-        steps = step - progress.last_logged
+        steps = max(step - max(progress.last_logged, self.run.first_step), 1)  # of this process: its clock began then
         pairs = self.metrics.drain(pace.gathering(self.dist.gather_object, self.clock.phases, steps))
         self._count_inputs(pairs)
         progress.add_losses(*pairs["loss"])

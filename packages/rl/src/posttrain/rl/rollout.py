@@ -408,7 +408,7 @@ class RolloutTrainer(Trainer):
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""
         if self.run.progress.batches == 0:  # the rest of an epoch that ended early is skipped
-            self._forget_rollout(keep_count=self.run.progress.epoch > 0)
+            self._forget_rollout(keep_count=self.state.global_step > 0)
             if self._ledger is not None and self.state.global_step == 0:
                 self._ledger.began(self.args.max_staleness)
         batches = iter(loader) if self._background is None else self._background.read(self.run.progress.epoch, loader)
