@@ -2,10 +2,11 @@
 
     python benchmarks/distillation.py                             every task, in float32
     python benchmarks/distillation.py --tasks loss-0.5 --rounds 1
+    python benchmarks/distillation.py --tasks train-1.0 --prompts 32
 
 Tasks: `loss` is the divergence and its gradients alone, 1,024 positions of which a half counts; `train` is an optimizer
-step on completions that are given, 8 prompts of 64 tokens with 16 to 128 tokens each; `step` samples 8 completions of
-64 tokens and trains on them. The number is beta. The student is 256 wide, the teacher 512, with 32,000 tokens.
+step on completions that are given, 8 prompts (`--prompts`) of 64 tokens with 16 to 128 tokens each; `step` samples as
+many completions of 64 tokens and trains on them. The number is beta. The student is 256 wide, the teacher 512, with 32,000 tokens.
 
 Each run is a process of its own, contestants take turns, and the first round is not counted. Time is in CPU seconds on
 one thread.
@@ -26,7 +27,7 @@ import time
 from grpo import VOCABULARY, tokenizer
 
 TASKS = tuple(f"{kind}-{beta}" for kind in ("loss", "train", "step") for beta in ("0.0", "0.5", "1.0"))
-POSITIONS, STUDENT, TEACHER, PROMPTS = 1024, 256, 512, 8
+POSITIONS, STUDENT, TEACHER, LENGTHS = 1024, 256, 512, 8
 
 
 def model_of(width: int):
@@ -45,7 +46,7 @@ def model_of(width: int):
 
 def completions_of(prompts: list) -> list[list[int]]:
     return [
-        [2 + (31 * i + 7 * t) % (VOCABULARY - 2) for t in range(16 * (1 + i % PROMPTS))] for i in range(len(prompts))
+        [2 + (31 * i + 7 * t) % (VOCABULARY - 2) for t in range(16 * (1 + i % LENGTHS))] for i in range(len(prompts))
     ]
 
 
@@ -74,7 +75,7 @@ def loss_once(contestant: str, beta: float) -> float:
     return time.process_time() - began
 
 
-def run(contestant: str, task: str, steps: int) -> dict[str, float]:
+def run(contestant: str, task: str, steps: int, prompts: int) -> dict[str, float]:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import torch
     from datasets import Dataset
@@ -104,7 +105,7 @@ def run(contestant: str, task: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         longest = 128 if kind == "train" else 64
         args = DistillationConfig(
-            output_dir=folder, per_device_train_batch_size=PROMPTS, max_completion_length=longest, max_steps=steps,
+            output_dir=folder, per_device_train_batch_size=prompts, max_completion_length=longest, max_steps=steps,
             learning_rate=1e-6, beta=float(beta), bf16=False, gradient_checkpointing=False,
             logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
@@ -130,11 +131,11 @@ def run(contestant: str, task: str, steps: int) -> dict[str, float]:
     return {"seconds_per_step": seconds, "peak_mib": memory(), "extra_mib": memory() - before}
 
 
-def compare(task: str, steps: int, rounds: int) -> dict:
+def compare(task: str, steps: int, rounds: int, prompts: int) -> dict:
     found: dict[str, list[dict[str, float]]] = {"posttrain": [], "trl": []}
     for number in range(rounds + 1):
         for name in found:
-            command = [sys.executable, __file__, "--one", name, task, str(steps)]
+            command = [sys.executable, __file__, "--one", name, task, str(steps), str(prompts)]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
@@ -162,14 +163,15 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step, for train and step")
     parser.add_argument("--output")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        contestant, task, steps = args.one
-        print("RESULT" + json.dumps(run(contestant, task, int(steps))))
+        contestant, task, steps, prompts = args.one
+        print("RESULT" + json.dumps(run(contestant, task, int(steps), int(prompts))))
         return
-    results = {task: compare(task, args.steps, args.rounds) for task in args.tasks}
+    results = {task: compare(task, args.steps, args.rounds, args.prompts) for task in args.tasks}
     if args.output:
         from results import write
 
