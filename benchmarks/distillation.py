@@ -6,7 +6,8 @@
 
 Tasks: `loss` is the divergence and its gradients alone, 1,024 positions of which a half counts; `train` is an optimizer
 step on completions that are given, 8 prompts (`--prompts`) of 64 tokens with 16 to 128 tokens each; `step` samples as
-many completions of 64 tokens and trains on them. The number is beta. The student is 256 wide, the teacher 512, with 32,000 tokens.
+many completions of 64 tokens and trains on them. The number is beta. The student is 256 wide, the teacher 512, with
+32,000 tokens.
 
 Each run is a process of its own, contestants take turns, and the first round is not counted. Time is in CPU seconds on
 one thread.
