@@ -98,7 +98,7 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     return tried[key]
 
 
-def reading_problem(base: nn.Module, example: ImageExample | None = None) -> str | None:
+def reading_problem(base: PretrainedModel, example: ImageExample | None = None) -> str | None:
     """Why `base` cannot be tried on one row of text, or of text with images like those of `example`, as a sentence.
 
     None if it can.
