@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.core import TrainerCallback
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import (
     GRPOConfig,
@@ -573,6 +574,25 @@ def test_the_extreme_lengths_of_a_record_are_those_of_all_its_rollouts(tmp_path)
     assert min(first) < min(second) and max(first) < max(second), "means of extremes would show"
     assert logged(run, "completions/min_length") == [min(first)] == logged(run, "completions/min_terminated_length")
     assert logged(run, "completions/max_length") == [max(second)] == logged(run, "completions/max_terminated_length")
+
+
+def test_weights_that_changed_since_an_evaluation_are_sent_before_the_next(tmp_path):
+    class Evaluations(TrainerCallback):
+        def on_evaluate(self, *args, **kwargs):
+            events.append("evaluated")
+
+    events = []
+    run = trainer(tmp_path, eval_rows=ROWS, eval_on_start=True, eval_strategy="epoch", max_steps=1)
+    run.add_callback(Evaluations())
+    first, send = next(run.model.parameters()), run.generator.sync_weights
+    run.generator.sync_weights = lambda model: (events.append(first.sum().item()), send(model))
+    run.evaluate()
+    before = first.sum().item()
+    with torch.no_grad():
+        first.add_(1)
+    now = first.sum().item()
+    run.train()
+    assert events[:4] == [before, "evaluated", now, "evaluated"]
 
 
 def test_counts_go_on_where_a_resumed_run_begins_its_epoch_anew(tmp_path):

@@ -610,7 +610,20 @@ def test_a_collator_for_language_modeling_trains_on_what_the_trainers_own_trains
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
 @pytest.mark.parametrize("collators", [posttrain.core, transformers], ids=lambda module: module.__name__)
-def test_a_collator_that_leaves_out_where_texts_begin_is_refused_for_packed_rows(collators, name, tmp_path):
+def test_a_collator_that_leaves_out_where_texts_begin_gives_way_to_the_trainers_own(collators, name, tmp_path, caplog):
     collator = collators.DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    with pytest.raises(ValueError, match=f"{name}=True puts several texts into a row, and DataCollatorForLanguageMo"):
-        SFTTrainer(tiny.causal_lm(), config(tmp_path, **{name: True}), collator, TEXTS)
+    own, given = (
+        SFTTrainer(tiny.causal_lm(), config(tmp_path, **{name: True}), each, TEXTS, processing_class=tiny.tokenizer())
+        for each in (None, collator)
+    )
+    assert f"DataCollatorForLanguageModeling is not used: {name}=True" in caplog.text
+    own.train(), given.train()
+    assert losses(own) == losses(given) and losses(own)
+
+
+def test_a_collator_of_ones_own_that_leaves_out_where_texts_begin_is_refused_for_packed_rows(tmp_path):
+    class Mine(DataCollatorForLanguageModeling):
+        pass
+
+    with pytest.raises(ValueError, match="packing=True puts several texts into a row, and Mine makes batches without"):
+        SFTTrainer(tiny.causal_lm(), config(tmp_path, packing=True), Mine(tiny.tokenizer(), mlm=False), TEXTS)

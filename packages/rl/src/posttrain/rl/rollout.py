@@ -366,6 +366,7 @@ class RolloutTrainer(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
+        self._synced_at = None  # the weights may have changed since an evaluation
         self._background, self._ledger = self._new_background() if self.args.max_staleness else None, self._new_ledger()
         self.environments.overlaps = self._background is not None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, flash_kwargs, pad_rows, round_up
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,14 +100,36 @@ class SFTCollator:
         return {"sources": pad_rows(tokens, 0, pad_to_multiple_of=self.pad_to_multiple_of)}
 
 
+NAME = "DataCollatorForLanguageModeling"  # of ours, of transformers and of trl
+
+
+def adds_nothing(data_collator: Any) -> bool:
+    """Whether `data_collator` only pads rows and copies their tokens to labels, as scripts often pass it."""
+    return type(data_collator).__name__ == NAME and not getattr(data_collator, "mlm", False)
+
+
+def mixes_texts(args: Any, data_collator: Any) -> str | None:
+    """The argument that puts several texts into a row, whose borders `data_collator` would leave out; None: neither."""
+    if not any(kind.__name__ == NAME for kind in type(data_collator).__mro__):
+        return None
+    return next((name for name in ("packing", "eval_packing", "padding_free") if getattr(args, name, None)), None)
+
+
 def collator_problems(args: Any, data_collator: Any) -> Iterator[str]:
-    """That a collator for rows of one text each, of ours or of transformers, would leave out where documents begin."""
-    if not any(kind.__name__ == "DataCollatorForLanguageModeling" for kind in type(data_collator).__mro__):
-        return
-    for name in ("packing", "eval_packing", "padding_free"):
-        if getattr(args, name, None):
-            yield (
-                f"{name}=True puts several texts into a row, and {type(data_collator).__name__} makes batches without "
-                f"their borders. Leave data_collator out, for the trainer's own does all that it does; or set "
-                f"{name}=False"
-            )
+    """That a collator of your own for rows of one text each would leave out where documents begin."""
+    if (name := mixes_texts(args, data_collator)) and not adds_nothing(data_collator):
+        yield (
+            f"{name}=True puts several texts into a row, and {type(data_collator).__name__} makes batches without "
+            f"their borders. Leave data_collator out, for the trainer's own keeps them; or set {name}=False"
+        )
+
+
+def with_borders(args: Any, data_collator: Any) -> Any:
+    """`data_collator`; None, and a warning, where the trainer's own does its work and keeps texts of a row apart."""
+    if not (name := mixes_texts(args, data_collator)):
+        return data_collator
+    logger.warning(
+        "%s is not used: %s=True puts several texts into a row, and only the trainer's own collator keeps them apart. "
+        "Leave data_collator out.", type(data_collator).__name__, name,
+    )  # fmt: skip
+    return None

@@ -35,7 +35,7 @@ from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
-from posttrain.sft.collators import SFTCollator, collator_problems
+from posttrain.sft.collators import SFTCollator, collator_problems, with_borders
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
@@ -133,6 +133,7 @@ class SFTTrainer(GeneratesText, Trainer):
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
         )  # fmt: skip
         self.run_preflight(args, parts)
+        data_collator = with_borders(args, data_collator)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
             self.signature_columns = (*COLUMNS, PACKED, *columns_of(train_dataset, eval_dataset))
