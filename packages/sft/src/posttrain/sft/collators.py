@@ -124,7 +124,7 @@ def collator_problems(args: Any, data_collator: Any) -> Iterator[str]:
         )
 
 
-def with_borders(args: Any, data_collator: Any) -> Any:
+def usable(args: Any, data_collator: Any) -> Any:
     """`data_collator`; None, and a warning, where the trainer's own does its work and keeps texts of a row apart."""
     if not (name := mixes_texts(args, data_collator)):
         return data_collator

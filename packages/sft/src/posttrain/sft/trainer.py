@@ -35,7 +35,7 @@ from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
-from posttrain.sft.collators import SFTCollator, collator_problems, with_borders
+from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
@@ -133,7 +133,6 @@ class SFTTrainer(GeneratesText, Trainer):
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
         )  # fmt: skip
         self.run_preflight(args, parts)
-        data_collator = with_borders(args, data_collator)
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
             self.signature_columns = (*COLUMNS, PACKED, *columns_of(train_dataset, eval_dataset))
@@ -143,7 +142,7 @@ class SFTTrainer(GeneratesText, Trainer):
         self._sources: tuple[str, ...] = ()
         self._prepared: list[Any] = []
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-        data_collator = data_collator or _collator(args, tokenizer, model, self._sees, formatting_func)
+        data_collator = usable(args, data_collator) or _collator(args, tokenizer, model, self._sees, formatting_func)
         self._image_rows = data_collator.prepare if isinstance(data_collator, VisionCollator) else None
         super().__init__(
             model=model,
