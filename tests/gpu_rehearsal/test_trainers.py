@@ -35,7 +35,7 @@ WAITS = {
     "kto": (0, 7, 2, 2, 2),
     "reward": (0, 7, 2, 2, 2),
     # A copy of the reference's log-probabilities for each rollout; 25 of its weights, which move, for each save.
-    "grpo-sync": (1, 9, 4, 4, 27),
+    "grpo-sync": (1, 8, 3, 3, 27),
 }
 SIZES = {
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3,

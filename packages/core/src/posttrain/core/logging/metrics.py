@@ -90,14 +90,14 @@ class Metrics:
         extremes = {name: pair for name, pair in self._extremes.items() if only is None or name in only}
         self._extremes = {name: pair for name, pair in self._extremes.items() if name not in extremes}
         everyone = Metrics()
-        for part in gather(_plain(taken) | _plain(extremes)):
+        for part in gather(_plain(taken | extremes)):
             everyone.update(part)
         found = {name: (value, 1) for name, (value, _) in everyone._extremes.items() if not math.isnan(value)}
         return everyone._pairs | found
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same type, so that a resumed sum continues bit for bit.
-        return _plain(self._pairs) | _plain(self._extremes)
+        return _plain(self._pairs | self._extremes)
 
     def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
         pairs: dict[str, tuple[Any, Any]] = {name: (total, count) for name, (total, count) in state.items()}
