@@ -11,8 +11,8 @@ from tests.distributed import jobs
 
 #: AdamW whose epsilon is not small: else a rounding in a tiny gradient becomes a whole step.
 USUAL = {"name": "causal-lm", "optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2, "logging_steps": 3}
-FULL = {"fsdp": "full_shard"}
-PARTS = FULL | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+FULL = {"fsdp": "full_shard", "max_shard_size": "30KB"}  # files that the processes write between them
+PARTS = {"fsdp": "full_shard"} | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 SPLIT = {"parallelism_config": {"tp_size": 2}}
 BOTH = PARTS | {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}
 SLICED = {"parallelism_config": {"cp_size": 2}}

@@ -5,6 +5,7 @@ A piece of work is a function below; its arguments come as JSON. What it returns
 
 import contextlib
 import copy
+import errno
 import functools
 import json
 import os
@@ -18,7 +19,8 @@ from unittest import mock
 import torch
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
-from posttrain.core.checkpoint import get_last_checkpoint
+from posttrain.core.checkpoint import get_last_checkpoint, weights
+from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
 from posttrain.sft import SFTTrainer
 from tests import tiny
@@ -141,6 +143,41 @@ def saving(out, **changes):
     trainer.train()
     gathered = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, found)
+    return gathered
+
+
+def saved_twice(out, arch=None, tied=False, full_disk=False, **changes):
+    """A model is trained a step and saved into one file, and into files that all processes write; returns for each
+    process the entries it had whole for the second.
+
+    Args:
+        full_disk: of process 1; returns what went wrong on each process instead.
+    """
+    with mixtures(arch) if arch else contextlib.nullcontext():
+        make = causal_lm(**{} if arch else {"tie_word_embeddings": tied})
+        trainer = make(out, max_steps=1, save_strategy="no", **split(2) | changes)
+    trainer.train()
+    trainer.save_model(str(Path(out) / "one"))
+    trainer.args.max_shard_size = "30KB"
+    gather, write, had = trainer.dist.whole_state_dict, weights.write_file, []
+
+    def watched(*args, **kwargs):
+        found = gather(*args, **kwargs)
+        had.extend(sorted(found))
+        return found
+
+    def refused(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = ""
+    with mock.patch.object(trainer.dist, "whole_state_dict", watched):
+        with mock.patch.object(weights, "write_file", refused if full_disk and trainer.args.process_index else write):
+            try:
+                trainer.save_model(str(Path(out) / "shares"))
+            except (OSError, CheckpointError) as error:
+                told = f"{type(error).__name__}: {error}"
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, told if full_disk else had)
     return gathered
 
 

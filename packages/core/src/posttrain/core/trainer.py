@@ -32,7 +32,7 @@ from posttrain.core.callbacks import (
     PrinterCallback,
     ProgressCallback,
 )
-from posttrain.core.checkpoint import Store, codec, manager, reload, rng, weights
+from posttrain.core.checkpoint import Store, codec, manager, reload, rng, shares, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
@@ -768,12 +768,19 @@ class Trainer(HFCompat):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
+        args, folder, model = self.args, output_dir or self.args.output_dir, wrapping.unwrap(self.model)
+        checks = args.check_saved_model and not _internal_call
+        alone = checks or args.save_on_each_node or type(self)._save is not Trainer._save
         with self._averages():
-            whole = self.dist.whole_state_dict(self.model, weights.is_saved(self.model))
-            if self.args.should_save:
-                self._save(output_dir or self.args.output_dir, **({} if whole is None else {"state_dict": whole}))
-                if self.args.check_saved_model and not _internal_call:
-                    reload.check(wrapping.unwrap(self.model), output_dir or self.args.output_dir, whole)
+            if not alone and shares.save(model, folder, self.dist, args.max_shard_size):
+                if args.should_save:
+                    self._save_beside(Path(folder))
+            else:
+                whole = self.dist.whole_state_dict(self.model, weights.is_saved(model), lambda name: args.should_save)
+                if args.should_save:
+                    self._save(folder, **({} if whole is None else {"state_dict": whole}))
+                    if checks:
+                        reload.check(model, folder, whole)
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:

@@ -46,7 +46,9 @@ class CheckpointArguments:
         False, "Save no optimizer, schedule or random state: smaller checkpoints, from which no run resumes exactly."
     )
     max_shard_size: int | str | None = opt(
-        None, "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Smaller ones upload in parallel."
+        None,
+        "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Of a sharded model that needs several files "
+        "each process writes some.",
     )
     check_saved_model: bool = opt(
         False,

@@ -6,10 +6,12 @@ import contextlib
 import copy
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -21,6 +23,8 @@ from posttrain.core.models.wrapping import base_model
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
 ENCODER = "prompt_encoder.safetensors"
+_save_file = safetensors.torch.save_file
+_Write = Callable[..., None]  # of tensors, a path and metadata
 PARTS = "weights"  # the tree of weights that every process writes its part of
 
 
@@ -40,40 +44,61 @@ def save_weights(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if (save := getattr(model, "save_pretrained", None)) is not None:
-        given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
-        if max_shard_size is not None and not hasattr(model, "peft_config"):
-            given["max_shard_size"] = max_shard_size
-        with _quiet(), _written_here(), _on_this_process(model), sharding.plain_classes(model):
-            save(str(directory), **given)
+    if hasattr(model, "save_pretrained"):
+        _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
     elif state_dict is not None:
         write(state_dict, directory, type(model).__name__)
     else:
-        from safetensors.torch import save_model
+        with _written_by(write_file):
+            about = {"format": "pt", "class": type(model).__name__}
+            safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
-        with _written_here():
-            save_model(model, str(directory / WEIGHTS), metadata={"format": "pt", "class": type(model).__name__})
+
+def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_size: Any, write: _Write) -> None:
+    given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
+    if max_shard_size is not None and not hasattr(model, "peft_config"):
+        given["max_shard_size"] = max_shard_size
+    with _quiet(), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
+        model.save_pretrained(str(directory), **given)
+
+
+def files(
+    model: Any,
+    directory: str | Path | None,
+    state_dict: dict[str, torch.Tensor],
+    max_shard_size: int | str | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each file that transformers would write of `state_dict`, a part of `model`'s, for `write_file`.
+
+    Args:
+        directory: where the config and the code of the model are written; None: nowhere.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = Path(nowhere if directory is None else directory)
+        _save_pretrained(model, folder, state_dict, max_shard_size, lambda tensors, *_, **__: found.append(tensors))
+    return found
+
+
+def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
+    """Write `tensors` as one safetensors file: by the codec, which hashes it and can write later, if it has their
+    types."""
+    if codec.are_native(tensors):
+        codec.write_tensors(tensors, path, metadata)
+    else:
+        _save_file(tensors, path, metadata)
 
 
 @contextlib.contextmanager
-def _written_here() -> Iterator[None]:
-    """Let the codec write the files of transformers and safetensors: it hashes them and can write later.
+def _written_by(write: _Write) -> Iterator[None]:
+    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors.
 
     Patching is necessary because one function of theirs both chooses the names and writes the files.
     """
-    from safetensors import torch as st
-
-    places = [(st, "save_file")]
+    places = [(safetensors.torch, "save_file")]
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
         places.append((modeling, "safe_save_file"))
     originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-
-    def write(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
-        if codec.are_native(tensors):
-            codec.write_tensors(tensors, filename, metadata)
-        else:
-            originals[0][2](tensors, filename, metadata)
-
     try:
         for module, name, _ in originals:
             setattr(module, name, write)

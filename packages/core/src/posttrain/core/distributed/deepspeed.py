@@ -240,7 +240,7 @@ class Engine:
             yield
 
     def whole_state_dict(
-        self, model: nn.Module, keep: bool, only: Callable[[str], bool]
+        self, model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool]
     ) -> dict[str, torch.Tensor] | None:
         """As `Distributed.whole_state_dict`: None where every process holds the weights whole."""
         if self.stage < 3 or self._engine is None:
@@ -251,7 +251,7 @@ class Engine:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if only(name):
                 with deepspeed.zero.GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else []):
-                    if keep:
+                    if keep(name):
                         whole[name] = tensor.detach().to("cpu", copy=True)
         return whole
 

@@ -423,19 +423,28 @@ class Distributed:
             sharding.scatter(model, settings)
 
     def whole_state_dict(
-        self, model: nn.Module, only: Callable[[str], bool] = lambda name: True
+        self,
+        model: nn.Module,
+        only: Callable[[str], bool] = lambda name: True,
+        keep: Callable[[str], bool] | None = None,
     ) -> dict[str, torch.Tensor] | None:
-        """The gathered weights of a sharded `model` in rank 0's host memory (elsewhere an empty dict); None if it is
-        not sharded. Every process must call it.
+        """The gathered weights of a sharded `model` in host memory; None if it is not sharded.
+
+        Every process must call it.
+
+        Args:
+            only: the names that are gathered.
+            keep: the names that this process gets; None: rank 0 gets all of them, and the others an empty dict.
         """
         if not self.shards and self.engine is None:
             return None
+        keep = keep or (lambda name: self.is_main)
         with self._waiting("gathering the weights"):
             if self.engine is not None:
-                return self.engine.whole_state_dict(model, self.is_main, only)
+                return self.engine.whole_state_dict(model, keep, only)
             if not (sharding.is_sharded(model) or tensor_parallel.is_split(model)):
                 return None
-            return sharding.whole_state_dict(model, self.is_main, only)
+            return sharding.whole_state_dict(model, keep, only)
 
     # ---- one step ----
 

@@ -356,10 +356,15 @@ def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """The whole state dict of a sharded `model`, gathered tensor by tensor into host memory.
+def whole_state_dict(
+    model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool] = lambda name: True
+) -> dict[str, Any]:
+    """The state dict of a sharded `model`, gathered tensor by tensor into host memory.
 
-    Every process must call it; where not `keep`, nothing is kept and an empty dict is returned.
+    Every process must call it.
+
+    Args:
+        keep: the names that this process gets. only: the names that are gathered, the same on all.
     """
     kept: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}  # tied weights stay tied
@@ -367,7 +372,7 @@ def whole_state_dict(model: nn.Module, keep: bool, only: Callable[[str], bool] =
         if not only(name):
             continue
         full = whole(tensor)
-        if keep:
+        if keep(name):
             place = (tensor.to_local() if is_piece(tensor) else tensor).data_ptr()
             if place not in seen or not place:
                 seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
