@@ -768,19 +768,10 @@ class Trainer(HFCompat):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
-        args, folder, model = self.args, output_dir or self.args.output_dir, wrapping.unwrap(self.model)
-        checks = args.check_saved_model and not _internal_call
-        alone = checks or args.save_on_each_node or type(self)._save is not Trainer._save
         with self._averages():
-            if not alone and shares.save(model, folder, self.dist, args.max_shard_size):
-                if args.should_save:
-                    self._save_beside(Path(folder))
-            else:
-                whole = self.dist.whole_state_dict(self.model, weights.is_saved(model), lambda name: args.should_save)
-                if args.should_save:
-                    self._save(folder, **({} if whole is None else {"state_dict": whole}))
-                    if checks:
-                        reload.check(model, folder, whole)
+            self._save_whole(
+                output_dir or self.args.output_dir, check=self.args.check_saved_model and not _internal_call
+            )
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:
@@ -1469,6 +1460,20 @@ class Trainer(HFCompat):
         directory = Path(output_dir or self.args.output_dir)
         weights.save_weights(wrapping.unwrap(self.model), directory, state_dict, self.args.max_shard_size)
         self._save_beside(directory)
+
+    def _save_whole(self, directory: str, check: bool) -> None:
+        """Write the model and what belongs to it; large sharded weights by all processes, each its share."""
+        args, model = self.args, wrapping.unwrap(self.model)
+        alone = check or args.save_on_each_node or type(self)._save is not Trainer._save
+        if not alone and shares.save(model, directory, self.dist, args.max_shard_size):
+            if args.should_save:
+                self._save_beside(Path(directory))
+            return
+        whole = self.dist.whole_state_dict(self.model, weights.is_saved(model), lambda name: args.should_save)
+        if args.should_save:
+            self._save(directory, **({} if whole is None else {"state_dict": whole}))
+            if check:
+                reload.check(model, directory, whole)
 
     def _averages(self) -> contextlib.AbstractContextManager[None]:
         """Where a model is saved: with the averages of an optimizer that keeps them."""
