@@ -24,7 +24,7 @@ SLICED_ALWAYS = ["causal-lm", "sft-packed", "dpo", "reward", "grpo"]
 #: No causal attention, or two texts.
 NOT_SLICED = {"classifier", "seq2seq"}
 #: Nor rows of text alone.
-SEE = {name for name in EXACT if name.endswith("-images")}
+SEE = {name for name in EXACT if "-images" in name}
 #: How the names of trainers begin that generate while they train or are evaluated.
 SAMPLES = ("grpo", "rloo", "reinforce++", "online-dpo", "distillation", "gkd", "seq2seq")
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.

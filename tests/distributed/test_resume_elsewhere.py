@@ -101,7 +101,7 @@ def test_who_writes_what(runs):
     alone, whole, parts = files(runs, "1"), files(runs, "1-2f"), files(runs, "1-2p")
     assert {"model.safetensors", "optimizer.safetensors", "rank-0.json"} <= alone and "rank-1.json" not in alone
     optimizer = {f"optimizer-{rank}-of-2.{end}" for rank in (0, 1) for end in ("json", "safetensors")}
-    assert {"model.safetensors", "rank-1.json"} | optimizer <= whole
+    assert {"model.safetensors.index.json", "rank-1.json"} | optimizer <= whole and "model.safetensors" not in whole
     assert {f"weights-{rank}-of-2.safetensors" for rank in (0, 1)} | optimizer | {"config.json"} <= parts
     assert "model.safetensors" not in parts
     sizes = [
