@@ -47,8 +47,8 @@ class CheckpointArguments:
     )
     max_shard_size: int | str | None = opt(
         None,
-        "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Of a sharded model that needs several files "
-        "each process writes some.",
+        "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Of a sharded model that needs several "
+        "files each process writes some.",
     )
     check_saved_model: bool = opt(
         False,
