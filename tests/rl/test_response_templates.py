@@ -101,6 +101,33 @@ def test_several_calls_are_parsed_in_their_order():
         assert [call["function"] for call in message["tool_calls"]] == [call["function"] for call in calls], name
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4moe"])
+def test_without_tools_arguments_written_as_texts_are_what_they_read_as(name):
+    tok = add_response_schema(tokenizer(name))
+    arguments = {"where": "over there", "far": 2, "all": [1, "b"], "sure": True}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    begun = tok.apply_chat_template(ASKED, tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = tok.apply_chat_template([*ASKED, said], tools=SCHEMAS, tokenize=False)
+    start = len(os.path.commonprefix([begun, text]))
+    assert parse_response(tok, text[start:], text[:start])["tool_calls"] == [call]
+    digits = text[start:].replace("over there", "12")
+    [read] = parse_response(tok, digits, text[:start], SCHEMAS)["tool_calls"]
+    assert read["function"]["arguments"]["where"] == "12"  # where the schema says that it is a text
+
+
+@pytest.mark.parametrize(
+    ("read", "key"), [("thinking", "thinking"), ("thinking or message.reasoning_content", "reasoning_content")]
+)
+def test_a_thought_has_the_name_under_which_the_chat_template_reads_it(read, key):
+    source = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% set said = message.READ %}{% if said %}"
+    source += "<think>{{ said }}</think>{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tok = add_response_schema(tiny.tokenizer(chat_template=source.replace("READ", read)))
+    message = parse_response(tok, "<think>hm</think>Twelve.<|im_end|>", "<|im_start|>assistant\n")
+    assert message == {"role": "assistant", key: "hm", "content": "Twelve."}
+
+
 def test_arguments_that_are_left_out_are_empty():
     tok = add_response_schema(tokenizer("qwen2_5"))
     text = '<tool_call>\n{"name": "look"}\n</tool_call><|im_end|>'

@@ -187,7 +187,8 @@ class ResponseMarks:
     @cached_property
     def thoughts(self) -> Thoughts | None:
         """The marks of thoughts, if the template has any: those that it writes around them, or known ones in it."""
-        keys = THOUGHT_KEYS[::-1] if "<|channel|>" in self.source else THOUGHT_KEYS  # as the trainers have it
+        usual = THOUGHT_KEYS[::-1] if "<|channel|>" in self.source else THOUGHT_KEYS  # as the trainers have it
+        keys = sorted(usual, key=lambda key: not self._names(key))  # `Template` renders a thought under either
         for key in keys:
             text = self._rendered({"content": CONTENT, key: THOUGHT})
             before, found, behind = text.partition(THOUGHT)
@@ -199,8 +200,11 @@ class ResponseMarks:
                 mark = before[len(os.path.commonprefix([self._asked, before])) :].strip()
                 if mark and (end := self._first_special(between)):
                     return Thoughts(key, mark, end)
-        read = next((key for key in keys if re.search(rf"[.'\"]{key}\b", self.source)), keys[0])
-        return next((Thoughts(read, *marks) for marks in THOUGHTS if marks[1] in self.source), None)
+        return next((Thoughts(keys[0], *marks) for marks in THOUGHTS if marks[1] in self.source), None)
+
+    def _names(self, key: str) -> bool:
+        """Whether the chat template reads `key` of a message."""
+        return re.search(rf"[.'\"]{key}\b", self.source) is not None
 
     @cached_property
     def _omits_closing(self) -> bool:

@@ -131,8 +131,8 @@ def _json_text(text: str, types: Types) -> list[Call]:
     return _json_calls(DECODER.decode(text))
 
 
-def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """A plain-text argument, converted to the type of its schema."""
+def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """A plain-text argument, converted to the type of its schema; without one, to what it reads as."""
     kinds = _kinds(schema or {})
     if "null" in kinds and text.strip() in ("null", "None"):
         return None
@@ -169,7 +169,7 @@ def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Cal
             value = m["value"]
             if len(value) > 1 and value[0] == value[-1] == "\n":  # some templates put it on separate lines
                 value = value[1:-1]
-            yield m["key"], _typed(value, schemas.get(m["key"]))
+            yield m["key"], typed(value, schemas.get(m["key"]))
 
     return read
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.core.data import chat_template
 from posttrain.core.errors import DataError
-from posttrain.rl.tool_formats import FORMS, Block, Call, Form, marked_calls
+from posttrain.rl.tool_formats import FORMS, Block, Call, Form, marked_calls, typed
 
 QUESTION = {"role": "user", "content": "?"}
 # Words that no template contains, where a template might omit content.
@@ -316,7 +316,8 @@ def parse_response(
 
     Args:
         ids: the model's output, prefix: its input (begun thoughts are in there); both as tokens or as texts.
-        tools: schemas or functions. Arguments get the types of their parameters.
+        tools: schemas or functions. Arguments get the types of their parameters; without tools, those written as plain
+            text become what they read as, numbers or lists for instance.
 
     Returns:
         ``{"role": "assistant", "content": ...}``, with ``tool_calls`` and thoughts where there are any.
@@ -335,12 +336,24 @@ def parse_response(
         if all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in map(_function, calls)):
             for call in calls:  # a call without arguments may leave them out, and chat templates read them
                 call.get("function", call).setdefault("arguments", {})
+            if not tools and _has_plain_arguments(tokenizer):
+                for _, arguments in map(_function, calls):
+                    arguments.update(
+                        {key: typed(text, None) for key, text in arguments.items() if isinstance(text, str)}
+                    )
             ended = {"content": (message.get("content") or "").removesuffix(tokenizer.eos_token or "")}
             return {"role": "assistant"} | message | ended
     except (ValueError, TypeError, AttributeError, KeyError):  # not what the template expects, or cut in the middle
         pass
     text = response if isinstance(response, str) else tokenizer.decode(response, skip_special_tokens=True)
     return {"role": "assistant", "content": text}
+
+
+def _has_plain_arguments(tokenizer: Any) -> bool:
+    """Whether the response template reads arguments as texts, which say nothing of their types."""
+    field = tokenizer.response_template["fields"].get("tool_calls", {})
+    parser = field.get("content_args", {}).get("value_parser", {})
+    return field.get("content") == "xml-inline" and parser.get("name", "text") == "text"
 
 
 def argument_types(schemas: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
