@@ -23,13 +23,13 @@ CASES = {
     "gpt_oss": FSDP | {"arch": "gpt_oss"},
     "experts": {"arch": "qwen3_moe", "parallelism_config": {"ep_size": 2}},
 }
-FULL_DISK = FSDP | {"full_disk": True}
+OTHERS = {"full_disk": FSDP | {"full_disk": True}, "apart": FSDP | {"apart": True}}
 
 
 @pytest.fixture(scope="session")
 def saved(shared):
     def make(folder):
-        work = CASES | {"full_disk": FULL_DISK}
+        work = CASES | OTHERS
         jobs.do(2, [[name, "saved_twice", {"out": str(folder / f"{name}.out")} | work[name]] for name in work], folder)
 
     return jobs.once(shared, "shares", make)
@@ -79,6 +79,16 @@ def test_where_one_process_cannot_write_all_say_so(saved):
     main, other = jobs.result(saved, "full_disk")
     assert main == "CheckpointError: The weights were not written: rank 1: OSError: [Errno 28] No space left on device"
     assert other == "OSError: [Errno 28] No space left on device"
+
+
+def test_where_no_other_process_sees_the_folder_the_main_one_writes_all(saved):
+    main, other = jobs.result(saved, "apart")
+    assert main and not other
+    folder = saved / "apart.out"
+    expected, found = tensors_in(folder / "one"), tensors_in(folder / "shares" / "0")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not (folder / "shares" / "1").exists()
+    assert not list((folder / "shares" / "0").glob(".seen-*"))
 
 
 def test_layers_and_tied_weights_stay_together_and_shares_are_about_equal():

@@ -146,12 +146,13 @@ def saving(out, **changes):
     return gathered
 
 
-def saved_twice(out, arch=None, tied=False, full_disk=False, **changes):
+def saved_twice(out, arch=None, tied=False, full_disk=False, apart=False, **changes):
     """A model is trained a step and saved into one file, and into files that all processes write; returns for each
     process the entries it had whole for the second.
 
     Args:
         full_disk: of process 1; returns what went wrong on each process instead.
+        apart: the second is a folder of each process' own, as on machines that share no disk.
     """
     with mixtures(arch) if arch else contextlib.nullcontext():
         make = causal_lm(**{} if arch else {"tie_word_embeddings": tied})
@@ -159,7 +160,9 @@ def saved_twice(out, arch=None, tied=False, full_disk=False, **changes):
     trainer.train()
     trainer.save_model(str(Path(out) / "one"))
     trainer.args.max_shard_size = "30KB"
-    gather, write, had = trainer.dist.whole_state_dict, weights.write_file, []
+    gather, write, had, folder = trainer.dist.whole_state_dict, weights.write_file, [], Path(out) / "shares"
+    if apart:
+        folder = folder / str(trainer.args.process_index)
 
     def watched(*args, **kwargs):
         found = gather(*args, **kwargs)
@@ -173,7 +176,7 @@ def saved_twice(out, arch=None, tied=False, full_disk=False, **changes):
     with mock.patch.object(trainer.dist, "whole_state_dict", watched):
         with mock.patch.object(weights, "write_file", refused if full_disk and trainer.args.process_index else write):
             try:
-                trainer.save_model(str(Path(out) / "shares"))
+                trainer.save_model(str(folder))
             except (OSError, CheckpointError) as error:
                 told = f"{type(error).__name__}: {error}"
     gathered = [None] * torch.distributed.get_world_size()

@@ -54,8 +54,8 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     background.
 
     Returns:
-        False, with nothing written, where one process is to write all: the model is not sharded, or has adapters, or
-        one file holds it, or no other process sees the folder of the main one.
+        False, with nothing written, where one process is to write all: the model is not sharded by us, or has adapters,
+        or one file holds it, or no other process sees the folder of the main one.
 
     Raises:
         CheckpointError, OSError: a process could not write its files.
@@ -69,7 +69,8 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     if len(writers) == 1:
         return False
     own = dict(zip(writers, divide(model, len(writers)), strict=True)).get(dist.process_index, set())
-    tensors = dist.whole_state_dict(model, keep=own.__contains__)
+    if (tensors := dist.whole_state_dict(model, keep=own.__contains__)) is None:
+        return False
     files: list[dict[str, torch.Tensor]] = []
 
     def convert() -> list[dict[str, int]]:
@@ -93,18 +94,19 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
 
 
 def _who_sees(directory: Path, dist: Any) -> list[int]:
-    """The processes for which the `directory` of the main process is there: on another machine it may not be."""
-    mark = directory / f".seen-{secrets.token_hex(8)}"
+    """The processes whose `directory` is that of the main one: on another machine it may be another."""
+    name = f".seen-{secrets.token_hex(8)}"
 
-    def make() -> Path:
-        directory.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-        return mark
+    def mark() -> str:
+        if dist.is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).touch()
+        return name
 
-    mark = _together(dist, lambda: make() if dist.is_main else None)[0]
-    sees = dist.gather_patiently(mark.is_file())
+    name = _together(dist, mark)[0]
+    sees = dist.gather_patiently((directory / name).is_file())
     if dist.is_main:
-        mark.unlink()
+        (directory / name).unlink()
     return [rank for rank, there in enumerate(sees) if there]
 
 
