@@ -386,7 +386,7 @@ def test_the_divergence_of_whole_logits_is_what_training_takes_in_tiles():
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
     labels = torch.tensor([[3, -100, 2, 1, -100], [-100, 4, 5, 6, 7]])
-    loss = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=0.3, temperature=0.7)
+    loss = DistillationTrainer.generalized_jsd_loss(student, teacher, labels, beta=0.3, temperature=0.7)
     logps = [(logits[labels != -100] / 0.7).log_softmax(-1) for logits in (student, teacher)]
     assert_close(loss, divergence_terms(*logps, 0.3).sum() / 7)
     assert GKDTrainer.generalized_jsd_loss(student, teacher, reduction="none").shape == student.shape

@@ -194,6 +194,33 @@ class DistillationTrainer(RolloutTrainer):
                 "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
             )
 
+    @staticmethod
+    def generalized_jsd_loss(
+        student_logits: torch.Tensor,
+        teacher_logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """The divergence of whole logits (B, T, V), for scripts that call it; training never holds them.
+
+        Args:
+            labels: (B, T), aligned with the logits; -100 where nothing is compared.
+            reduction: "sum", "mean" over the terms, "none" for them, or "batchmean": the sum divided by the positions
+                compared, by B without labels. num_items_in_batch: divides the sum instead.
+        """
+        student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+        terms = divergence_terms(student, teacher, beta)
+        count = torch.tensor(len(student_logits))
+        if labels is not None:
+            mask = labels != IGNORE_INDEX
+            terms, count = terms[mask], mask.sum()
+        if num_items_in_batch is not None or reduction == "batchmean":
+            return terms.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
+
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row, whose messages are prompt and completion."""
         return super().new_samples([prompt_and_completion(row) for row in rows])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.losses.distillation import divergence_terms
 from posttrain.core.losses.language_modeling import IGNORE_INDEX
 from posttrain.core.old_names import Removed
 from posttrain.rl.distillation import DistillationConfig, DistillationTrainer
@@ -65,33 +64,6 @@ class GKDTrainer(DistillationTrainer):
     config_class: type[GKDConfig] = GKDConfig
     args: GKDConfig
     tag_names = ("trl", "gkd")
-
-    @staticmethod
-    def generalized_jsd_loss(
-        student_logits: torch.Tensor,
-        teacher_logits: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor:
-        """The divergence of whole logits (B, T, V), for scripts that call it; training never holds them.
-
-        Args:
-            labels: (B, T), aligned with the logits; -100 where nothing is compared.
-            reduction: "sum", "mean" over the terms, "none" for them, or "batchmean": the sum divided by the positions
-                compared, by B without labels. num_items_in_batch: divides the sum instead.
-        """
-        student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
-        terms = divergence_terms(student, teacher, beta)
-        count = torch.tensor(len(student_logits))
-        if labels is not None:
-            mask = labels != IGNORE_INDEX
-            terms, count = terms[mask], mask.sum()
-        if num_items_in_batch is not None or reduction == "batchmean":
-            return terms.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
 
     @staticmethod
     @torch.no_grad()
