@@ -815,6 +815,19 @@ def test_saving_the_best_keeps_one_and_needs_a_metric(tmp_path):
         fit(tmp_path, **options)
 
 
+def test_what_a_callback_asks_to_save_is_saved_beside_the_best(tmp_path):
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == state.max_steps
+
+    scores = iter([0.2, 0.9, 0.5])
+    options = dict(
+        max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy="best", metric_for_best_model="score"
+    )
+    fit(tmp_path, callbacks=[Asks()], compute_metrics=lambda prediction: {"score": next(scores)}, **options).train()
+    assert saved(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
 @pytest.mark.mission("S065")
 def test_a_checkpoint_of_the_model_alone_says_so_when_resumed(tmp_path, caplog):
     fit(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True).train()

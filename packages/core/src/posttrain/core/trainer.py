@@ -1336,7 +1336,7 @@ class Trainer(HFCompat):
             self.control.should_evaluate = False
             improved = self._determine_best_metric(metrics)
             if self.args.save_strategy == "best":
-                self.control.should_save = improved
+                self.control.should_save |= improved  # or a callback asked for it
         if self.control.should_save:
             self.control.should_save = False
             self.store_flos()
