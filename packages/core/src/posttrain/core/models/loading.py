@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint.weights import check_indices
-from posttrain.core.errors import did_you_mean, missing
+from posttrain.core.errors import MissingModelError, did_you_mean, missing
 from posttrain.core.models.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
 from posttrain.core.models.wrapping import base_model, unwrap
 
@@ -52,7 +52,7 @@ def load_causal_lm(
     part: what is saved is the same kind of model, with all of its parts.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the Hub gave nothing under that name.
+        MissingModelError: there is no such folder, and the Hub gave nothing under that name.
         CheckpointError: an index in the folder names files outside of it.
         ValueError: `auto_class` sees images, and the model reads text alone.
     """
@@ -193,15 +193,15 @@ def attention_problem(implementation: Any) -> str | None:
     return None
 
 
-def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> FileNotFoundError | None:
+def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> MissingModelError | None:
     """What to raise for a model's folder that is not there; None for one that is, and for a name on the Hub."""
     path = os.fspath(name_or_path)
     if _looks_local(path) and not os.path.exists(path):
-        return FileNotFoundError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
+        return MissingModelError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
     configs = ("config.json", "adapter_config.json", "params.json")
     if needs_config and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in configs):
         found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
-        return FileNotFoundError(
+        return MissingModelError(
             f"The model folder {path!r} holds no config.json, so it is no model. It holds: {found}."
         )
     return None
@@ -212,17 +212,17 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
     """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails.
 
     Raises:
-        FileNotFoundError: instead of transformers' error in this context.
+        MissingModelError: instead of transformers' error in this context.
     """
     if _looks_local(path) and not os.path.exists(path):
-        raise FileNotFoundError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
+        raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
         yield
     except OSError as error:
         if os.path.isdir(path):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileNotFoundError(
+        raise MissingModelError(
             f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
             f"that name: {reason} Check the name, or download it first if this machine is offline."
         ) from error
