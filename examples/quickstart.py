@@ -259,7 +259,8 @@ def fine_tune(name: str, data: tuple[str, list[dict], list[dict]], updates: int 
     print(f"\nTalk to it             {shown(bin_ / 'posttrain')} chat {OUT}")
     print("Train on your own data make quickstart DATA=rows.jsonl   "
           '# lines such as {"prompt": "...", "completion": "..."}')  # fmt: skip
-    print("Reinforcement learning python examples/calculator.py    # GRPO, with a gain outside its standard error")
+    print(f"Reinforcement learning {shown(Path(sys.executable))} {shown(Path(calculator.__file__))}    "
+          "# GRPO, with a gain outside its standard error")  # fmt: skip
     return done >= updates
 
 

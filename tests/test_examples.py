@@ -54,6 +54,8 @@ def test_quickstart_fine_tunes_the_pretrained_model(quickstart, model_folder, mo
     printed = capsys.readouterr().out
     assert "12 held out: reviews of films, restaurants and products" in printed and "points, standard error" in printed
     assert "Cut short" not in printed and "chat out/quickstart" in printed and "DATA=rows.jsonl" in printed
+    program, script = printed.split("Reinforcement learning ")[1].split()[:2]  # as a shell without .venv runs it
+    assert Path(program).samefile(sys.executable) and Path(script).is_file() and Path(script).name == "calculator.py"
     assert printed.count("\n    before ") == printed.count("\n    after ") == 3
     assert "<svg" in Path("out/quickstart/loss.svg").read_text(encoding="utf-8")
     assert Path("out/quickstart/adapter_model.safetensors").is_file()
