@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from posttrain.core import Trainer
+from posttrain.core.checkpoint.weights import read_tensors
 from posttrain.core.errors import NonFiniteError
 from tests.contract.trainers import causal_lm, weights
 from tests.core.test_loss_terms import Scaled
@@ -65,6 +66,11 @@ def nodes(folder: Path) -> None:
     trainer.train()
     resumed.train(resume_from_checkpoint="out/checkpoint-3")
     assert all(torch.equal(value, weights(trainer)[name]) for name, value in weights(resumed).items())
+    sharded = causal_lm()("sharded", fsdp="full_shard", save_on_each_node=True, max_shard_size="30KB", **SPLIT)
+    sharded.train()
+    sharded.save_model("final")
+    found = read_tensors(mine / "final")
+    assert all(torch.allclose(value, found[name], atol=1e-6) for name, value in weights(trainer).items())
 
 
 if __name__ == "__main__":
