@@ -233,6 +233,23 @@ def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys,
     assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
 
 
+def test_ctrl_c_outside_of_the_steps_of_a_run_ends_without_a_traceback(recorder, capsys, monkeypatch):
+    from posttrain.core.training.preemption import Interrupted
+
+    stops = [KeyboardInterrupt(), Interrupted(130)]
+
+    def train(*_, **__):
+        raise stops.pop(0)
+
+    monkeypatch.setattr("posttrain.core.cli._train", train)
+    words = ["teach", "--model_name_or_path", "m", "--dataset_name", "d"]
+    assert main(words) == 130
+    assert capsys.readouterr().err == "\nposttrain teach: interrupted.\n"
+    with pytest.raises(SystemExit) as ended:  # the checkpoint is written, and the run has said where
+        main(words)
+    assert ended.value.code == 130
+
+
 def test_only_the_first_process_says_what_is_wrong(recorder, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["tech"]) == 2

@@ -234,13 +234,15 @@ def test_a_second_signal_ends_at_once(tmp_path):
 # ---- time ----
 
 
-def test_when_the_time_is_up_the_run_stops_with_a_checkpoint_and_can_go_on(tmp_path):
+def test_when_the_time_is_up_the_run_stops_with_a_checkpoint_and_can_go_on(tmp_path, caplog):
     changes = ARGS | dict(save_steps=100)
     straight = MAKE(tmp_path / "straight", **changes)
     straight.train()
     slow = At("on_step_begin", 2, lambda: time.sleep(1.2))
     stopped = MAKE(tmp_path / "run", callbacks=[slow], max_time=1.0, **changes)
-    output = stopped.train()
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        output = stopped.train()
+    assert "stops after optimizer step 3. To go on from" in caplog.text and str(stopped.store.path(3)) in caplog.text
     assert output.global_step == stopped.state.global_step == 3 and stopped.store.path(3).is_dir()
     resumed = MAKE(tmp_path / "run", max_time="1:00:00", **changes)
     resumed.train(resume_from_checkpoint=True)

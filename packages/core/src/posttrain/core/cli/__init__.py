@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after ``posttrain``; None: those of this process.
 
     Returns:
-        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong.
+        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 130 after
+        Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()
@@ -69,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     except (DataError, CheckpointError) as error:
         message, status = f"posttrain {words[0]}: {error}", 1
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
+            raise
+        message, status = f"\nposttrain {words[0]}: interrupted.", 128 + signal.SIGINT
     if os.environ.get("RANK", "0") == "0":  # once, not once a process
         print(message, file=sys.stderr)
     return status
