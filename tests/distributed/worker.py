@@ -370,9 +370,9 @@ def on_meta(out):
     return whole(trainer)
 
 
-def generation(out):
-    """Greedy tokens from pieces, from gathered weights, and from the whole model."""
-    trainer = TRAINERS["causal-lm"](out, fsdp="full_shard", **split(2))
+def generation(out, **changes):
+    """Greedy tokens from pieces, from gathered weights, and from the whole model; of FSDP, without `changes`."""
+    trainer = TRAINERS["causal-lm"](out, **(changes or {"fsdp": "full_shard"}), **split(2))
     ids = {"input_ids": torch.arange(5, 13).view(1, 8), "max_new_tokens": 5, "do_sample": False}
     expected = trainer.model.generate(**ids)
     trainer.train()
@@ -384,8 +384,12 @@ def generation(out):
         gathered = trainer.model.generate(**ids)
         for _ in range(1 + trainer.dist.rank):  # no process waits for another
             trainer.model.generate(**ids)
-    trainer.train()  # in pieces again
-    return {"length": expected.shape[1], "pieces": pieces, "gathered": gathered, "shapes": shapes}
+    try:
+        trainer.train()  # in pieces again
+        told = None
+    except RuntimeError as error:
+        told = str(error)
+    return {"length": expected.shape[1], "pieces": pieces, "gathered": gathered, "shapes": shapes, "told": told}
 
 
 def overflow(out):

@@ -36,7 +36,7 @@ from posttrain.core.checkpoint import Store, codec, manager, reload, rng, shares
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
-from posttrain.core.distributed import Distributed
+from posttrain.core.distributed import Distributed, sharding
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
@@ -895,7 +895,7 @@ class Trainer(HFCompat):
         shape = (size or self.train_batch_size, plan.accumulation, self.dist.world_size)
         logger.info(
             "Training %s parameters for %s of %s x %d x %d rows (batch x accumulation x processes)%s.",
-            f"{sum(p.numel() for p in self.run.parameters if p.requires_grad):,}",
+            f"{sharding.count(p for p in self.run.parameters if p.requires_grad):,}",
             f"{args.max_duration}, in steps" if plan.is_open else f"{plan.max_steps} steps",
             *shape, f", from step {first}" if first else "",
         )  # fmt: skip

@@ -175,11 +175,18 @@ def is_piece(tensor: torch.Tensor) -> bool:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A gathered copy of `parameter`; every process must call this."""
+    """A whole copy of `parameter`; every process must call this, but where it is gathered already."""
+    with _gathered(parameter):
+        return parameter.detach().clone()
+
+
+def _gathered(tensor: Any) -> contextlib.AbstractContextManager:
+    """Within this context `tensor` is whole. DeepSpeed refuses to gather what is gathered."""
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
+    if not is_piece(tensor) or tensor.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE:
+        return contextlib.nullcontext()
+    return deepspeed.zero.GatheredParameters([tensor])
 
 
 class Engine:
@@ -197,6 +204,17 @@ class Engine:
         self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
         fill(read(args.deepspeed), args, precision)  # contradictions are reported before anything is loaded
         self._engine: Any = None
+
+    def check_unused(self) -> None:
+        """
+        Raises:
+            RuntimeError: a training has begun: DeepSpeed leaves its hooks in the model, and its parts of the weights.
+        """
+        if self._engine is not None:
+            raise RuntimeError(
+                "A trainer with deepspeed trains once, because DeepSpeed changes the model for good. Save the model, "
+                "and make a new trainer of it."
+            )
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         """(what runs forward and backward in place of `model`, what steps in place of `optimizer`)."""
@@ -228,6 +246,29 @@ class Engine:
         self._norm.fill_(math.nan if norm is None else float(norm))
         return bool(self._engine.was_step_applied())
 
+    def has_pieces_of(self, model: nn.Module) -> bool:
+        """Whether this process holds its part of the weights of `model` alone."""
+        return self._engine is not None and any(map(is_piece, model.parameters()))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within this context every process holds the weights whole, and may call the model as often as it likes.
+
+        For this DeepSpeed's hooks are taken off: they give weights back after each layer, and compare how often the
+        processes call the model.
+        """
+        import deepspeed
+
+        offload = self._engine.optimizer.parameter_offload
+        with deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
+            for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload.setup_zero_stage3_hooks()
+
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Within this context every process holds the weights whole; what rank 0 writes into them stays."""
@@ -245,12 +286,10 @@ class Engine:
         """As `Distributed.whole_state_dict`: None where every process holds the weights whole."""
         if self.stage < 3 or self._engine is None:
             return None
-        import deepspeed
-
         whole = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if only(name):
-                with deepspeed.zero.GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else []):
+                with _gathered(tensor):
                     if keep(name):
                         whole[name] = tensor.detach().to("cpu", copy=True)
         return whole

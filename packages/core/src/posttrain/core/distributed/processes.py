@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -266,6 +267,8 @@ class Distributed:
         Args:
             optimizer: made by the user from the parameters of `model`, which sharding replaces.
         """
+        if self.engine is not None:
+            self.engine.check_unused()
         self.place(model, trained=True)
         self._slice_rows(model)
         if self.shards:
@@ -404,22 +407,31 @@ class Distributed:
 
     @contextlib.contextmanager
     def _one_gathered(self, model: nn.Module) -> Iterator[None]:
-        if self.engine is not None:
-            with self.engine.gathered(model):
-                yield
-            return
-        settings = self.sharding
-        if settings is None or id(model) in self._gathered or not sharding.is_sharded(model):
+        if self.engine is not None and self.engine.has_pieces_of(model):
+            whole = self.engine.whole
+        elif self.sharding is not None and sharding.is_sharded(model):
+            whole = functools.partial(self._whole, model, self.sharding)
+        else:
+            whole = contextlib.nullcontext
+        if id(model) in self._gathered:
             yield
             return
+        self._gathered.add(id(model))
+        try:
+            with whole():
+                yield
+        finally:
+            self._gathered.remove(id(model))
+
+    @contextlib.contextmanager
+    def _whole(self, model: nn.Module, settings: shard_settings.Sharding) -> Iterator[None]:
+        """Within this context the weights of `model`, which FSDP sharded, are whole."""
         with self._waiting("gathering the weights"):
             sharding.gather(model)
-        self._gathered.add(id(model))
         try:
             with expert_parallel.whole(model) if self._exchanges_tokens else _NOTHING:
                 yield
         finally:
-            self._gathered.remove(id(model))
             sharding.scatter(model, settings)
 
     def whole_state_dict(

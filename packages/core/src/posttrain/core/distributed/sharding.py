@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -324,6 +325,11 @@ def is_in_pieces(tensor: torch.Tensor) -> bool:
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole `tensor`."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape) if deepspeed.is_piece(tensor) else tensor.shape)
+
+
+def count(parameters: Iterable[torch.Tensor]) -> int:
+    """How many numbers all `parameters` hold whole."""
+    return sum(math.prod(whole_shape(parameter)) for parameter in parameters)
 
 
 def is_first_copy(tensor: Any) -> bool:

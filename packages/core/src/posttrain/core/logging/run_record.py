@@ -24,6 +24,7 @@ import xxhash
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.digests import cores
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.redaction import masked_words, without_secrets
 from posttrain.core.state import strict
@@ -197,8 +198,8 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "name": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "parameters": sharding.count(parameters),
+        "trained": sharding.count(parameter for parameter in parameters if parameter.requires_grad),
     }
 
 

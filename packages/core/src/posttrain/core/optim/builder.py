@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.core import distributed
 from posttrain.core.config import opt
+from posttrain.core.distributed import deepspeed
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.adamw import OneKernelAdamW
 from posttrain.core.optim.by_name import (
@@ -270,6 +271,8 @@ def build(
     if decay_names is None:
         decay_names = decay_parameter_names(model)
     params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay)
+    if not given and deepspeed.is_asked_for(getattr(args, "deepspeed", None)):
+        params = [group for group in params if group["params"]]  # it drops empty groups, which the schedule counts
     if optimizer_class is torch.optim.AdamW and kwargs.get("fused"):
         optimizer_class = OneKernelAdamW
     optimizer = optimizer_class(params, **kwargs)

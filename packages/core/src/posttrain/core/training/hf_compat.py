@@ -13,6 +13,7 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.data import pipeline
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
@@ -218,7 +219,7 @@ class HFCompat:
 
     def get_num_trainable_parameters(self) -> int:
         """Parameters that are trained, in numbers."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return sharding.count(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_optimizer_group(
         self, param: nn.Parameter | None = None
