@@ -120,13 +120,15 @@ def runs(shared, engine):
             on = {"out": str(folder / f"on{n}"), "resume": str(folder / f"cut{n}"), "deepspeed": zero(n)}
             on |= {"max_shard_size": "30KB"}  # files that the processes write between them, where weights are sharded
             work += [[f"cut{n}", "train", usual | cut], [f"on{n}", "train", usual | on]]
+            own = {"out": str(folder / f"adam{n}"), "deepspeed": zero(n, **OFFLOADED)}
+            work += [[f"adam{n}", "with_cpu_adam", usual | own]]
         work += [["generation", "generation", {"out": str(folder / "generation"), "deepspeed": zero(3)}]]
         jobs.do(2, work, folder, DS_ACCELERATOR="cpu")
 
     return jobs.once(shared, "deepspeed", make)
 
 
-@pytest.mark.parametrize("label", ["zero1", "zero2", "zero3", "on2", "on3", "offload2", "offload3"])
+@pytest.mark.parametrize("label", ["zero1", "zero2", "zero3", "on2", "on3", "offload2", "offload3", "adam2", "adam3"])
 def test_two_processes_under_deepspeed_do_what_one_does(label, runs):
     found, expected = jobs.result(runs, label), jobs.result(runs, "straight")
     assert found["step"] == expected["step"]

@@ -97,6 +97,15 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
     return found
 
 
+def with_cpu_adam(name, out, **changes):
+    """`train` with DeepSpeed's own AdamW, which is made for states in host memory."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    chosen = DeepSpeedCPUAdam, {"lr": changes["learning_rate"], "eps": changes["adam_epsilon"]}
+    with mock.patch.object(Trainer, "get_optimizer_cls_and_kwargs", lambda *_: chosen):
+        return train(name, out, **changes)
+
+
 @contextlib.contextmanager
 def mixtures(arch="qwen3_moe", **model):
     """Within this context the contract's models are mixtures of experts."""

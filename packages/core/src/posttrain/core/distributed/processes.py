@@ -407,6 +407,7 @@ class Distributed:
 
     @contextlib.contextmanager
     def _one_gathered(self, model: nn.Module) -> Iterator[None]:
+        whole: Callable[[], contextlib.AbstractContextManager]
         if self.engine is not None and self.engine.has_pieces_of(model):
             whole = self.engine.whole
         elif self.sharding is not None and sharding.is_sharded(model):
