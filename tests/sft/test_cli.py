@@ -119,6 +119,13 @@ def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd, monkeypatch)
     assert "DIFFERENT" not in out and "bit by bit" in out
 
 
+def test_a_rerun_of_a_run_without_logged_losses_says_that_there_was_nothing_to_compare(run_file, capsys):
+    assert main(["sft", "run.yaml", "--logging_strategy", "no"]) == 0
+    assert main(["rerun", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "the losses cannot be compared" in out and "are equal" not in out
+
+
 def test_a_run_is_started_again_from_its_record_and_compared(run_file, tmp_path, monkeypatch, capsys):
     assert main(["sft", "run.yaml", "--learning_rate", "2e-2"]) == 0
     run_file.unlink()  # the record holds what it said

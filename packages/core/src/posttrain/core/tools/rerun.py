@@ -87,6 +87,8 @@ def compare(before: Path, after: Path) -> list[str]:
     apart = next((step for step in common if losses[0][step] != losses[1][step]), None)
     if apart is not None:
         return [*found, f"the losses differ from optimizer step {apart} on: {losses[0][apart]} and {losses[1][apart]}"]
+    if not common:
+        return [*found, "the losses cannot be compared: no optimizer step has one in both logs (see logging_steps)"]
     return [*found, f"the {len(common)} losses that both logs hold are equal"]
 
 
