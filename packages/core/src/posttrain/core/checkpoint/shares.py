@@ -87,7 +87,7 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
             weights.write_file(file, directory / name)
         if dist.is_main:
             sizes = dict(zip(names, [sizes for of_one in contents for sizes in of_one], strict=True))
-            _write_index(directory, sizes, sum(math.prod(sharding.whole_shape(p)) for p in model.parameters()))
+            _write_index(directory, sizes, sharding.count(model.parameters()))
 
     _together(dist, write)
     return True
