@@ -1540,11 +1540,11 @@ class Trainer(HFCompat):
         self._settle_save()
         if preemption.unanswered(self.control) or self.checkpoints.saved_step != self.state.global_step:
             self._save_now(model, trial)
-        step = self.state.global_step
-        logger.warning(
-            "The run stops after optimizer step %d. To go on from %s, set resume_from_checkpoint=True.",
-            step, self.store.path(step),
-        )  # fmt: skip
+        if (step := self.checkpoints.saved_step) is not None:  # an earlier one, if this save has failed
+            logger.warning(
+                "The run stops after optimizer step %d. To go on from %s, set resume_from_checkpoint=True.",
+                self.state.global_step, self.store.path(step),
+            )  # fmt: skip
         raise preemption.Left(reason)
 
     def _evaluate_or_interrupt(self, model: nn.Module, trial: Any, ignore_keys: list[str] | None) -> dict[str, float]:
