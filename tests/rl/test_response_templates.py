@@ -114,6 +114,8 @@ def test_without_tools_arguments_written_as_texts_are_what_they_read_as(name):
     digits = text[start:].replace("over there", "12")
     [read] = parse_response(tok, digits, text[:start], SCHEMAS)["tool_calls"]
     assert read["function"]["arguments"]["where"] == "12"  # where the schema says that it is a text
+    [read] = parse_response(tok, text[start:].replace("over there", "1, 2"), text[:start])["tool_calls"]
+    assert read["function"]["arguments"]["where"] == "1, 2"
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,11 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
         return text
     for parse in (DECODER.decode, ast.literal_eval):  # templates write true and True
         try:
-            return parse(text.strip())
+            value = parse(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
+        if value is None or isinstance(value, (bool, int, float, str, list, dict)):  # "1, 2" is a text, not a tuple
+            return value
     return text
 
 
