@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,11 @@ def do(processes: int, work: list[list[Any]], folder: Path, **changes: str) -> s
             torch.save(getattr(worker, function)(**arguments), folder / f"{label}.pt")
         return ""
     patience = max(300, 40 * len(work))  # seconds; on a busy machine a training takes ten times as long as alone
-    done = together(processes, [str(WORKER), str(folder), json.dumps(work)], patience, **changes)
+    words = [str(WORKER), str(folder), json.dumps(work)]
+    done = together(processes, words, patience, **changes)
+    if done.returncode == -signal.SIGSEGV:  # once in some thousand runs a thread of gloo ends so, on a busy machine
+        warnings.warn(f"a process crashed, and the work is done again; it said:\n{done.stderr[-2000:]}", stacklevel=2)
+        done = together(processes, words, patience, **changes)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stderr
 

@@ -6,6 +6,7 @@ A piece of work is a function below; its arguments come as JSON. What it returns
 import contextlib
 import copy
 import errno
+import faulthandler
 import functools
 import json
 import os
@@ -668,6 +669,7 @@ def asynchronous(out, **changes):
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for label, function, options in json.loads(sys.argv[2]):
