@@ -9,15 +9,12 @@ from posttrain.core.models.loading import load_causal_lm
 from posttrain.core.tools import memory_mesh, memory_plan
 from posttrain.sft import SFTTrainer
 from tests import tiny
-from tests.core.tools.test_memory_plan import LENGTH, ROWS, WIDTH, a_run, workload
+from tests.core.tools.test_memory_plan import LENGTH, ROWS, WIDTH, a_run, saved_model, workload
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    tiny.causal_lm(**WIDTH).save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def planned(folder, processes=1, **changes):

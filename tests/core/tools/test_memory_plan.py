@@ -31,12 +31,15 @@ WIDTH = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, head_di
 MIXTURE = dict(hidden_size=64, moe_intermediate_size=96, num_hidden_layers=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
+def saved_model(path: Path) -> str:
     tiny.causal_lm(**WIDTH).save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
-    return path
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def a_run(folder: str, output_dir: Path | str = "out", **given) -> registry.Run:

@@ -21,7 +21,7 @@ from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 
-WHOLE = "50GB"  # the largest file that transformers writes
+_LARGEST = "50GB"  # file that transformers writes, if nothing is asked for
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -140,4 +140,4 @@ def _fits_one_file(model: nn.Module, max_shard_size: int | str | None) -> bool:
         name: torch.empty(sharding.whole_shape(tensor), dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    return not split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size or WHOLE).is_sharded
+    return not split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size or _LARGEST).is_sharded

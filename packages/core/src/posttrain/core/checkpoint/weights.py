@@ -23,9 +23,9 @@ from posttrain.core.models.wrapping import base_model
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
 ENCODER = "prompt_encoder.safetensors"
-_save_file = safetensors.torch.save_file
-_Write = Callable[..., None]  # of tensors, a path and metadata
 PARTS = "weights"  # the tree of weights that every process writes its part of
+_Write = Callable[..., None]  # of tensors, a path and metadata
+_save_file = safetensors.torch.save_file  # as it is outside of `_written_by`
 
 
 def save_weights(
