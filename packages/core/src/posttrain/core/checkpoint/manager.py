@@ -249,7 +249,7 @@ class CheckpointManager:
             return
         save_model(directory)
         if is_peft and weights.has_encoder(model):
-            whole = self.dist.whole_state_dict(model, weights.is_saved(model))
+            whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.args.should_save)
             if self.args.should_save:
                 weights.save_encoder(model, directory, whole)
         if is_peft and not self._adapters_checked:
