@@ -81,6 +81,10 @@ def test_a_judge_says_which_is_better(tmp_path):
     (prompts, pairs), *_ = judge.asked
     assert len(prompts) == len(pairs) == 4 and all(len(pair) == 2 for pair in pairs) and len({*prompts}) == 4
     assert JudgeReward(judge)(["a"] * 4, ["x", "xy", "b", "c"]) == [0.0, 1.0, None, None]
+    for verdict in (0.7, 2, "first"):
+        judge.judge = lambda prompts, pairs, verdict=verdict: [verdict] * len(pairs)
+        with pytest.raises(ValueError, match=f"gave the verdict {verdict!r} on a pair.*0 or 1, or -1"):
+            JudgeReward(judge)(["a"] * 2, ["x", "y"])
     assert run.reward_func_names == ["Longest"]
 
 

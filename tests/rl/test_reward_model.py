@@ -67,6 +67,19 @@ def test_the_extreme_rewards_of_a_record_are_those_of_all_its_rows(rows_at_once,
         assert logged["max_reward"] == pytest.approx(rewards.max().item(), abs=1e-6)
 
 
+def test_a_pair_with_a_text_that_is_too_long_is_dropped_and_counted(tmp_path, caplog):
+    short, long = preference_rows(1)[0], " " + "a b " * 40
+    rows = [short, short | {"chosen": long}, short | {"rejected": long}]
+
+    def made(**changes):
+        args = arguments(RewardConfig, tmp_path, max_length=32, **changes)
+        return RewardTrainer(tiny.reward_model(), args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+    assert len(made().train_dataset) == 1  # a reward is that of a whole text
+    assert "dropped 2: longer than max_length=32 (rows 1, 2): raise max_length, or set long_rows" in caplog.text
+    assert len(made(long_rows="truncate").train_dataset) == 3
+
+
 def test_a_margin_of_each_pair_is_read(tmp_path):
     rows = [row | {"margin": float(i % 3)} for i, row in enumerate(preference_rows(4))]
     args = arguments(RewardConfig, tmp_path)

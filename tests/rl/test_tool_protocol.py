@@ -336,6 +336,8 @@ def test_what_the_official_template_writes_of_a_call_is_read_back(name):
         "def f(x):\n    return [x]\n",
         "äöü €",
         "a=1, b",
+        "written <parameter=far>2</parameter>, <function=look> and </function>",
+        "\n<parameter=far>\nfar",
     ):
         given = {"text": text, "number": 7, "share": 0.5, "on": True, "parts": [1, 2], "more": {"key": ["a", None]}}
         arguments = json.dumps(given) if name == "deepseekv3" else given

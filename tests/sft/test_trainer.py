@@ -74,7 +74,7 @@ def batch_of(trainer):
         (TOKENS, {}),
         (TEXTS, {"packing": True}),
         (TEXTS, {"packing": True, "packing_strategy": "wrapped"}),
-        (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}),
+        (TEXTS, {"packing": True, "packing_strategy": "bfd-requeue", "max_length": 16}),  # bfd_split, once
         (COMPLETIONS, {"padding_free": True}),
         (TEXTS, {"bf16": True}),
         (TEXTS, {"label_smoothing_factor": 0.1}),

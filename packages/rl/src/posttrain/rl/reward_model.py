@@ -34,7 +34,7 @@ from posttrain.rl.overrides import has_own_loss
 from posttrain.rl.preference_batches import SidedBatch
 from posttrain.rl.preference_config import PreferenceConfig
 from posttrain.rl.preference_images import check_images
-from posttrain.rl.preference_rows import PAIR
+from posttrain.rl.preference_rows import LONG, PAIR
 from posttrain.rl.reference_free import ReferenceFreeTrainer, whole_texts
 from posttrain.rl.score_heads import TASK, load_reward_model, set_pad_token
 
@@ -65,8 +65,9 @@ class RewardConfig(PreferenceConfig):
         None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
     )
     eos_token: str | None = opt(None, "Token that ends a row, instead of the tokenizer's own.")
+    long_rows: str = opt("drop", "What becomes of pairs with a text longer than max_length.", choices=LONG)
 
-    OLD_NAMES = {"max_prompt_length": Removed("a row is cut as a whole, by max_length.", harmless=None)}
+    OLD_NAMES = {"max_prompt_length": Removed("a pair is judged as a whole, by max_length.", harmless=None)}
 
     def _problems(self):
         for name in ("shared_prefix", "padding_free"):

@@ -34,8 +34,11 @@ def _tags(pattern: str) -> dict[str, Any]:
     return {"content": "xml-inline", "content_args": {"tag_pattern": pattern, "value_parser": {"name": "text"}}}
 
 
-_XML_TAGS = _tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|$)")
-_INVOKE_TAGS = _tags(r"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>\n?(?P<value>.*?)\n?</(?:\w+:)?parameter>")
+#: What ends an argument: the mark before another argument or the end of the call, since a text may hold marks too.
+XML_END = r"(?:</parameter>(?=\s*(?:<parameter=|</function>|\Z))|\Z)"
+_XML_TAGS = _tags(rf"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?{XML_END}")
+INVOKE_END = r"</(?:\w+:)?parameter>(?=\s*(?:<(?:\w+:)?parameter name=|</(?:\w+:)?invoke>|\Z))"
+_INVOKE_TAGS = _tags(rf"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>\n?(?P<value>.*?)\n?{INVOKE_END}")
 _NAME = r"\"?(?P<name>[^\">]+)\"?>"
 _PYTHON_TAGS = {
     "content": "xml-inline",

@@ -260,12 +260,12 @@ def _quoted(delimiter: str) -> Callable[[str, Types], list[Call]]:
 
 
 _XML = _elements(
-    r"<function=(?P<name>[^>\n]+)>(?P<rest>.*?)(?:</function>|$)",
-    r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|$)",
+    r"<function=(?P<name>[^>\n]+)>(?P<rest>.*?)(?:</function>(?=\s*(?:<function=|\Z))|\Z)",
+    rf"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?){fields.XML_END}",
 )
 _INVOKE = _elements(
     r"<(?:\w+:)?invoke name=\"?(?P<name>[^\">]+)\"?>(?P<rest>.*?)</(?:\w+:)?invoke>",
-    r"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>(?P<value>.*?)</(?:\w+:)?parameter>",
+    rf"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>(?P<value>.*?){fields.INVOKE_END}",
 )
 _KEYS = _elements(
     r"\A(?P<name>[^\s<{\[]+)(?P<rest>.*)\Z",

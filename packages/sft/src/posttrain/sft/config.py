@@ -132,6 +132,11 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
         FORMERLY_OF_PACKING, Removed("packing joins whole rows, and training reads as many as it needs.", harmless=None)
     )
 
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``packing_strategy="bfd-requeue"``."""
+        return kwargs | ({"packing_strategy": "bfd_split"} if kwargs.get("packing_strategy") == "bfd-requeue" else {})
+
     def _normalize(self) -> None:
         import torch
 
