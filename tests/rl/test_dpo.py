@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from posttrain.core import TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
-from posttrain.rl import DPOConfig, DPOTrainer, precomputed
+from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer, precomputed
 from tests import tiny
-from tests.contract.trainers import preference_rows
+from tests.contract.trainers import arguments, preference_rows
 
 ROWS = preference_rows(16)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -198,6 +198,25 @@ def test_a_policy_that_was_changed_since_is_refused(tmp_path):
         trainer.model.lm_head.weight.mul_(1.5)
     with pytest.raises(ValueError, match="Before the first optimizer step, policy and reference already differ"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", [DPOTrainer, KTOTrainer])
+@pytest.mark.parametrize("precompute", [False, True])
+def test_a_policy_whose_router_is_random_in_training_alone_is_compared_as_it_evaluates(kind, precompute, tmp_path):
+    options = {"precompute_ref_log_probs": precompute, "max_steps": 1, "gradient_checkpointing": False}
+    made = [
+        kind(
+            tiny.mixture_of_experts(arch="mixtral", router_jitter_noise=0.2), processing_class=tiny.tokenizer(),
+            args=arguments(kind.config_class, tmp_path, **options), train_dataset=ROWS[:8],
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    made[0].train()
+    assert made[0].state.global_step == 1
+    with torch.no_grad():
+        made[1].model.lm_head.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="policy and reference already differ"):
+        made[1].train()
 
 
 def test_an_adapter_that_does_not_start_at_zero_is_refused(tmp_path):

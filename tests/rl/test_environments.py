@@ -5,6 +5,7 @@ import json
 import signal
 import sqlite3
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from posttrain.rl.prompts import PromptCodec
 from posttrain.rl.samples import Sample
 from posttrain.rl.tool_formats import Call
 from tests import tiny
+from tests.tiny_vision import image
 
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
 CODEC = PromptCodec(TOKENIZER)
@@ -165,6 +167,31 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
     environments = Environments([add])
     environments.converse([one], CODEC, go_on, 500)
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
+
+
+@pytest.mark.parametrize(("result", "read"), [
+    (7, "7"), ({"type": "image", "title": "a"}, "{'type': 'image', 'title': 'a'}"), ("<x at 0x7f>", "<x at 0x7f>"),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"), ([], "[]"), (None, "None"),
+    (image(0), None), ([{"type": "text", "text": "see"}, {"type": "image", "image": image(0)}], None), (object(), None),
+    ([{"type": "image_url", "image_url": {"url": "x"}}], None), ({"seen": [image(0)]}, None),
+])  # fmt: skip
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_tool_returns_is_read_as_a_text_or_refused_by_its_name(result, read, waits):
+    def look():
+        """Look."""
+        return result
+
+    async def look_later():
+        """Look."""
+        return result
+
+    tool = look_later if waits else look
+    answer = partial(Environments([tool]).answer, [(Sample({}, None, []), [Call(tool.__name__, {})])])
+    if read is None:
+        with pytest.raises(TypeError, match=f"The tool '{tool.__name__}' returned .*, which is no text"):
+            answer()
+    else:
+        assert answer()[0][0]["content"] == read
 
 
 class Counter:

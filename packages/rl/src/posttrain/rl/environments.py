@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import reprlib
 import sqlite3
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from posttrain.core.data.images import IMAGE_PARTS
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.rl import background
 from posttrain.rl.prompts import PromptCodec
@@ -317,7 +319,7 @@ def _make_calls(
                 if inspect.isawaitable(result):
                     has_begun = True
                     running.append((found, len(found) - 1, result))
-        done = background.gather([_finish(result) for *_, result in running]) if running else []
+        done = background.gather([result for *_, result in running]) if running else []
         for (found, place, _), result in zip(running, done, strict=True):
             found[place] = result
     return results
@@ -334,14 +336,43 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
         result = tools[call.name](**call.arguments)
     except Exception as error:
         return _failure(error)
-    return result if inspect.isawaitable(result) else (str(result), False)
+    return _finish(call.name, result) if inspect.isawaitable(result) else (_as_text(call.name, result), False)
 
 
-async def _finish(awaitable: Any) -> tuple[str, bool]:
+async def _finish(name: str, awaitable: Any) -> tuple[str, bool]:
     try:
-        return str(await awaitable), False
+        result = await awaitable
     except Exception as error:
         return _failure(error)
+    return _as_text(name, result), False
+
+
+def _as_text(name: str, result: Any) -> str:
+    """What a tool returned, as the policy reads it: of parts of a message, their texts.
+
+    Raises:
+        TypeError: it shows an image, or an object of which a text would say its address alone.
+    """
+    if isinstance(result, list) and result and all(isinstance(part, Mapping) and "text" in part for part in result):
+        if all(part.get("type") == "text" for part in result):
+            return "".join(part["text"] for part in result)
+    if not _is_readable(result):
+        raise TypeError(
+            f"The tool {name!r} returned {reprlib.repr(result)}, which is no text: the policy reads texts of its "
+            "tools, and images in prompts alone. Return a text that describes it, or show the image in the prompt, "
+            "in a column 'images' or from reset() of an environment."
+        )
+    return str(result)
+
+
+def _is_readable(value: Any) -> bool:
+    if isinstance(value, Mapping):  # a part of a message names its image after its type
+        shows = value.get("type") in (*IMAGE_PARTS, "video") and value["type"] in value
+        return not shows and all(map(_is_readable, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_readable, value))
+    kind = type(value)
+    return not kind.__module__.startswith("PIL.") and (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 
 
 def _failure(error: Exception) -> tuple[str, bool]:

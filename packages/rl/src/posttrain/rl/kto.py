@@ -190,10 +190,9 @@ class KTOTrainer(PreferenceTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
         args, is_good = self.args, inputs["label"]
-        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
-        scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
-        side = Completions(self.completion_logp(scores), self.reference_logp(inputs)[: len(is_good)], scores)
-        self._check_start(side)
+        side = self._side(model, inputs)
+        scores = side.tokens
+        self._check_start(model, [side], lambda: [self._side(model, inputs)])
         kl = self._kl
         if kl is None:  # called directly: the batch is the whole window
             kl = self.divergence(model, [inputs])
@@ -208,6 +207,12 @@ class KTOTrainer(PreferenceTrainer):
             if scores.aux_loss is not None and self.router_aux_loss_coef:
                 self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def _side(self, model: nn.Module, inputs: dict[str, Any]) -> Completions:
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
+        scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
+        ref_logp = self.reference_logp(inputs)[: len(inputs["label"])]
+        return Completions(self.completion_logp(scores), ref_logp, scores)
 
     @torch.no_grad()
     def divergence(self, model: nn.Module, window: Iterable[dict[str, Any]], everywhere: bool = False) -> torch.Tensor:

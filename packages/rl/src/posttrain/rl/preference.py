@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy import refuse_other_models, router_coefficient
-from posttrain.rl.preference_batches import Completions, PreferenceCollator, check_start, pair_metrics
+from posttrain.rl.preference_batches import Completions, PreferenceCollator, pair_metrics, start_problem
 from posttrain.rl.preference_config import PreferenceConfig, as_config
 from posttrain.rl.preference_data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
 from posttrain.rl.preference_images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
@@ -80,6 +80,7 @@ class PreferenceTrainer(Trainer):
     reads_images = True
     INSTEAD = PREFERENCE_METHODS
     _model_hash: str | None = None
+    _starts_at_reference = False
 
     def __init__(
         self,
@@ -264,8 +265,8 @@ class PreferenceTrainer(Trainer):
             stats = {name: stat[part] for name, stat in scores.stats.items()}
             tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
-        self._check_start(*sides)
         chosen, rejected, *more = sides
+        self._check_start(model, sides, lambda: self.score(model, inputs)[:2])
         inputs.update({"more_completions": more} if more else {})
         return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
 
@@ -377,13 +378,20 @@ class PreferenceTrainer(Trainer):
         if moves:
             self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
 
-    def _check_start(self, *sides: Completions) -> None:
+    def _check_start(
+        self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Sequence[Completions]]
+    ) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
-        if not getattr(self, "_starts_at_reference", False):
+        due, self._starts_at_reference = self._starts_at_reference and not self.state.global_step, False
+        if not due:
             return
-        self._starts_at_reference = False
-        if self.state.global_step == 0:
-            check_start(sides, bool(self.args.bf16 or self.args.fp16))
+        half = bool(self.args.bf16 or self.args.fp16)
+        problem = start_problem(sides, half)
+        if self.dist.sum(int(problem is not None)):  # routers with jitter are random in training, and not in evaluation
+            with torch.no_grad(), eval_loop.eval_mode(model):
+                problem = start_problem(score(), half)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _write_samples(self, dataset: Any) -> None:
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
