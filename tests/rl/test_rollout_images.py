@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests import tiny_vision
 
@@ -20,20 +20,21 @@ def prompts():
 
 
 def digit_sum(completion_ids, **columns):
-    assert len(columns["images"]) == len(completion_ids)
+    assert len(columns.get("images", completion_ids)) == len(completion_ids)
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
-def make(tmp_path, name="qwen2_5_vl", kind=GRPOTrainer, config=GRPOConfig, **changes):
+def make(tmp_path, name="qwen2_5_vl", kind=GRPOTrainer, config=GRPOConfig, rows=None, read=None, **changes):
     model, processor = tiny_vision.FAMILIES[name]()
+    parts = {"environment_factory": changes.pop("environment_factory", None)}
     usual = dict(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_completion_length=5,
         max_steps=3, learning_rate=1e-2, logging_steps=1, save_steps=1, report_to="none", use_cpu=True, optim="sgd",
         disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     return kind(
-        model=model, reward_funcs=digit_sum, args=config(**(usual | changes)), train_dataset=prompts(),
-        eval_dataset=prompts()[:2], processing_class=processor,
+        model=model, reward_funcs=digit_sum, args=config(**(usual | changes)), train_dataset=rows or prompts(),
+        eval_dataset=rows or prompts()[:2], processing_class=read(processor) if read else processor, **parts,
     )  # fmt: skip
 
 
@@ -68,6 +69,33 @@ def test_a_run_goes_on_to_the_same_bits(kind, config, tmp_path):
     expected = trainer.model.state_dict()
     assert [k for k, value in resumed.model.state_dict().items() if not torch.equal(value, expected[k])] == []
     assert "eval_reward" in trainer.evaluate()
+
+
+class Painter:
+    """An environment whose questions show an image."""
+
+    def reset(self, **row):
+        return [{"type": "text", "text": "look"}, {"type": "image", "image": tiny_vision.image(3)}]
+
+
+TEXTS = [{"prompt": [{"role": "user", "content": question}]} for question in ("Is it ?", "none")]
+
+
+def test_a_processor_reads_prompts_of_text_alone_and_the_images_of_environments(tmp_path):
+    blank = [row | {"images": []} for row in TEXTS]
+    read = [[sample.prompt_ids for sample in make(tmp_path, rows=rows).new_samples(rows)] for rows in (TEXTS, blank)]
+    assert read[0] == read[1]
+    painted = make(tmp_path / "painted", rows=TEXTS, environment_factory=Painter)
+    painted.train()
+    assert painted._rollout.images.tensors["pixel_values"].shape[0] > 0
+    bare = make(tmp_path / "bare", rows=TEXTS, environment_factory=Painter, read=with_template)
+    with pytest.raises(DataError, match="the prompt shows an image, and .*Pass AutoProcessor"):
+        bare.train()
+
+
+def with_template(processor):
+    processor.tokenizer.chat_template = processor.chat_template
+    return processor.tokenizer
 
 
 def test_engines_without_images_are_refused(tmp_path):

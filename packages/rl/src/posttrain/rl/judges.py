@@ -31,8 +31,8 @@ class JudgeReward:
             raise ValueError(f"The judge {self.__name__} gave {len(better)} verdicts on {len(pairs)} pairs.")
         if wrong := [place for place in better if place not in (0, 1, -1, None)]:
             raise ValueError(
-                f"The judge {self.__name__} gave the verdict {wrong[0]!r} on a pair. A verdict is the place of the better "
-                "completion, 0 or 1, or -1 where the judge cannot tell; of a probability, return int(p < 0.5)."
+                f"The judge {self.__name__} gave the verdict {wrong[0]!r} on a pair. A verdict is the place of the "
+                "better completion, 0 or 1, or -1 where the judge cannot tell; of a probability, return int(p < 0.5)."
             )
         rewards: list[float | None] = []
         for place in better:

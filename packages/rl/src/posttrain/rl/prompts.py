@@ -135,13 +135,17 @@ def _check_each(dataset: Any, name: str) -> None:
         )
 
 
+#: Arguments that are not for prompts with images.
+OF_TEXT_ALONE = ("use_transformers_continuous_batching", "max_staleness", "cache_implementation")
+
+
 def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Problem]:
     """Problems of datasets of prompts with images."""
     if not any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
         return
     if not reads_images:
         yield DataError("The prompts have images, which this trainer does not read. Leave that column out.")
-    for name in ("use_transformers_continuous_batching", "max_staleness", "cache_implementation"):
+    for name in OF_TEXT_ALONE:
         if value := getattr(args, name):
             yield (
                 f"{name}={value!r} is not supported for prompts with images, which the model itself or vLLM generates "

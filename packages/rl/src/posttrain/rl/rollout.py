@@ -47,6 +47,7 @@ from posttrain.rl.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import (
+    OF_TEXT_ALONE,
     GroupedStream,
     GroupSampler,
     Layout,
@@ -58,7 +59,7 @@ from posttrain.rl.prompts import (
 from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, functions_by_name, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
-from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, pictured, same_images
+from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, can_see, pictured, refuse_images, same_images
 from posttrain.rl.samples import Rollout, Sample
 from posttrain.rl.shared_prefix import sharing_problem
 
@@ -140,7 +141,8 @@ class RolloutTrainer(Trainer):
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
-        sees = any(map(has_images, (train_dataset, eval_dataset)))
+        reads_parts = can_see(model, processing_class) and not any(getattr(args, name) for name in OF_TEXT_ALONE)
+        sees = any(map(has_images, (train_dataset, eval_dataset))) or (self.reads_images and reads_parts)
         given = functions_by_name(args) if reward_funcs is None else reward_funcs
         parts = Parts.of(
             others, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -621,6 +623,7 @@ class RolloutTrainer(Trainer):
     def _encode(self, sample: Sample, prompt: Any, tools: list[Any] | None) -> tuple[list[int], Shown | None]:
         try:
             if self.image_prompts is None:
+                refuse_images(prompt)
                 return self.codec.encode(prompt, tools), None
             again = reads_images(self.generator)
             return self.image_prompts.encode(self.codec, sample.row, prompt, tools, keeps_images=again)

@@ -18,6 +18,7 @@ from posttrain.core.data.images import (
     IMAGE_COLUMNS,
     VIDEO_COLUMNS,
     ImageReader,
+    has_images,
     images_of,
     read_images,
     videos_of,
@@ -29,6 +30,22 @@ from posttrain.core.models.image_positions import ImageExample, ImagePositions, 
 from posttrain.core.models.wrapping import base_model
 from posttrain.rl.generation.protocol import Pictured, Prompt
 from posttrain.rl.prompts import PromptCodec
+
+
+def can_see(model: nn.Module | str, processor: Any) -> bool:
+    """Whether the model and the processor that were passed read images."""
+    config = getattr(base_model(model), "config", None) if isinstance(model, nn.Module) else None
+    named = not isinstance(model, nn.Module)
+    return hasattr(processor, "image_processor") and (named or getattr(config, "vision_config", None) is not None)
+
+
+def refuse_images(prompt: Any) -> None:
+    """Raise DataError where `prompt` shows an image to a trainer that was set up for texts."""
+    if has_images([{"prompt": prompt}]):
+        raise DataError(
+            "the prompt shows an image, and images are read where the dataset's first rows show one, or where "
+            "processing_class is the model's processor. Pass AutoProcessor.from_pretrained(...)"
+        )
 
 
 class ImagePrompts:
