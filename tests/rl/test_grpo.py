@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from posttrain.core import TrainerCallback
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import (
+    GKDTrainer,
     GRPOConfig,
     GRPOTrainer,
+    OnlineDPOTrainer,
     ReinforcePlusPlusConfig,
     ReinforcePlusPlusTrainer,
     RLOOConfig,
@@ -24,6 +27,7 @@ from posttrain.rl.generation import Completions
 from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout
 from posttrain.rl.rewards import RewardError
 from tests import tiny
+from tests.contract.trainers import arguments
 
 WORDS = " ".join(tiny.CORPUS).split()
 ROWS = [{"prompt": " ".join(WORDS[i : i + 3]), "answer": WORDS[i]} for i in range(8)]
@@ -397,6 +401,31 @@ def test_without_any_dataset_it_is_said_what_is_needed(kind, tmp_path):
 def test_no_source_of_rewards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No reward source"):
         trainer(tmp_path, reward=None)
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_that_leaves_no_room_is_told_or_dropped_before_the_first_step(kind, chat, tmp_path, caplog):
+    texts = [row["prompt"] for row in ROWS] + ["ab " * 300, "the " * 140]  # the second has fewer tokens than bytes
+    rows = kind([{"prompt": [{"role": "user", "content": text}] if chat else text} for text in texts])
+    with pytest.raises(
+        DataError, match=r"train_dataset: 1 of 10 prompts leave no room .*\(rows 8\).*long_prompts=drop"
+    ):
+        trainer(tmp_path, rows=rows)
+    kept = trainer(tmp_path, rows=rows, eval_rows={"dev": rows}, long_prompts="drop")
+    assert len(kept.train_dataset) == len(kept.eval_dataset["dev"]) == 9
+    assert "train_dataset: 1 of 10 prompts" in caplog.text and "dev: 1 of 10 prompts" in caplog.text
+    with pytest.raises(DataError, match="has 9 prompts and one rollout needs 10"):
+        trainer(tmp_path, rows=rows, long_prompts="drop", per_device_train_batch_size=40)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer, OnlineDPOTrainer, GKDTrainer])
+def test_a_model_with_an_encoder_is_refused_when_the_trainer_is_made(kind, tmp_path):
+    args = arguments(kind.config_class, tmp_path, per_device_train_batch_size=2, num_generations=2)
+    options = {"teacher_model": tiny.causal_lm()} if kind is GKDTrainer else {"reward_funcs": spread}
+    with pytest.raises(TypeError, match="model is a T5For.*whose encoder reads the prompt; online training requires"):
+        rows = [row | {"completion": row["answer"]} for row in ROWS]
+        kind(tiny.seq2seq_lm(), args=args, train_dataset=rows, processing_class=tiny.tokenizer(), **options)
 
 
 def test_tools_are_called_in_training(tmp_path):

@@ -29,6 +29,12 @@ def load_policy(
         options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
         model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
     refuse_other_models(model)
+    if getattr(getattr(wrapping.base_model(model), "config", None), "is_encoder_decoder", False):
+        raise TypeError(
+            f"model is a {type(wrapping.base_model(model)).__name__}, whose encoder reads the prompt; online training "
+            "requires a causal language model, which reads prompt and completion as one text. Pass such a model, or "
+            "train this one with Seq2SeqTrainer, DPOTrainer or another trainer of preferences."
+        )
     if tokenizer is None:
         tokenizer = loading.load_tokenizer(model, args.trust_remote_code, tokenizer_class)
     if sees:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,8 @@ from posttrain.core.data.tokenization import explain_unreadable
 from posttrain.core.errors import DataError
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.rl.tool_protocol import ToolProtocol, argument_types, has_parser, parse_response
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,20 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
         _check_each(dataset, name)
 
 
+def _prompts_of(dataset: Any) -> Iterator[Any] | None:
+    """The prompts of `dataset`, in order; None for rows that are expensive to read, which are checked in use."""
+    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
+    if isinstance(rows, list):
+        return (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
+    if not hasattr(rows, "select_columns"):
+        return None
+    return (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
+
+
 def _check_each(dataset: Any, name: str) -> None:
     """Raise DataError where a prompt is neither a text nor messages, with the reason and the first such rows."""
-    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
-    if not isinstance(rows, list) and not hasattr(rows, "select_columns"):
-        return  # rows that are expensive to read are checked when they are used
     faults: dict[str, list[int]] = {}
-    if isinstance(rows, list):
-        prompts = (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
-    else:
-        prompts = (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(_prompts_of(dataset) or ()):
         if isinstance(prompt, str):
             continue
         try:
@@ -133,6 +139,37 @@ def _check_each(dataset: Any, name: str) -> None:
         raise DataError(
             f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
         )
+
+
+def with_room(dataset: Any, name: str, count: Callable[[Any], int], context: int | None, drops: bool) -> Any:
+    """`dataset` without prompts that leave no room for a completion; they are counted in a warning.
+
+    Args:
+        count: gives a prompt's tokens. It is asked where a prompt has as many bytes as there is room for tokens.
+        context: tokens of prompt and completion that the model reads at most; None: any number.
+        drops: whether such prompts are left out. Else they are errors.
+
+    Raises:
+        DataError: such prompts, with the first rows.
+    """
+    if context is None or is_stream(dataset) or "prompt" not in dataset[0]:
+        return dataset
+    long: list[int] = []
+    bytes_that_fit = context - count(dataset[0]["prompt"])  # a template adds no more than the first prompt has
+    for number, prompt in enumerate(_prompts_of(dataset) or ()):
+        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and count(prompt) >= context:
+            long.append(number)
+    if not long:
+        return dataset
+    told = (
+        f"{name}: {len(long)} of {len(dataset)} prompts leave no room for a completion, of the {context} tokens that "
+        f"the model reads (rows {', '.join(map(str, long[:5]))}{', ...' if len(long) > 5 else ''})"
+    )
+    if not drops:
+        raise DataError(f"{told}. Shorten or filter those rows, or set long_prompts=drop.")
+    logger.warning("%s; they are dropped.", told)
+    left = sorted({*range(len(dataset))} - {*long})
+    return dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
 
 
 #: Arguments that are not for prompts with images.

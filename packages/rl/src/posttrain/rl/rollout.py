@@ -52,9 +52,11 @@ from posttrain.rl.prompts import (
     GroupSampler,
     Layout,
     PromptCodec,
+    check_prompts,
     image_problems,
     prompt_problems,
     runs,
+    with_room,
 )  # fmt: skip
 from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, functions_by_name, reward_functions, reward_problems
@@ -206,6 +208,7 @@ class RolloutTrainer(Trainer):
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
         self._ends_of_calls = self._check_tools()
+        self._leave_room()
         example = None if self.image_prompts is None else self.image_prompts.example
         self.generator = generator or make_generator(tokenizer, args, example)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
@@ -252,8 +255,7 @@ class RolloutTrainer(Trainer):
         if self.rollout_func is not None:
             take_rollout(samples, self.rollout_func([sample.prompt for sample in samples], self), self.codec)
             return
-        config = getattr(wrapping.base_model(self.model), "config", None)
-        context = context_length(config, self.args.vllm_max_model_length if self.args.use_vllm else None)
+        context = self._context
         for tokens, some in by_room(samples, sampling.max_new_tokens, context).items():
             self._write(some, replace(sampling, max_new_tokens=tokens))
         if self.environments:
@@ -1004,6 +1006,33 @@ class RolloutTrainer(Trainer):
         except ValueError:
             self.environments.set_tools(before)
             raise
+
+    @property
+    def _context(self) -> int | None:
+        config = getattr(wrapping.base_model(self.model), "config", None)
+        return context_length(config, self.args.vllm_max_model_length if self.args.use_vllm else None)
+
+    def _leave_room(self) -> None:
+        """Find the prompts of texts that are too long before any is sampled from; see `with_room`."""
+        if self.rollout_func is not None or self.environments.factories or self.image_prompts is not None:
+            return
+
+        def count(prompt: Any) -> int:
+            return len(self.codec.encode(prompt, self.environments.schemas_of(Sample({}, prompt, []))))
+
+        def fitting(dataset: Any, name: str, at_least: int = 1) -> Any:
+            if dataset is None:
+                return None
+            found = with_room(dataset, name, count, self._context, self.args.long_prompts == "drop")
+            if found is not dataset:
+                check_prompts(found, name, at_least)
+            return found
+
+        self.train_dataset = fitting(self.train_dataset, "train_dataset", self.layout.prompts)
+        if isinstance(sets := self.eval_dataset, Mapping):
+            self.eval_dataset = {name: fitting(dataset, name) for name, dataset in sets.items()}
+        else:
+            self.eval_dataset = fitting(sets, "eval_dataset")
 
     def _check_tools(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""

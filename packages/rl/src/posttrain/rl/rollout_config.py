@@ -201,6 +201,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     eval_temperature: float | None = opt(None, "Temperature at evaluation; 0 is greedy; None: as in training.", min=0)
     pass_threshold: float = opt(1.0, "A completion passes if the first reward function gives at least this.")
     shuffle_dataset: bool | None = opt(True, "Shuffle the prompts in each pass.")
+    long_prompts: str = opt(
+        "error", "What becomes of prompts that leave no room for a completion.", choices=("error", "drop")
+    )
     generation_batch_size: Resolved[int | None, int] = opt(
         None,
         "Completions sampled at once, over all processes; None: those of steps_per_generation micro-batches.",
