@@ -769,9 +769,7 @@ class Trainer(HFCompat):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
         with self._averages():
-            self._save_whole(
-                output_dir or self.args.output_dir, check=self.args.check_saved_model and not _internal_call
-            )
+            self._save_whole(output_dir or self.args.output_dir, of_checkpoint=_internal_call)
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:
@@ -1461,10 +1459,11 @@ class Trainer(HFCompat):
         weights.save_weights(wrapping.unwrap(self.model), directory, state_dict, self.args.max_shard_size)
         self._save_beside(directory)
 
-    def _save_whole(self, directory: str, check: bool) -> None:
+    def _save_whole(self, directory: str, of_checkpoint: bool) -> None:
         """Write the model and what belongs to it; large sharded weights by all processes, each its share."""
-        args, model = self.args, wrapping.unwrap(self.model)
-        alone = check or args.save_on_each_node or type(self)._save is not Trainer._save
+        args, model, ours = self.args, wrapping.unwrap(self.model), type(self)._save is Trainer._save
+        check = bool(args.check_saved_model) and not of_checkpoint
+        alone = check or args.save_on_each_node or not ours
         if not alone and shares.save(model, directory, self.dist, args.max_shard_size):
             if args.should_save:
                 self._save_beside(Path(directory))
@@ -1474,6 +1473,9 @@ class Trainer(HFCompat):
             self._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
                 reload.check(model, directory, whole)
+            elif args.check_saved_model is None and ours and whole is None:
+                if not of_checkpoint or self.checkpoints.is_first_save(model):
+                    reload.check_if_cheap(model, directory, logits=not of_checkpoint)
 
     def _averages(self) -> contextlib.AbstractContextManager[None]:
         """Where a model is saved: with the averages of an optimizer that keeps them."""
