@@ -300,13 +300,13 @@ def test_env_names_versions_and_hardware(capsys):
 
 def test_check_writes_what_it_read_as_one_file_that_reads_the_same(recorder, capsys):
     Path("model.yaml").write_text("model_name_or_path: m\nhub_token: hf_abcdefgh\nrun_name: '007 # x'\n")
-    Path("data.toml").write_text('''dataset_name = ["hub/d"]
+    Path("data.toml").write_text("""dataset_name = ["hub/d"]
 bf16 = false
 weights = [1, 2.5]
 run_name = "a: b"
 [options]
 num_cycles = 2
-''')
+""")
     words = ["check", "teach", "model.yaml", "data.toml", "--learning_rate", "1e-5", "--no_dataloader_pin_memory"]
     assert main(words) == 0 and not recorder.runs
     out, err = capsys.readouterr()

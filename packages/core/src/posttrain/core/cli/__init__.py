@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after ``posttrain``; None: those of this process.
 
     Returns:
-        the exit status: 0, 141 where what reads the output has ended, such as `head`, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
-        run ended well and an upload to the Hub failed, 130 after Ctrl-C.
+        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
+        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where nobody reads the output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()
@@ -141,9 +141,7 @@ def _run_method(name: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(help.of_method(method, _classes(method)))
         return 0
-    return _train(
-        method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words
-    )
+    return _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
 
 
 def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> int:
