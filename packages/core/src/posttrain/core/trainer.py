@@ -375,7 +375,7 @@ class Trainer(HFCompat):
         grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
             run.parameters, self.args.max_grad_norm, self.optimizer
         )
-        clock.lap("forward_backward")
+        clock.lap("backward" if clock.has_laps else "forward_backward")
         self._fire("on_pre_optimizer_step")
         run.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         run.group_rates = builder.rates_of_groups(self.optimizer)
@@ -392,7 +392,7 @@ class Trainer(HFCompat):
             parameter.grad = None
         if run.ema is not None:
             run.ema.update(self.state.global_step + 1)
-        clock.lap("optimizer")
+        clock.lap("optimizer", last=True)
         self._log_step_loss(loss, num_items)
 
     def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
@@ -433,7 +433,9 @@ class Trainer(HFCompat):
         if self._objective.terms is not None:
             self._objective.keep_terms(weight, 0 if pipeline.is_filler(inputs) else self._loss_scale)
         if self._may_go_backward(loss, items if is_mean else None):
+            self.clock.lap("forward")
             self.dist.backward(loss)
+            self.clock.lap("backward")
         return loss.detach()
 
     # ------------------------------------------------------------------------------------------------ the loss
@@ -475,9 +477,13 @@ class Trainer(HFCompat):
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
         return self.dist.autocast()
 
-    def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
-        """Log the mean of `value` from anywhere: weighted, over micro-batches and processes, reduced once per log."""
-        self.metrics.add(name, value, weight)
+    def log_metric(
+        self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1, reduce: str = "mean",
+        per_epoch: bool = False,
+    ) -> None:  # fmt: skip
+        """Log `value` from anywhere: its "mean" (weighted), "sum", "min" or "max" over micro-batches and processes,
+        once per log record, or, `per_epoch`, over all of an epoch in a record at its end."""
+        self.metrics.log(name, value, weight, reduce, per_epoch)
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -1278,6 +1284,8 @@ class Trainer(HFCompat):
             if plan.is_open:  # a stream's epoch has no fractions
                 self.state.epoch = progress.epoch + 1.0
         self._fire("on_epoch_end")
+        if progress.epoch_ended and (pairs := self.metrics.drain(self.dist.gather_object, epoch=True)):
+            self.log(means(pairs))
         self._agree()
         if is_left and self.control.should_save:
             self._save_inside_epoch(model, trial)
@@ -1446,7 +1454,7 @@ class Trainer(HFCompat):
     @contextlib.contextmanager
     def _metrics_apart(self) -> Iterator[Metrics]:
         """What `log_metric` adds in here belongs to the evaluation, not to the training step around it."""
-        training, self.metrics = self.metrics, Metrics()
+        training, self.metrics = self.metrics, Metrics(has_epochs=False)
         try:
             yield self.metrics
         finally:
@@ -1596,6 +1604,7 @@ class Trainer(HFCompat):
         run, state = self.run, self.state
         run.guard.finish()
         rest = self.metrics.drain(self.dist.gather_object)
+        rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
         self._count_inputs(rest)
         run.progress.add_losses(*rest.pop("loss", (0.0, 0)))
         train_loss = run.progress.mean_loss(had_losses=run.guard.count > 0)
@@ -1644,4 +1653,4 @@ def _as_list(value: Any) -> list[Any]:
 def _weakly(trainer: Trainer, method: str) -> Callable[..., Any]:
     """The method of that name, without keeping the trainer alive: one that is dropped must free its memory at once."""
     reference = weakref.ref(trainer)
-    return lambda *args: getattr(reference(), method)(*args)
+    return lambda *args, **kwargs: getattr(reference(), method)(*args, **kwargs)
