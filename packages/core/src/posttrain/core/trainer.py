@@ -1007,7 +1007,13 @@ class Trainer(HFCompat):
             parameters=list(self.model_wrapped.parameters()),
             guard=self._new_guard(),
             splitter=BatchSplitter(args.auto_find_batch_size, self.train_batch_size, args.gradient_accumulation_steps),
-            watch=preemption.Watch(on_signals, limit, self.dist.num_processes, self.dist.device),
+            watch=preemption.Watch(
+                on_signals,
+                limit,
+                self.dist.num_processes,
+                self.dist.device,
+                Path(args.output_dir, preemption.SAVE_NOW) if self.dist.is_main else None,
+            ),
             pace=Pace(self.dist.seconds_waited, self.dist.process_index),
             ema=ema.make(self.model, args, self.optimizer),
         )
@@ -1329,6 +1335,8 @@ class Trainer(HFCompat):
         self._agree()
         if reason := self.run.watch.due():
             self._interrupt(model, trial, reason)
+        self.control.should_save |= self.run.watch.asks_for_save
+        self.run.watch.asks_for_save = False
         if preemption.unanswered(self.control):
             self.run.guard.settle()
         if self.checkpoints.pending is not None and (self.dist.num_processes == 1 or self.control.should_log):
