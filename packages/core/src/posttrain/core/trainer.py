@@ -903,6 +903,11 @@ class Trainer(HFCompat):
             f"{args.max_duration}, in steps" if plan.is_open else f"{plan.max_steps} steps",
             *shape, f", from step {first}" if first else "",
         )  # fmt: skip
+        if not self._objective.takes_count:
+            logger.info(
+                "%s.compute_loss takes no num_items_in_batch: its loss is treated as a mean over the micro-batch, and "
+                "weighted by the items of each in the step.", type(self).__name__,
+            )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         if self.dist.num_processes > 1:
             self.run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ or args.goes_by_time))
