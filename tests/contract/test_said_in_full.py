@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 
 import pytest
 from datasets import Dataset
 
-from posttrain.core.errors import DataError
+from posttrain.core import TrainingArguments
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.logging import trackers
 from posttrain.rl import DPOTrainer, GRPOTrainer, RewardTrainer
-from posttrain.sft import SFTTrainer
+from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
-from tests.contract.trainers import arguments, digit_sum
+from tests.contract.trainers import TRAINERS, arguments, digit_sum
+from tests.test_architecture import sources
 
 
 def make(trainer_class, folder, rows, **changes):
@@ -69,3 +74,59 @@ def test_a_completion_that_is_no_messages_says_what_it_is(tmp_path, caplog):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {"messages": 7}]
     make(SFTTrainer, tmp_path, rows)
     assert "messages is not a list of messages but of type int (rows 1)" in caplog.text
+
+
+def test_no_sentence_ends_twice_after_a_hint():
+    """``, did you mean 'x'?`` ends a sentence; where more follows, a full stop stands for a missing hint alone."""
+    wrong = [
+        f"{where}: {found[0]}"
+        for where, path in sources().items()
+        if (found := re.search(r"\{(did_you_mean\([^{}]*\)|near)\}\.", path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong
+
+
+def test_an_argument_of_several_configs_is_said_to_be_theirs():
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments("out", packing=True, max_completion_length=3)
+    one, several = sorted(caught.value.problems, key=lambda text: "max_completion" in text)
+    assert ", which SFTConfig has; use that class instead of TrainingArguments" in one
+    assert " and " in several and " have; use one of those instead of TrainingArguments" in several
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["neptune", "flyte"])
+def test_a_tracker_without_its_package_is_named_with_the_command(name):
+    with pytest.raises(ImportError, match=rf"report_to='{name}': .*pip install"):
+        trackers.tracker_callbacks([name])
+
+
+def test_a_loss_without_a_count_is_said_to_be_taken_for_a_mean(tmp_path, caplog):
+    for trainer, said in (("causal-lm", False), ("three-arguments", True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "posttrain"):
+            TRAINERS[trainer](tmp_path, max_steps=1).train()
+        assert ("takes no num_items_in_batch: its loss is treated as a mean" in caplog.text) == said
+
+
+def test_plain_arguments_of_sft_are_kept_and_its_own_defaults_listed(tmp_path, caplog):
+    rows = [{"prompt": "one", "completion": " two"}]
+    plain = TrainingArguments(str(tmp_path), learning_rate=0.25, report_to="none", use_cpu=True)
+    with caplog.at_level(logging.INFO, "posttrain"):
+        trainer = SFTTrainer(tiny.causal_lm(), plain, train_dataset=rows, processing_class=tiny.tokenizer())
+    assert trainer.args.learning_rate == 0.25
+    assert "The rest is SFTConfig's default: " in caplog.text
+    assert "max_length=1024" in caplog.text and "packing=False" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("given", [1024, 64])
+def test_an_argument_that_the_config_holds_too_is_not_overruled_silently(given, tmp_path):
+    """1024 is the default: it counts where it was written, and not in a copy that holds every field."""
+    quiet = {"report_to": "none", "use_cpu": True}
+    rows = [{"prompt": "one", "completion": " two"}]
+    parts = {"train_dataset": rows, "processing_class": tiny.tokenizer(), "max_seq_length": 32}
+    with pytest.raises(ConfigError, match=f"max_seq_length=32 was passed to SFTTrainer, and max_length={given}"):
+        SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), max_length=given, **quiet), **parts)
+    copied = dataclasses.replace(SFTConfig(str(tmp_path), **quiet), logging_steps=1)
+    assert SFTTrainer(tiny.causal_lm(), copied, **parts).args.max_length == 32

@@ -18,6 +18,7 @@ from posttrain.core.cli import help, main, parse, registry
 from posttrain.core.cli.source import DataSource
 from posttrain.core.config import opt
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.hub import uploads
 
 ROWS = [{"text": f"row {index}"} for index in range(10)]
 
@@ -292,6 +293,64 @@ def test_env_names_versions_and_hardware(capsys):
     text = capsys.readouterr().out
     for name in ("python", "posttrain-core", "torch", "cpu", "memory"):
         assert f"\n{name} " in text or text.startswith(f"{name} ")
+
+
+# ---- check ----
+
+
+def test_check_writes_what_it_read_as_one_file_that_reads_the_same(recorder, capsys):
+    Path("model.yaml").write_text("model_name_or_path: m\nhub_token: hf_abcdefgh\nrun_name: '007 # x'\n")
+    Path("data.toml").write_text("""dataset_name = ["hub/d"]
+bf16 = false
+weights = [1, 2.5]
+run_name = "a: b"
+[options]
+num_cycles = 2
+""")
+    words = ["check", "teach", "model.yaml", "data.toml", "--learning_rate", "1e-5", "--no_dataloader_pin_memory"]
+    assert main(words) == 0 and not recorder.runs
+    out, err = capsys.readouterr()
+    assert "learning_rate: 1e-5\n" in out and "hf_abc" not in out + err and "hub_token" in err
+    teach(recorder, *words[2:])
+    before = recorder.runs[-1]
+    before.config.hub_token = None
+    assert before == teach(recorder, yaml=out)
+    assert (before.config.options, before.config.weights, before.config.bf16) == ({"num_cycles": 2}, [1.0, 2.5], False)
+
+
+def test_check_finds_what_training_would(recorder, capsys):
+    Path("run.toml").write_text('model_name_or_path = "m"\ndataset_name = "hub/d"\n\nlearning_rat = 1\n')
+    assert "run.toml:4: unknown argument 'learning_rat'" in refused(capsys, "check", "teach", "run.toml")[0]
+    Path("run.toml").write_text("x = = 1")
+    assert "run.toml is not valid TOML: Invalid value" in refused(capsys, "check", "teach", "run.toml")[1]
+    assert "name the method first" in refused(capsys, "check", "--bf16")[0]
+
+
+# ---- what a run leaves ----
+
+
+def test_a_failed_upload_shows_in_the_exit_status(recorder, monkeypatch):
+    uploader = uploads.Uploader(TeachConfig("out"), "out", retry_waits=())
+    monkeypatch.setattr(uploader, "_send", lambda upload: 1 / 0)
+    run = Recorder.__call__
+
+    def upload(self, asked):
+        run(self, asked)
+        uploader.push("out", blocking=True)
+
+    monkeypatch.setattr(Recorder, "__call__", upload)
+    words = ["teach", "--model_name_or_path", "m", "--dataset_name", "hub/d"]
+    assert main(words) == 3
+    monkeypatch.setattr(uploader, "_send", lambda upload: "https://address")
+    assert main(words) == 0
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly():
+    command = [sys.executable, "-c", "import sys; from posttrain.core.cli import main; sys.exit(main(['grpo', '-h']))"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 141
 
 
 # ---- smoke ----

@@ -11,6 +11,7 @@ import torch
 from transformers import HfArgumentParser
 
 from posttrain.core import ModelConfig, Trainer, TrainingArguments
+from posttrain.core.cli.registry import methods
 from posttrain.core.errors import ConfigError
 from tests import tiny
 
@@ -40,10 +41,22 @@ class ScriptArguments(TrainingArguments):
         ({}, "past_index", -1),
         ({}, "use_legacy_prediction_loop", False),
         ({"logging_nan_inf_filter": True}, "logging_nan_inf_filter", True),
+        ({}, "logging_nan_inf_filter", False),
     ],
 )
 def test_an_old_name_is_read_as_what_it_would_say(given, name, value):
     assert getattr(TrainingArguments("out", **given), name) == value
+
+
+@pytest.mark.parametrize("config", [TrainingArguments, *(method.config_class for method in methods().values())])
+@pytest.mark.parametrize(
+    ("given", "model_id"),
+    [({}, "org/run"), ({"push_to_hub_model_id": "m"}, "org/m"), ({"hub_model_id": "m"}, "org/m")],
+    ids=str,
+)
+def test_the_organization_is_the_owner_in_the_name_of_the_repository(config, given, model_id):
+    with pytest.warns(FutureWarning, match=f"push_to_hub_organization='org' is now hub_model_id='{model_id}'"):
+        assert config(output_dir="out/run", push_to_hub_organization="org", **given).hub_model_id == model_id
 
 
 def test_an_old_name_that_is_set_takes_effect_and_a_wrong_one_is_refused():

@@ -415,3 +415,51 @@ def test_an_id_that_the_model_does_not_know_is_named(tmp_path):
     trainer = Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path), use_cpu=True), pad, rows)
     with pytest.raises(DataError, match="input_ids holds 5000.*range is 0 to 383"):
         trainer.train()
+
+
+def test_metrics_of_an_epoch_are_logged_at_its_end_also_by_a_resumed_run(tmp_path):
+    class Counts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            self.log_metric("steps", 1, reduce="sum", per_epoch=True)
+            self.log_metric("last", state.global_step, reduce="max")
+
+        def on_prediction_step(self, args, state, control, **kwargs):
+            self.log_metric("batches", 1, reduce="sum", per_epoch=True)
+
+    changes = dict(save_strategy="steps", save_steps=2, logging_steps=2, num_train_epochs=2.5)
+    trainer = make(tmp_path, [Counts()], eval_strategy="epoch", per_device_eval_batch_size=4, **changes)
+    trainer.train()
+
+    def logged(trainer, name):
+        return [(record["step"], record[name]) for record in trainer.state.log_history if name in record]
+
+    whole = logged(trainer, "steps")
+    assert whole == [(3, 3), (6, 3), (8, 2)]  # the last epoch is a half one
+    assert logged(trainer, "last") == [(2, 2), (4, 4), (6, 6), (8, 8)]
+    assert [value for _, value in logged(trainer, "eval_batches")] == [2, 2, 2]
+    resumed = make(tmp_path, [Counts()], eval_strategy="epoch", per_device_eval_batch_size=4, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(resumed, "steps") == whole
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_forward_and_backward_are_timed_apart_where_the_step_is_ours(tmp_path, overrides):
+    class Own(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self.prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    seen = []
+
+    class Keep(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append({name for name in logs if name.startswith("perf/") and "ward" in name})
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, logging_steps=1, report_to="none", use_cpu=True)
+    trainer = (Own if overrides else Trainer)(Regression(), args, train_dataset=line(), callbacks=[Keep()])
+    trainer.train()
+    apart = {"perf/forward_seconds", "perf/backward_seconds"}
+    assert seen[0] == ({"perf/forward_backward_seconds"} if overrides else apart)
+    trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))  # by hand: nothing is timed
+    assert set(trainer.clock.phases) <= {"save"}

@@ -133,3 +133,32 @@ def test_speed_metrics_are_per_second_and_known_as_timings():
     assert metrics == {"eval_runtime": 2.0, "eval_samples_per_second": 5.0, "eval_steps_per_second": 2.0}
     assert all(is_timing(name) for name in metrics)
     assert not any(is_timing(name) for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"))
+
+
+@pytest.mark.parametrize("reduce, expected", [("mean", 2.5), ("sum", 10.0), ("min", 1.0), ("max", 4.0)])
+def test_a_value_is_reduced_as_asked_over_calls_processes_and_resumes(reduce, expected):
+    first, second, resumed = Metrics(), Metrics(), Metrics()
+    for metrics, values in ((first, [1.0, 2.0]), (second, [3.0, 4.0])):
+        for value in values:
+            metrics.log("x", torch.tensor(value), 1, reduce, per_epoch=False)
+            metrics.log("x", torch.tensor(value).expand(1), 1, reduce, per_epoch=True)
+    assert first.copy().state_dict() == first.state_dict()
+    resumed.load_state_dict(first.state_dict())
+    parts = [resumed.state_dict(), second.state_dict()]
+    assert means(resumed.drain(lambda mine: [parts[0], parts[1]] if mine else [])) == {"x": expected}
+    assert resumed.drain() == {} and list(resumed.state_dict())  # the epoch has not ended
+    assert means(resumed.drain(lambda mine: parts, epoch=True))["x"] == expected
+
+
+def test_what_cannot_be_reduced_is_said():
+    metrics = Metrics()
+    metrics.log("x", 1.0, 1, "sum", per_epoch=False)
+    for name, weight, reduce, what in (
+        ("x", 1, "max", "is a sum and cannot be a max too"),
+        ("y", 2, "sum", "a sum has no weight"),
+        ("y", 1, "median", "reduce='median' is not one of mean, sum, min, max"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            metrics.log(name, 1.0, weight, reduce, per_epoch=False)
+    metrics.log("x", math.nan, 1, "sum", per_epoch=False)
+    assert math.isnan(metrics.drain()["x"][0])  # a sum passes nothing over

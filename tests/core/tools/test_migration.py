@@ -269,6 +269,14 @@ def test_what_is_right_stays_without_a_word(script):
     assert migrate(script) == migration.Migration(script, [])
 
 
+def test_names_are_taken_from_the_package_that_has_them():
+    script = "from posttrain import SFTConfig, SFTTrainer, core\nSFTTrainer(args=SFTConfig(max_seq_length=3))\n"
+    lines = rewritten(script).splitlines()
+    assert set(lines[:-1]) == {"from posttrain import core", "from posttrain.sft import SFTConfig, SFTTrainer"}
+    assert lines[-1] == "SFTTrainer(args=SFTConfig(max_length=3))"
+    assert rewritten("from posttrain import Trainer\n") == "from posttrain.core import Trainer\n"
+
+
 def test_a_script_of_neither_library_is_none_of_its_business():
     assert migrate("import torch\nfrom .transformers import Trainer\nTrainer(tokenizer=1)") is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from posttrain.core import TrainingArguments, cli
+from posttrain.core.cli import parse, registry
 from posttrain.core.tools.schema import schema_of
 
 
@@ -23,5 +24,16 @@ def test_the_command_prints_it_and_names_the_methods(capsys):
     assert cli.main(["schema", "sft"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["title"] == "SFTConfig" and "packing" in printed["properties"]
+    assert {"model_name_or_path", "lora_r", "dataset_mixture", "max_rows"} < set(printed["properties"])
+    assert printed["properties"]["max_seq_length"] == {"description": "Now max_length.", "deprecated": True}
+    assert printed["additionalProperties"] is False  # an editor marks a misspelled name
     assert cli.main(["schema", "sfd"]) == 2
     assert "sft" in capsys.readouterr().err
+
+
+def test_it_knows_every_name_that_a_file_may_hold():
+    for method in registry.methods().values():
+        classes = cli._classes(method)
+        assert not parse.unknown(classes, dict.fromkeys(schema_of(*classes)["properties"]))
+        known = {name for config_class in classes for name in parse._names(config_class)}
+        assert known == set(schema_of(*classes)["properties"])

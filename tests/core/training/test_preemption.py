@@ -42,6 +42,11 @@ class At(TrainerCallback):
         setattr(self, event, hear)
 
 
+@pytest.fixture(autouse=True)
+def looks_at_each_step(monkeypatch):
+    monkeypatch.setattr(preemption, "INTERVAL", 0)
+
+
 def send(number):
     return lambda: os.kill(os.getpid(), number)
 
@@ -58,6 +63,32 @@ def test_processes_agree_without_a_process_group_of_their_own():
         assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ---- a file that asks for a checkpoint ----
+
+
+def test_processes_agree_on_a_checkpoint_that_a_file_asks_for(tmp_path):
+    from torch.testing._internal.distributed import fake_pg
+
+    torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        watch = preemption.Watch(world_size=2, file=tmp_path / "save_now")
+        (tmp_path / "save_now").touch()
+        assert not any(watch.due() for _ in range(200)) and watch.asks_for_save
+        assert not (tmp_path / "save_now").exists()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps"])
+def test_a_file_asks_for_a_checkpoint_and_the_run_goes_on(strategy, tmp_path):
+    ask = At("on_step_end", 2, (tmp_path / "save_now").touch)
+    trainer = MAKE(tmp_path, [ask], max_steps=4, save_strategy=strategy, save_steps=4)
+    trainer.train()
+    assert trainer.state.global_step == 4 and not (tmp_path / "save_now").exists()
+    saved = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert saved == {"checkpoint-2"} | ({"checkpoint-4"} if strategy == "steps" else set())
 
 
 # ---- durations ----

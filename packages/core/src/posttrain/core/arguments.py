@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -217,7 +218,24 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     @classmethod
     def unknown_argument_hint(cls, name: str) -> str:
         owners = [owner for owner in registry.configs_with(name) if owner != cls.__name__]
-        return f", which {' and '.join(owners)} has; use that class instead of {cls.__name__}" if owners else ""
+        if not owners:
+            return ""
+        listed = f"{', '.join(owners[:-1])} and {owners[-1]} have" if len(owners) > 1 else f"{owners[0]} has"
+        return f", which {listed}; use {'one of those' if len(owners) > 1 else 'that class'} instead of {cls.__name__}"
+
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``push_to_hub_organization``, which becomes the owner in `hub_model_id`."""
+        if (owner := kwargs.get("push_to_hub_organization")) is None:
+            return kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "push_to_hub_organization"}
+        name = rest.pop("push_to_hub_model_id", None) or rest.pop("hub_model_id", None)
+        model_id = f"{owner}/{name or Path(rest.get('output_dir') or 'trainer_output').name}"
+        warnings.warn(
+            f"{cls.__name__}: push_to_hub_organization={owner!r} is now hub_model_id={model_id!r}",
+            FutureWarning, stacklevel=3,
+        )  # fmt: skip
+        return rest | {"hub_model_id": model_id}
 
     # ---- rules between the groups ----
 

@@ -61,8 +61,8 @@ class TrainerCallback:
 
     may_fail = False
 
-    def log_metric(self, name: str, value: Any, weight: Any = 1) -> None:
-        """In an event: log the mean of `value` in the next record, as `Trainer.log_metric` does.
+    def log_metric(self, name: str, value: Any, weight: Any = 1, reduce: str = "mean", per_epoch: bool = False) -> None:
+        """In an event: log the mean of `value` in the next record, or what else `Trainer.log_metric` can do.
 
         Raises:
             RuntimeError: no trainer is calling a callback.
@@ -72,7 +72,7 @@ class TrainerCallback:
                 f"{type(self).__name__}.log_metric({name!r}, ...) was called outside of an event, where no trainer is "
                 "known. Call it in a method such as on_step_end."
             )
-        _log_of_event(name, value, weight)
+        _log_of_event(name, value, weight, reduce, per_epoch)
 
     def on_init_end(self, args, state, control, **kwargs): ...
     def on_train_begin(self, args, state, control, **kwargs): ...
@@ -297,7 +297,9 @@ def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
         for name, value in answer.items():
             if name not in FLAGS:
                 near = did_you_mean(name, FLAGS)
-                raise ValueError(f"{where} returned {answer!r}: unknown key {name!r}{near}. Valid: {', '.join(FLAGS)}.")
+                raise ValueError(
+                    f"{where} returned {answer!r}: unknown key {name!r}{near or '.'} Valid: {', '.join(FLAGS)}."
+                )
             setattr(control, name, bool(value))
         return control
     if all(hasattr(answer, flag) for flag in FLAGS):

@@ -398,6 +398,8 @@ class ConfigMeta(type):
             raise ConfigError(cls.__name__, problems)
         if removed:
             vars(config)["_removed"] = removed
+        if not takes_more and len(taken) < len(known):  # else it is a copy, by `dataclasses.replace`
+            vars(config)["_given"] = frozenset(taken)
         return config
 
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class AnswersToOldNames:
             if isinstance(old, Renamed):
                 return old.back(getattr(self, old.new))
             given: dict[str, Any] = vars(self).get("_removed", {})
-            return given.get(name, old.harmless[-1] if old.harmless else None)
+            return given.get(name, (old.harmless or old.says_nothing or (None,))[-1])
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind: type = type(self)

@@ -375,7 +375,7 @@ class Trainer(HFCompat):
         grad_norm = run.progress.grad_norm = self.dist.clip_gradients(
             run.parameters, self.args.max_grad_norm, self.optimizer
         )
-        clock.lap("forward_backward")
+        clock.lap("backward" if clock.has_laps else "forward_backward")
         self._fire("on_pre_optimizer_step")
         run.progress.learning_rate = self._get_learning_rate()  # the one this step uses, for the log
         run.group_rates = builder.rates_of_groups(self.optimizer)
@@ -392,7 +392,7 @@ class Trainer(HFCompat):
             parameter.grad = None
         if run.ema is not None:
             run.ema.update(self.state.global_step + 1)
-        clock.lap("optimizer")
+        clock.lap("optimizer", last=True)
         self._log_step_loss(loss, num_items)
 
     def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
@@ -433,7 +433,9 @@ class Trainer(HFCompat):
         if self._objective.terms is not None:
             self._objective.keep_terms(weight, 0 if pipeline.is_filler(inputs) else self._loss_scale)
         if self._may_go_backward(loss, items if is_mean else None):
+            self.clock.lap("forward")
             self.dist.backward(loss)
+            self.clock.lap("backward")
         return loss.detach()
 
     # ------------------------------------------------------------------------------------------------ the loss
@@ -475,9 +477,13 @@ class Trainer(HFCompat):
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
         return self.dist.autocast()
 
-    def log_metric(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
-        """Log the mean of `value` from anywhere: weighted, over micro-batches and processes, reduced once per log."""
-        self.metrics.add(name, value, weight)
+    def log_metric(
+        self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1, reduce: str = "mean",
+        per_epoch: bool = False,
+    ) -> None:  # fmt: skip
+        """Log `value` from anywhere: its "mean" (weighted), "sum", "min" or "max" over micro-batches and processes,
+        once per log record, or, `per_epoch`, over all of an epoch in a record at its end."""
+        self.metrics.log(name, value, weight, reduce, per_epoch)
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -769,9 +775,7 @@ class Trainer(HFCompat):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
         with self._averages():
-            self._save_whole(
-                output_dir or self.args.output_dir, check=self.args.check_saved_model and not _internal_call
-            )
+            self._save_whole(output_dir or self.args.output_dir, of_checkpoint=_internal_call)
         if not _internal_call:
             self._copy_files()
             if self.args.push_to_hub:
@@ -899,6 +903,11 @@ class Trainer(HFCompat):
             f"{args.max_duration}, in steps" if plan.is_open else f"{plan.max_steps} steps",
             *shape, f", from step {first}" if first else "",
         )  # fmt: skip
+        if not self._objective.takes_count:
+            logger.info(
+                "%s.compute_loss takes no num_items_in_batch: its loss is treated as a mean over the micro-batch, and "
+                "weighted by the items of each in the step.", type(self).__name__,
+            )  # fmt: skip
         self._set_train_mode(self.model_wrapped)
         if self.dist.num_processes > 1:
             self.run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ or args.goes_by_time))
@@ -1003,7 +1012,13 @@ class Trainer(HFCompat):
             parameters=list(self.model_wrapped.parameters()),
             guard=self._new_guard(),
             splitter=BatchSplitter(args.auto_find_batch_size, self.train_batch_size, args.gradient_accumulation_steps),
-            watch=preemption.Watch(on_signals, limit, self.dist.num_processes, self.dist.device),
+            watch=preemption.Watch(
+                on_signals,
+                limit,
+                self.dist.num_processes,
+                self.dist.device,
+                Path(args.output_dir, preemption.SAVE_NOW) if self.dist.is_main else None,
+            ),
             pace=Pace(self.dist.seconds_waited, self.dist.process_index),
             ema=ema.make(self.model, args, self.optimizer),
         )
@@ -1280,6 +1295,8 @@ class Trainer(HFCompat):
             if plan.is_open:  # a stream's epoch has no fractions
                 self.state.epoch = progress.epoch + 1.0
         self._fire("on_epoch_end")
+        if progress.epoch_ended and (pairs := self.metrics.drain(self.dist.gather_object, epoch=True)):
+            self.log(means(pairs))
         self._agree()
         if is_left and self.control.should_save:
             self._save_inside_epoch(model, trial)
@@ -1323,6 +1340,8 @@ class Trainer(HFCompat):
         self._agree()
         if reason := self.run.watch.due():
             self._interrupt(model, trial, reason)
+        self.control.should_save |= self.run.watch.asks_for_save
+        self.run.watch.asks_for_save = False
         if preemption.unanswered(self.control):
             self.run.guard.settle()
         if self.checkpoints.pending is not None and (self.dist.num_processes == 1 or self.control.should_log):
@@ -1448,7 +1467,7 @@ class Trainer(HFCompat):
     @contextlib.contextmanager
     def _metrics_apart(self) -> Iterator[Metrics]:
         """What `log_metric` adds in here belongs to the evaluation, not to the training step around it."""
-        training, self.metrics = self.metrics, Metrics()
+        training, self.metrics = self.metrics, Metrics(has_epochs=False)
         try:
             yield self.metrics
         finally:
@@ -1461,10 +1480,11 @@ class Trainer(HFCompat):
         weights.save_weights(wrapping.unwrap(self.model), directory, state_dict, self.args.max_shard_size)
         self._save_beside(directory)
 
-    def _save_whole(self, directory: str, check: bool) -> None:
+    def _save_whole(self, directory: str, of_checkpoint: bool) -> None:
         """Write the model and what belongs to it; large sharded weights by all processes, each its share."""
-        args, model = self.args, wrapping.unwrap(self.model)
-        alone = check or args.save_on_each_node or type(self)._save is not Trainer._save
+        args, model, ours = self.args, wrapping.unwrap(self.model), type(self)._save is Trainer._save
+        check = bool(args.check_saved_model) and not of_checkpoint
+        alone = check or args.save_on_each_node or not ours
         if not alone and shares.save(model, directory, self.dist, args.max_shard_size):
             if args.should_save:
                 self._save_beside(Path(directory))
@@ -1474,6 +1494,9 @@ class Trainer(HFCompat):
             self._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
                 reload.check(model, directory, whole)
+            elif args.check_saved_model is None and ours and whole is None:
+                if not of_checkpoint or self.checkpoints.is_first_save(model):
+                    reload.check_if_cheap(model, directory, logits=not of_checkpoint)
 
     def _averages(self) -> contextlib.AbstractContextManager[None]:
         """Where a model is saved: with the averages of an optimizer that keeps them."""
@@ -1594,6 +1617,7 @@ class Trainer(HFCompat):
         run, state = self.run, self.state
         run.guard.finish()
         rest = self.metrics.drain(self.dist.gather_object)
+        rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
         self._count_inputs(rest)
         run.progress.add_losses(*rest.pop("loss", (0.0, 0)))
         train_loss = run.progress.mean_loss(had_losses=run.guard.count > 0)
@@ -1642,4 +1666,4 @@ def _as_list(value: Any) -> list[Any]:
 def _weakly(trainer: Trainer, method: str) -> Callable[..., Any]:
     """The method of that name, without keeping the trainer alive: one that is dropped must free its memory at once."""
     reference = weakref.ref(trainer)
-    return lambda *args: getattr(reference(), method)(*args)
+    return lambda *args, **kwargs: getattr(reference(), method)(*args, **kwargs)

@@ -72,6 +72,7 @@ class CPOConfig(PreferenceConfig):
         """``loss_type="alphapo"``, which is simpo without the likelihood of the chosen completion, and with an
         alpha.
         """
+        kwargs = super().accept_old_names(kwargs)
         if kwargs.get("loss_type") == "alphapo":
             kwargs = {"cpo_alpha": 0.0} | kwargs | {"loss_type": "simpo"}
         return kwargs

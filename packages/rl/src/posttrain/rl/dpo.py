@@ -286,7 +286,7 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     @classmethod
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         """``loss_type="sigmoid"``; ``rpo_alpha=1.0``, which is the sft loss with that weight."""
-        kwargs = dict(kwargs)
+        kwargs = dict(super().accept_old_names(kwargs))
         if isinstance(kwargs.get("loss_type"), str):
             kwargs["loss_type"] = [part.strip() for part in kwargs["loss_type"].split(",")]
         if (alpha := kwargs.pop("rpo_alpha", None)) is not None:

@@ -60,6 +60,7 @@ class OnlineDPOConfig(RolloutConfig):
     @classmethod
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         """``beta=0.1``."""
+        kwargs = super().accept_old_names(kwargs)
         one = isinstance(kwargs.get("beta"), (int, float))
         return kwargs | ({"beta": [float(kwargs["beta"])]} if one else {})
 

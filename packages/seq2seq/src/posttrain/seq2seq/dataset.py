@@ -32,7 +32,7 @@ def tokenize(
     for name in (source, target):
         if columns and name.split(".")[0] not in columns:
             near = did_you_mean(name, columns)
-            raise DataError(f"There is no column {name!r}{near}. The rows have {', '.join(columns)}.")
+            raise DataError(f"There is no column {name!r}{near or '.'} The rows have {', '.join(columns)}.")
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         sources = [prefix + text for text in _texts(rows, source)]

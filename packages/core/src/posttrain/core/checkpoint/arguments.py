@@ -50,10 +50,12 @@ class CheckpointArguments:
         "Largest file of saved weights, in bytes or such as 5GB; None: 50GB. Of a sharded model that needs several "
         "files each process writes some.",
     )
-    check_saved_model: bool = opt(
-        False,
+    check_saved_model: bool | None = opt(
+        None,
         "Read the model that save_model wrote back with from_pretrained, and compare its weights, and logits of a few "
-        "tokens, with the trained model's: needs the memory of another copy.",
+        "tokens, with the trained model's: needs host memory for a copy. None: where that memory is free and no "
+        "model is sharded, the weights of the first checkpoint too, and a difference is a warning instead of an error.",
+        flag=True,
     )
     remote_dir: str | None = opt(
         None,

@@ -149,6 +149,10 @@ class CheckpointManager:
         """The step of a save whose outcome `settle` has not given yet."""
         return self.saver.pending
 
+    def is_first_save(self, model: nn.Module) -> bool:
+        """Whether `model` is being written, whole, for the first time in this run; of adapters `write` itself knows."""
+        return self.saved_step is None and not self.args.save_async and not wrapping.is_peft_model(model)
+
     def save(self, state: TrainerState, contents: Contents, write: Callable[[Path], None]) -> None:
         """Save at this optimizer step; `settle` gives the outcome.
 

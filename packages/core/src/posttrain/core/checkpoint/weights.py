@@ -58,7 +58,7 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
     if max_shard_size is not None and not hasattr(model, "peft_config"):
         given["max_shard_size"] = max_shard_size
-    with _quiet(), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
+    with quiet(), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
         model.save_pretrained(str(directory), **given)
 
 
@@ -140,7 +140,7 @@ def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Disables transformers' progress bar and its table of mismatches, which we report in a sentence."""
     from transformers.utils import logging
 
@@ -176,7 +176,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     if (misfits or missing or unexpected) and hasattr(model, "save_pretrained") and not in_parts:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
         same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
-        with _quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
+        with quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
             twin, told = kind.from_pretrained(str(directory), **same, output_loading_info=True)
             tensors = twin.state_dict()
             misfits, missing, unexpected = (

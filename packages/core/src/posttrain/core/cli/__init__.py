@@ -20,6 +20,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, DataError
 COMMANDS = {
     "new": "List recipes, or write one out: a run to begin with.",
     "launch": "Start a program, or a method, in several processes.",
+    "check": "Find what is wrong with the arguments of a run, and write them as one file.",
     "preview": "Show the training tokens of a run.",
     "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
@@ -56,13 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after ``posttrain``; None: those of this process.
 
     Returns:
-        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 130 after
-        Ctrl-C.
+        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
+        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where nobody reads the output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()
     try:
-        return _dispatch(words)
+        status = _dispatch(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return 128 + 13  # as a program that SIGPIPE ends
     except ConfigError as error:
         name, status = " ".join(["posttrain", *words[:1]]), 2
         problems = error.problems
@@ -78,6 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":  # once, not once a process
         print(message, file=sys.stderr)
     return status
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads the output any more; a pipe may also have broken between two processes of a run."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        return True
+    return False
 
 
 def _quiet_others() -> None:
@@ -98,10 +115,12 @@ def _dispatch(words: list[str]) -> int:
     elif words[0] in COMMANDS:
         module = importlib.import_module(f"posttrain.core.tools.{words[0].replace('-', '_')}")
         makes_runs: dict[str, tuple[Any, ...]] = {
+            "check": (_read_and_check,),
             "preview": (_read,),
             "plan": (_read,),
             "bench": (_read,),
             "rerun": (_train,),
+            "schema": (_classes,),
         }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
     elif "--accelerate_config" in words[1:]:  # the method in several processes
@@ -122,24 +141,32 @@ def _run_method(name: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(help.of_method(method, _classes(method)))
         return 0
-    _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
-    return 0
+    return _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
 
 
-def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> None:
-    """Run `method` with `settings`, `problems` having been found in them before."""
-    run = _configs(method, settings, problems)
+def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> int:
+    """Run `method` with `settings`, `problems` having been found in them before; the exit status."""
+    run = _checked(method, settings, problems)
+    from posttrain.core.hub import uploads  # after the checks: this imports torch
     from posttrain.core.logging import run_record
-    from posttrain.core.training import preflight  # after the checks: this imports torch
 
-    if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
-        raise ConfigError(f"posttrain {method.name}", found)
-
+    uploads.USED.clear()
     with run_record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
         if smoke:
             _smoke(method, run)
         else:
             method.run(run)
+    return 3 if any(one.failed for one in uploads.USED) else 0
+
+
+def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `Run` that `settings` make, once nothing is found that is wrong with it or that this machine lacks."""
+    run = _configs(method, settings, problems)
+    from posttrain.core.training import preflight  # after the checks: this imports torch
+
+    if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
+        raise ConfigError(f"posttrain {method.name}", found)
+    return run
 
 
 def _classes(method: Any) -> tuple[type, type, type]:
@@ -155,6 +182,15 @@ def _read(method: Any, words: list[str]) -> Any:
     from posttrain.core.cli import parse
 
     return _configs(method, *parse.read_words(words))
+
+
+def _read_and_check(method: Any, words: list[str]) -> dict[str, Any]:
+    """The settings of a method from `words`, its files and flags, by name, as text; checked as for training."""
+    from posttrain.core.cli import parse
+
+    settings, problems = parse.read_words(words)
+    _checked(method, settings, problems)
+    return {name: setting.value for name, setting in settings.items()}
 
 
 def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:

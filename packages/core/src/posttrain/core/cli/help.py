@@ -39,8 +39,8 @@ def of_method(method: Method, configs: Iterable[type]) -> str:
         "",
         method.help,
         "",
-        "A YAML file holds `name: value` lines with the names below; flags win over files, later files over earlier "
-        "ones.",
+        "A YAML file holds `name: value` lines with the names below, a TOML file `name = value`; flags win over files, "
+        "later files over earlier ones.",
         "--smoke trains three optimizer steps, evaluates, saves, reads the model back and resumes; it keeps nothing.",
     ]
     return "\n".join([*lines, *of_configs(configs)])

@@ -1,4 +1,4 @@
-"""Parses YAML files and flags into checked configs.
+"""Parses YAML and TOML files and flags into checked configs.
 
 A value has the same meaning in a file and in a flag: the field's type decides how its text is parsed, so ``1e-5`` is a
 number and ``no`` may be a word.
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +62,20 @@ class Setting:
         return self.is_bare and bool(allowed) and not {bool, object} & set(allowed)
 
 
-def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
-    """The settings of one YAML file, values left as text; problems of the file are added to `problems`."""
+def read_file(path: str | Path, problems: list[str]) -> dict[str, Setting]:
+    """The settings of one YAML or TOML file, values left as text; problems of the file are added to `problems`."""
     path = Path(path).expanduser()
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            return _read_toml(text, path.name)
+        root = yaml.compose(text, Loader=_Loader)
     except OSError as error:
         problems.append(f"{path}: {error.strerror or error}")
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not valid YAML: {_yaml_problem(error)}")
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        problems.append(f"{path} is not valid {kind}: {_yaml_problem(error)}")
         return {}
     if root is None:
         return {}
@@ -84,6 +89,35 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
             problems.append(f"{where}: {name} is already set at {settings[name].where}; keep one")
         settings[name] = Setting(where, _text(node))
     return settings
+
+
+def _read_toml(text: str, file: str) -> dict[str, Setting]:
+    """The settings of a TOML file; tables are mappings."""
+
+    def as_text(value: Any) -> Any:
+        if isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+            return [as_text(item) for item in value]
+        return value if isinstance(value, (dict, list)) else str(value).lower() if type(value) is bool else str(value)
+
+    settings = {}
+    for name, value in tomllib.loads(text).items():
+        line = re.search(rf"^\s*\[?\[?[\"']?{re.escape(name)}\b", text, re.M)
+        place = file if line is None else f"{file}:{text.count(chr(10), 0, line.end()) + 1}"
+        settings[name] = Setting(place, as_text(value))
+    return settings
+
+
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """A YAML file of names and values as `Setting` has them, which reads as the same."""
+    lines = []
+    for name, value in settings.items():
+        line = f"{name}: {value}\n"
+        try:
+            plain = isinstance(value, str) and _text(yaml.compose(line, Loader=_Loader).value[0][1]) == value
+        except yaml.YAMLError:
+            plain = False
+        lines.append(line if plain else yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False))
+    return "".join(lines)
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -188,7 +222,7 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 
 
 def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
-    """(settings of YAML files and flags by name, syntax problems)."""
+    """(settings of YAML or TOML files and flags by name, syntax problems)."""
     problems: list[str] = []
     files, flags = read_flags(words)
     if "config" in flags:
@@ -199,7 +233,7 @@ def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
             files += named.value if isinstance(named.value, list) else [named.value]
     settings: dict[str, Setting] = {}
     for file in files:
-        settings |= read_yaml(file, problems)
+        settings |= read_file(file, problems)
     return settings | flags, problems
 
 

@@ -391,10 +391,10 @@ class RemoveColumns:
 
 def _nothing_left(found: list[str], wanted: Iterable[str]) -> str:
     wanted = sorted(wanted)
-    near = next((f" (column {name!r}{hint})" for name in found if (hint := did_you_mean(name, wanted))), "")
+    closest = next((f" (column {name!r}{hint})" for name in found if (hint := did_you_mean(name, wanted))), "")
     return (
         f"No column of the dataset is one that the model takes. Found: {', '.join(found)}. Wanted: "
-        f"{', '.join(wanted)}{near}. Rename or tokenize the columns, or set remove_unused_columns=False if your "
+        f"{', '.join(wanted)}{closest}. Rename or tokenize the columns, or set remove_unused_columns=False if your "
         "collator makes batches of these."
     )
 

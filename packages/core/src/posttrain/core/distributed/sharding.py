@@ -184,7 +184,7 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
         near = did_you_mean(sorted(absent)[0], kinds)
         raise ValueError(
             f"transformer_layer_cls_to_wrap names {', '.join(sorted(absent))}, and {type(base).__name__} has no such "
-            f"module{near}. It has {', '.join(kinds)}."
+            f"module{near or '.'} It has {', '.join(kinds)}."
         )
     if not found:
         logger.warning(

@@ -96,7 +96,7 @@ def load_generation_config(source: Any) -> Any:
         for name in unknown_options(source):
             raise ValueError(
                 f"generation_config: {name!r} is no field of "
-                f"GenerationConfig{did_you_mean(name, vars(GenerationConfig()))}."
+                f"GenerationConfig{did_you_mean(name, vars(GenerationConfig())) or '.'}"
             )
         config = GenerationConfig(**source)
     elif isinstance(source, (str, Path)):

@@ -147,6 +147,10 @@ class Upload:
         return shlex.join([*words, *(word for pattern in self.ignore for word in ("--exclude", pattern))])
 
 
+#: Every `Uploader` that was asked to upload: a command, which has no trainer, ends with another status if one failed.
+USED: list[Uploader] = []
+
+
 class Uploader:
     """Uploads folders one after another in a background thread, with retries if the Hub does not answer.
 
@@ -226,6 +230,8 @@ class Uploader:
             Path(folder), path_in_repo, message, tuple(ignore), revision or args.hub_revision,
             token or args.hub_token, args.hub_private_repo if private is None else private,
         )  # fmt: skip
+        if self not in USED:
+            USED.append(self)
         with self._changed:
             for older in [one for one in self._queue if one.place == upload.place and not args.hub_always_push]:
                 self._queue.remove(older)

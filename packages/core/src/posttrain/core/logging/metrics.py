@@ -18,12 +18,21 @@ from posttrain.core.state import strict
 
 # Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
 TOKENS, FLOPS = "input/tokens", "input/flops"
+#: Begins the names of metrics that are reduced over an epoch.
+OF_EPOCH = "of epoch/"
+REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class Metrics:
-    """Running (sum, count) pairs by name, and extremes. Adding only enqueues; `drain` alone waits for the device."""
+    """Running (sum, count) pairs by name, plain sums, and extremes. Adding only enqueues; `drain` alone waits for the
+    device.
 
-    def __init__(self) -> None:
+    Args:
+        has_epochs: whether what is logged of an epoch is kept until it ends.
+    """
+
+    def __init__(self, has_epochs: bool = True) -> None:
+        self.has_epochs = has_epochs
         self._pairs: dict[str, tuple[Any, Any]] = {}
         self._extremes: dict[str, tuple[Any, str]] = {}
 
@@ -36,6 +45,19 @@ class Metrics:
         # A product with the common weight 1 would be one more kernel launch.
         self.add_sum(name, value if isinstance(weight, int) and weight == 1 else value * weight, weight)
 
+    def log(self, name: str, value: Any, weight: Any, reduce: str, per_epoch: bool) -> None:
+        """Take in a value as `Trainer.log_metric` has it."""
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
+        name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
+        if reduce == "mean":
+            return self.add(name, value, weight)
+        if not (isinstance(weight, int) and weight == 1):
+            raise ValueError(f"log_metric({name!r}): a {reduce} has no weight; leave weight out, or set reduce='mean'.")
+        if isinstance(value, torch.Tensor) and value.ndim:
+            value = getattr(value, {"sum": "sum", "min": "amin", "max": "amax"}[reduce])()
+        self.add_extreme(name, value, reduce)
+
     def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
         """Take in a sum over `count` items."""
         if name in self._pairs:
@@ -45,17 +67,18 @@ class Metrics:
             self._pairs[name] = (total, count)
 
     def add_extreme(self, name: str, value: float | torch.Tensor, which: str) -> None:
-        """Add a value to a minimum or maximum; NaN is ignored.
+        """Add a value to a minimum or maximum, where NaN is ignored, or to a plain sum.
 
         Args:
             value: shape (); a tensor stays on its device.
-            which: "min" or "max", always the same for a name.
+            which: "min", "max" or "sum", always the same for a name.
         """
         value = value.detach() if isinstance(value, torch.Tensor) else value
-        before, known = self._extremes.get(name, (value, which))
+        nothing = 0 if which == "sum" else value
+        before, known = self._extremes.get(name, (nothing, "mean" if name in self._pairs else which))
         if known != which:
             raise ValueError(f"The metric {name!r} is a {known} and cannot be a {which} too.")
-        self._extremes[name] = (_further(before, value, which), which)
+        self._extremes[name] = (before + value if which == "sum" else _further(before, value, which), which)
 
     def update(self, state: Mapping[str, tuple[Any, Any]]) -> None:
         """Take in the sums and extremes of others, as `state_dict` gives them."""
@@ -71,29 +94,38 @@ class Metrics:
 
     def copy(self) -> Metrics:
         """A snapshot of the metrics, independent of the original."""
-        other = Metrics()
+        other = Metrics(self.has_epochs)
         other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
         return other
 
     def drain(
-        self, gather: Callable[[Any], list[Any]] = lambda value: [value], only: Container[str] | None = None
+        self,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        only: Container[str] | None = None,
+        epoch: bool = False,
     ) -> dict[str, tuple[float, float]]:
-        """The (sum, count) of each metric since the last drain, over all processes, then reset. An extreme is (itself,
-        1), and is left out if it was always NaN.
+        """The (sum, count) of each metric since the last drain, over all processes, then reset. An extreme or a plain
+        sum is (itself, 1), and an extreme is left out if it was always NaN.
 
         Args:
             gather: lists what every process passed (`Distributed.gather_object`); called once.
             only: names to drain; the rest stay.
+            epoch: the metrics of the epoch, which stay otherwise.
         """
-        taken = {name: pair for name, pair in self._pairs.items() if only is None or name in only}
+
+        def is_asked(name: str) -> bool:
+            return name.startswith(OF_EPOCH) == epoch and (only is None or name in only)
+
+        taken = {name: pair for name, pair in self._pairs.items() if is_asked(name)}
         self._pairs = {name: pair for name, pair in self._pairs.items() if name not in taken}
-        extremes = {name: pair for name, pair in self._extremes.items() if only is None or name in only}
+        extremes = {name: pair for name, pair in self._extremes.items() if is_asked(name)}
         self._extremes = {name: pair for name, pair in self._extremes.items() if name not in extremes}
         everyone = Metrics()
         for part in gather(_plain(taken | extremes)):
             everyone.update(part)
-        found = {name: (value, 1) for name, (value, _) in everyone._extremes.items() if not math.isnan(value)}
-        return everyone._pairs | found
+        extremes = everyone._extremes
+        found = {name: (value, 1) for name, (value, which) in extremes.items() if which == "sum" or value == value}
+        return {name.removeprefix(OF_EPOCH): pair for name, pair in (everyone._pairs | found).items()}
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same type, so that a resumed sum continues bit for bit.
@@ -174,7 +206,9 @@ class Clock:
         self._device = device if device is not None and device.type == "cuda" else None
         self._peak_flops = peak_flops
         self._laps: list[tuple[str, Any, Any]] = []
-        self._mark: Any = None
+        self._mark: Any = None  # outside of steps
+        #: Whether a lap has ended since `begin`.
+        self.has_laps = False
         self._started = self._last = time.perf_counter()
 
     def __call__(self, phase: str) -> Clock:
@@ -197,17 +231,22 @@ class Clock:
 
     def begin(self) -> None:
         """The first lap begins."""
+        self.has_laps = False
         self._mark = time.perf_counter() if self._device is None else self._event()
 
-    def lap(self, phase: str) -> None:
-        """What has passed since `begin` or the last lap was `phase`."""
+    def lap(self, phase: str, last: bool = False) -> None:
+        """What has passed since `begin` or the last lap was `phase`; after the `last`, nothing is timed until
+        `begin`."""
+        if self._mark is None:
+            return
+        self.has_laps = True
         if self._device is None:
             now = time.perf_counter()
             self._phases[phase] = self._phases.get(phase, 0.0) + now - self._mark
         else:
             now = self._event()
             self._laps.append((phase, self._mark, now))
-        self._mark = now
+        self._mark = None if last else now
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

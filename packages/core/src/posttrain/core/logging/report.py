@@ -35,7 +35,19 @@ MOST_POINTS = 2000
 #: Characters of a sample that are shown.
 MOST_TEXT = 600
 #: The phases of training, in the order in which they follow each other; a trainer may have more.
-PHASES = ("data", "sync", "generate", "score", "wait", "forward_backward", "optimizer", "eval", "save")
+PHASES = (
+    "data",
+    "sync",
+    "generate",
+    "score",
+    "wait",
+    "forward",
+    "backward",
+    "forward_backward",
+    "optimizer",
+    "eval",
+    "save",
+)
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
 _PHASE_NAMES = {"forward_backward": "forward and backward"}
 # Those of single reward functions are parts of "score".

@@ -210,7 +210,7 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
             raise ValueError(f"report_to={name!r} is no tracker{near or '.'} Known: {', '.join(known)}, all, none.")
         try:
             callbacks.append(apart(name, known[name]()))
-        except (RuntimeError, ImportError) as error:
+        except (RuntimeError, ImportError, ValueError) as error:  # each of them raises another kind
             command = f"pip install {PACKAGES.get(name, name)}"
             run = "" if command in str(error) or name == "kubeflow" else f" Run: {command}"
             raise ImportError(f"report_to={name!r}: {error}{run}") from error

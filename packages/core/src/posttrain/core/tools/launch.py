@@ -223,7 +223,7 @@ def _held(file: parse.Setting, problems: list[str]) -> dict[str, parse.Setting]:
             f"{did_you_mean(file.value, PRESETS)}"
         )
         return {}
-    return parse.read_yaml(file.value, problems)
+    return parse.read_file(file.value, problems)
 
 
 def environment(args: LaunchArguments) -> dict[str, str]:

@@ -163,7 +163,7 @@ class _Script:
                         self.modules[alias.asname or alias.name.split(".")[0]] = (
                             alias.name if alias.asname else alias.name.split(".")[0]
                         )
-            elif node.module == "posttrain" and not node.level:
+            elif node.module == "posttrain" and not node.level and not any(homes(alias.name) for alias in node.names):
                 self.modules |= {alias.asname or alias.name: f"posttrain.{alias.name}" for alias in node.names}
             elif node.module and _roots(node):
                 self._rewrite_from(node)
@@ -205,7 +205,7 @@ class _Script:
         library = _roots(node)[0]
         if library == "posttrain":
             self.classes |= {a.asname or a.name: _Class(a.name) for a in node.names if homes(a.name)}
-        if library not in LIBRARIES:
+        if library not in LIBRARIES and node.module != "posttrain":  # a namespace, which holds no names itself
             return
         if node.names[0].name == "*":
             return self.note(node, f"what `from {node.module} import *` brings is not seen; import names one by one")

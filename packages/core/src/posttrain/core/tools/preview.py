@@ -69,7 +69,7 @@ def wants_color(stream: TextIO) -> bool:
 
 def _method(words: list[str]) -> tuple[Method, Callable[..., Any]]:
     having = {name: (found, found.preview) for name, found in registry.methods().items() if found.preview is not None}
-    if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
+    if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml", ".toml")):
         found = registry.method(words[0])
         if found.preview is None:
             raise ConfigError(

@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.core.cli.help import default_of
-from posttrain.core.cli.registry import methods
+from posttrain.core.cli.registry import Method, methods
 from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.old_names import Renamed, old_names
 
 HELP = """posttrain schema METHOD
 
-Print the JSON schema of the arguments of a method, such as sft or grpo.
+Print the JSON schema of a file of arguments of a method, such as sft or grpo: of its config, the model and the data.
 """
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", tuple: "array", dict: "object"}
 BOUNDS = {"min": "minimum", "max": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 
 
-def run(words: list[str]) -> None:
+def run(words: list[str], classes: Callable[[Method], tuple[type, ...]]) -> None:
     """The command.
+
+    Args:
+        classes: the configs that the words of a method are read into.
 
     Raises:
         ConfigError: there is no such method.
@@ -33,17 +38,24 @@ def run(words: list[str]) -> None:
     if len(words) != 1 or words[0] not in known:
         near = did_you_mean(words[0], known) if len(words) == 1 else ""
         raise ConfigError("schema", [f"name one of the methods {', '.join(known)}{near}"])
-    print(json.dumps(schema_of(known[words[0]].config_class), indent=2))
+    print(json.dumps(schema_of(*classes(known[words[0]])), indent=2))
 
 
-def schema_of(config_class: type) -> dict[str, Any]:
-    """The JSON schema (2020-12) of a file of arguments for `config_class`. Other keys are those of model and data."""
-    fields = {f.name: _field(config_class, f) for f in dataclasses.fields(config_class) if f.init}
+def schema_of(*classes: type) -> dict[str, Any]:
+    """The JSON schema (2020-12) of a file of arguments for `classes`, with the old names of fields as deprecated."""
+    fields: dict[str, Any] = {}
+    for config_class in reversed(classes):  # of a name that several have, the first describes it
+        own = {field.name: _field(config_class, field) for field in dataclasses.fields(config_class) if field.init}
+        for name, old in old_names(config_class).items():
+            now = f"Now {old.new}." if isinstance(old, Renamed) else f"Has no effect: {old.why}."
+            own.setdefault(name, {"description": now, "deprecated": True})
+        fields |= own
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": config_class.__name__,
+        "title": classes[0].__name__,
         "type": "object",
         "properties": fields,
+        "additionalProperties": False,
     }
 
 

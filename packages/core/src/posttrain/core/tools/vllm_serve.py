@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.core.cli.parse import read_yaml
+from posttrain.core.cli.parse import read_file
 from posttrain.core.errors import ConfigError, missing
 
 HELP = """posttrain vllm-serve MODEL [OPTION ...]
@@ -77,7 +77,7 @@ def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:
 def _of_file(path: str | None) -> dict[str, Any]:
     """{name in vLLM: value} of the options in a YAML file; those without a value keep vLLM's own."""
     problems = [] if path else ["--config has no value; write --config FILE"]
-    settings = read_yaml(path, problems) if path else {}
+    settings = read_file(path, problems) if path else {}
     if problems:
         raise ConfigError("vllm-serve", problems)
     names = {name: name.replace("_", "-") for name in settings}

@@ -1,4 +1,5 @@
-"""Graceful preemption: catches signals and the time limit and stops where the run can resume.
+"""Graceful preemption: catches signals and the time limit and stops where the run can resume. And a file by which a
+person asks for a checkpoint.
 
 A run checks at the end of each optimizer step and between the batches of an evaluation. Several processes must stop at
 the same step: about four times a second they start an asynchronous reduction and act on the result of the previous one.
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
 #: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
 TIME_IS_UP = 1
+#: A file of this name in the output folder asks for a checkpoint. It is removed when it is seen.
+SAVE_NOW = "save_now"
+#: Seconds between two looks for it, and between two reductions, about.
+INTERVAL = 0.25
 
 
 @dataclass
@@ -144,6 +150,10 @@ class Watch:
         limit: seconds after `begin`; None: no limit.
         world_size: processes, which get the same result from `due`.
         device: that of this process.
+        file: asks for a checkpoint once it is there; None: another process looks for it.
+
+    Attributes:
+        asks_for_save: whether a checkpoint is asked for, on all processes alike; to be cleared by who saves it.
     """
 
     def __init__(
@@ -152,7 +162,9 @@ class Watch:
         limit: float | None = None,
         world_size: int = 1,
         device: torch.device | str = "cpu",
+        file: Path | None = None,
     ) -> None:
+        self.asks_for_save, self._file, self._looked = False, file, -INTERVAL
         self.on_signals, self.limit, self.world_size = on_signals, limit, world_size
         self._device = torch.device(device)
         self._number = 0
@@ -202,9 +214,20 @@ class Watch:
             return TIME_IS_UP
         return self._number
 
+    def _finds_file(self) -> bool:
+        if self._file is None or time.monotonic() - self._looked < INTERVAL:
+            return False
+        self._looked = time.monotonic()
+        try:
+            self._file.unlink()
+        except OSError:  # it is not there
+            return False
+        return True
+
     def due(self) -> int:
         """The reason to stop now; 0: none. All processes get the same result, that of the previous reduction."""
         if self.world_size == 1:
+            self.asks_for_save |= self._finds_file()
             return self.own
         self._calls += 1
         if self._calls < self._every:
@@ -212,7 +235,8 @@ class Watch:
         reason, now = self._count(), time.monotonic()
         # In whole milliseconds since the last reduction, so that all agree on an interval of about a quarter of a
         # second.
-        self._maximum = Maximum([self.own, int(1000 * (now - self._asked))], self._device)
+        asked = [self.own, int(1000 * (now - self._asked)), int(self._finds_file())]
+        self._maximum = Maximum(asked, self._device)
         self._calls, self._asked = 0, now
         return reason
 
@@ -225,6 +249,7 @@ class Watch:
         if self._maximum is None:
             return 0
         held, self._maximum = self._maximum, None
-        reason, milliseconds = held.read()
+        reason, milliseconds, asks_for_save = held.read()
+        self.asks_for_save |= bool(asks_for_save)
         self._every = min(max(self._every * 250 // max(milliseconds, 1), 1), 64)
         return reason

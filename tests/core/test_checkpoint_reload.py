@@ -1,0 +1,110 @@
+"""A saved model is read back, as another program would, and compared with the one that was trained."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.checkpoint import reload, weights
+from posttrain.core.errors import CheckpointError
+from tests import tiny
+from tests.contract.trainers import pad
+
+LOGGER = "posttrain.core.checkpoint.reload"
+
+
+def trainer(folder, model=None, **changes):
+    options = dict(max_steps=2, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1)
+    args = TrainingArguments(str(folder), per_device_train_batch_size=2, **(options | changes))
+    return Trainer(model or tiny.causal_lm(), args, pad, tiny.token_rows(8))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """(folder, whether logits are compared) of each model that is read back."""
+    found, check = [], reload.check
+
+    def record(model, folder, state_dict=None, logits=True):
+        found.append((str(folder).rpartition("/")[2].removeprefix(".tmp-"), logits))
+        check(model, folder, state_dict, logits)
+
+    monkeypatch.setattr(reload, "check", record)
+    return found
+
+
+def damaged(monkeypatch):
+    """Every file of weights is written with a changed number."""
+    write = weights.codec.write_tensors
+
+    def change(tensors, *rest, **options):
+        write({name: value + 1 for name, value in tensors.items()}, *rest, **options)
+
+    monkeypatch.setattr(weights.codec, "write_tensors", change)
+
+
+def test_the_first_checkpoint_and_the_final_model_are_read_back(tmp_path, read, caplog):
+    one = trainer(tmp_path)
+    with caplog.at_level(logging.INFO, LOGGER):
+        one.train()
+        one.save_model()
+    assert [(name.startswith("checkpoint-1"), logits) for name, logits in read] == [(True, False), (False, True)]
+    assert not [record for record in caplog.records if record.name == LOGGER and record.levelno >= logging.WARNING]
+    assert "and logits that differ by 0 of their size at most" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes, count", [({"check_saved_model": False}, 0), ({"check_saved_model": True}, 1), ({"save_async": True}, 1)],
+    ids=str,
+)  # fmt: skip
+def test_which_models_are_read_back(tmp_path, read, changes, count):
+    one = trainer(tmp_path, **changes)
+    one.train()
+    one.save_model()
+    assert len(read) == count
+
+
+def test_where_memory_is_short_nothing_is_read_back(tmp_path, read, monkeypatch):
+    monkeypatch.setattr(reload.memory, "free_memory", lambda: 1000)
+    trainer(tmp_path).train()
+    assert not read
+
+
+@pytest.mark.parametrize("kind", ["transformers", "module"])
+def test_a_difference_is_a_warning_or_as_asked_an_error(tmp_path, monkeypatch, caplog, kind):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm = tiny.causal_lm()
+
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            return self.lm(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    damaged(monkeypatch)
+    one = trainer(tmp_path, Plain() if kind == "module" else None)
+    one.save_model()
+    said = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert len(said) == 1 and "is not the one that was trained: different: " in said[0]
+    assert "check_saved_model=True makes this an error" in said[0]
+    one.args.check_saved_model = True
+    with pytest.raises(CheckpointError, match="is not the one that was trained: different: "):
+        one.save_model()
+
+
+def test_a_config_that_describes_another_model_shows_in_the_logits(tmp_path, caplog):
+    one = trainer(tmp_path, check_saved_model=True)
+    one.model.config.rms_norm_eps = 1.0  # the modules were made with another
+    with pytest.raises(CheckpointError, match="its config does not describe what was trained"):
+        one.save_model()
+
+
+def test_reading_back_changes_no_number_of_the_run(tmp_path):
+    model = tiny.causal_lm(attention_dropout=0.5)
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = torch.get_rng_state()
+    model.save_pretrained(tmp_path)
+    reload.check(model, tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
