@@ -113,31 +113,24 @@ class CheckpointManager:
         later = [path for one in there for path in there[one] if number_of(path) > manifest["step"]]
         if run is None or any(path in later for path in there.get(run, ())):
             run = secrets.token_hex(8)  # the run of the checkpoint has gone on without this one
+        told, named = "", ", ".join(path.name for path in later)
+        found = sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
         if start is None and self.store.checkpoints():
-            return start, run, (
+            told = (
                 "holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
                 "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True."
-            )  # fmt: skip
-        if start is not None and later:
-            return (
-                start,
-                run,
-                (
-                    f"holds {', '.join(path.name for path in later)} of another run, and this run goes on from {start}. "
-                    "resume_from_checkpoint=True follows the run that saved last; another output_dir keeps them apart."
-                ),
             )
-        found = sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
-        if start is None and found and RECORD not in found:
-            return (
-                start,
-                run,
-                (
-                    f"is not empty and holds no earlier run ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}): "
-                    "files of the same names are replaced. Set another output_dir, or overwrite_output_dir=True."
-                ),
+        elif start is not None and later:
+            told = (
+                f"holds {named} of another run, and this run goes on from {start}. resume_from_checkpoint=True follows "
+                "the run that saved last; set another output_dir to keep them apart."
             )
-        return start, run, ""
+        elif start is None and found and RECORD not in found:
+            told = (
+                f"is not empty and holds no earlier run ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}). "
+                "Files of the same names are replaced. Set another output_dir, or overwrite_output_dir=True."
+            )
+        return start, run, told
 
     def check_space(self, contents: Contents, saves: int) -> None:
         """Warn before training that the disk is too small for the `saves` checkpoints of this run."""

@@ -91,7 +91,9 @@ def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> 
     Where its steps held another number of rows, the share of the epoch that they had read tells.
     """
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
-    theirs = rows_per_batch(checkpoint, state.train_batch_size)
+    # That of `state` is the size of this run by now.
+    size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
+    theirs = rows_per_batch(checkpoint, size)
     if state.epoch and theirs and loader.total_rows:
         number = -(-loader.total_rows // theirs)
         if loader.drop_last:
