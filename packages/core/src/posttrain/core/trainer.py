@@ -796,16 +796,15 @@ class Trainer(HFCompat):
     def state_dict(self) -> dict[str, Any]:
         """What this process must remember to resume exactly, beside weights, optimizer and random numbers. Extend it in
         a subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
-        run, control = self.run, self.control
         return {
-            "progress": dataclasses.asdict(run.progress) | {"grad_norm": float(run.progress.grad_norm)},
-            "plan": [run.plan.accumulation, run.plan.batches_per_epoch, run.plan.resized_at],
-            "loader": run.loader.state_dict(),
+            "progress": dataclasses.asdict(self.run.progress) | {"grad_norm": float(self.run.progress.grad_norm)},
+            "plan": [self.run.plan.accumulation, self.run.plan.batches_per_epoch, self.run.plan.resized_at],
+            "loader": self.run.loader.state_dict(),
             "metrics": self.metrics.state_dict(),
-            "health": run.guard.state_dict(),
-            "cuts": run.splitter.cuts,
-            "epoch_stops": control.should_epoch_stop and not run.progress.epoch_ended,
-            "left": preemption.unanswered(control),
+            "health": self.run.guard.state_dict(),
+            "cuts": self.run.splitter.cuts,
+            "epoch_stops": self.control.should_epoch_stop and not self.run.progress.epoch_ended,
+            "left": preemption.unanswered(self.control),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
