@@ -109,12 +109,11 @@ class CheckpointManager:
         """(the checkpoint to start from, the id of the run, what there is to say about the output directory)."""
         start = elastic.starting_point(self.store, wanted)
         manifest = {"step": -1} if start is None or is_foreign(start) else read_manifest(start)
-        run, there, folder = run_of(manifest), self.store.by_run(), self.store.output_dir
+        run, there, found = run_of(manifest), self.store.by_run(), self.store.found
         later = [path for one in there for path in there[one] if number_of(path) > manifest["step"]]
         if run is None or any(path in later for path in there.get(run, ())):
             run = secrets.token_hex(8)  # the run of the checkpoint has gone on without this one
         told, named = "", ", ".join(path.name for path in later)
-        found = sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
         if start is None and self.store.checkpoints():
             told = (
                 "holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "

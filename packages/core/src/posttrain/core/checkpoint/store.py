@@ -51,10 +51,15 @@ class Store:
 
     Args:
         remote: where checkpoints are copied to, and downloaded from if missing locally.
+
+    Attributes:
+        found: names in `output_dir` when this was made, hidden ones left out.
     """
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote
+        entries = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
+        self.found = sorted(path.name for path in entries if path.name[0] != ".")
         self._removals: list[threading.Thread] = []
 
     # ---- writing ----
@@ -300,9 +305,7 @@ class Store:
         passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
         *earlier, _ = [*self.by_run().values()] or [[]]
         if earlier:
-            passed_over += (
-                f" of the run that saved last. To go on with an earlier run, set a path, as {earlier[-1][-1]}"
-            )
+            passed_over += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
         foreign = [path for path in self.checkpoints() if is_foreign(path)]
         theirs = (
             f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
