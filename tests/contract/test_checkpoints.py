@@ -295,3 +295,21 @@ def test_a_checkpoint_of_an_adapter_and_one_of_a_whole_model_are_told_apart(tmp_
         TRAINERS["sft"](tmp_path / "sft-lora", max_steps=2).train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match="It holds a whole model, of a run without peft_config"):
         TRAINERS["sft-lora"](tmp_path / "sft", max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_runs_in_one_folder_are_told_before_the_first_step_and_kept_apart(tmp_path, caplog):
+    def run(until, **changes):
+        caplog.clear()
+        made = TRAINERS["causal-lm"](tmp_path, max_steps=until, save_strategy="steps", save_steps=2, **changes)
+        step = made.train().global_step
+        return step, " ".join(one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
+
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not empty and holds no earlier run (notes.txt)" in run(4)[1]
+    step, said = run(2)
+    assert step == 2 and "holds checkpoints of an earlier run" in said
+    step, said = run(3, resume_from_checkpoint="true")  # of the second run, and not the 4 of the first
+    assert step == 3 and "holds checkpoint-4 of another run, and this run goes on from" in said
+    assert run(3, overwrite_output_dir=True)[1] == ""
+    shutil.rmtree(tmp_path)
+    assert "holds" not in run(4)[1] + run(6, resume_from_checkpoint="auto")[1]

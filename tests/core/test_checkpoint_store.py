@@ -658,3 +658,37 @@ def test_room_is_measured_before_it_is_needed(tmp_path):
         DiskFullError, match="about 2000000000.000 GB are needed for 3 checkpoints.*weights of one.*5000"
     ):
         check_space(tmp_path, 2 * 10**18, 3, 5 * 10**12 * 1000)
+
+
+# ---- several runs in one directory ----
+
+
+def of_run(store, run, *steps):
+    for step in steps:
+        temp = store.begin(step)
+        (temp / "state.json").write_text("{}")
+        store.commit(temp, {"run": run})
+
+
+def left(store):
+    return [int(path.name.removeprefix("checkpoint-")) for path in store.checkpoints()]
+
+
+def test_true_follows_the_run_that_saved_last_and_no_other(checkpoints, caplog):
+    of_run(checkpoints, "old", 10, 20)
+    of_run(checkpoints, "new", 2, 6)
+    assert checkpoints.resolve(True) == checkpoints.path(6) and not caplog.records
+    DAMAGES["cut"](checkpoints.path(6) / "state.json")
+    assert checkpoints.resolve(True) == checkpoints.path(2) and "Passing over" in caplog.text
+    DAMAGES["cut"](checkpoints.path(2) / "state.json")
+    with pytest.raises(CheckpointError, match=r"of the run that saved last\. .* set a path: .*checkpoint-20"):
+        checkpoints.resolve(True)
+
+
+def test_rotation_keeps_the_newest_of_each_run_and_counts_its_own(checkpoints):
+    of_run(checkpoints, "old", 10, 20)
+    of_run(checkpoints, "new", 2, 4, 6)
+    checkpoints.rotate(2)
+    assert left(checkpoints) == [4, 6, 20]
+    checkpoints.rotate(1)
+    assert left(checkpoints) == [6, 20]

@@ -117,6 +117,30 @@ def test_steps_of_another_size_continue_with_the_row_at_which_the_checkpoint_sta
     assert resumed.state.global_step == 6 + 4 + 8 and resumed.state.epoch == 3
 
 
+@pytest.fixture(scope="module")
+def folder_of_theirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    theirs(folder, **ADAMW | {"save_steps": 1, "num_train_epochs": 2}).train()  # 22 rows: 6, 6, 6, 4
+    return folder
+
+
+@pytest.mark.parametrize(("size", "accumulation", "step"), [(2, 2, 1), (4, 1, 3), (5, 3, 4), (6, 1, 7), (4, 2, 5)])
+def test_every_row_is_read_once_an_epoch_after_a_checkpoint_of_steps_of_another_size(
+    size, accumulation, step, tmp_path, folder_of_theirs
+):
+    read, folder = [], folder_of_theirs
+    resumed = ours(
+        tmp_path, **ADAMW | {"num_train_epochs": 2, "save_strategy": "no"}, per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    resumed.data_collator = lambda rows: read.extend(tuple(row["input_ids"]) for row in rows) or pad(rows)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    epoch, steps = divmod(step, 4)
+    rest = 22 - 6 * steps
+    assert len(read) == rest + (22 if epoch == 0 else 0) and len({*read[:rest]}) == rest
+    assert resumed.state.epoch == 2 and resumed.state.global_step == resumed.state.max_steps
+
+
 def test_a_learning_rate_that_was_changed_is_said_and_used(tmp_path, caplog):
     theirs(tmp_path, **ADAMW).train()
     resumed = ours(tmp_path / "ours", **ADAMW | {"learning_rate": 5e-3})

@@ -325,8 +325,18 @@ class Trainer(HFCompat):
 
     def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
         """`plan` for resuming from `checkpoint`, whose optimizer steps may have held another number of rows."""
-        rows, by_steps = (self._rows_per_step(), loader.rows_per_batch), self.args.max_steps > 0
-        return resume.resume_plan(plan, checkpoint, *rows, self.dist.rank, self.dist.world_size, by_steps)
+        place, by_steps = (self.dist.rank, self.dist.world_size), self.args.max_steps > 0
+        rows = self._rows_per_step()
+        return resume.resume_plan(plan, loader, checkpoint, rows, self.batches_left, *place, by_steps)
+
+    def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
+        """Micro-batches, as this run makes them, that are left of the epoch in which a checkpoint was saved.
+
+        Args:
+            saved: its `state_dict`, of a run that may have had another batch size or number of processes.
+        """
+        is_read = saved["loader"]["epoch"] > saved["progress"]["epoch"]
+        return 0 if is_read else loader.batches_left(saved["loader"])
 
     def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """`windows` of the rest of an epoch; override where they outlive the loader.
@@ -790,15 +800,15 @@ class Trainer(HFCompat):
     def state_dict(self) -> dict[str, Any]:
         """What this process must remember to resume exactly, beside weights, optimizer and random numbers. Extend it in
         a subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
-        run, control = self.run, self.control
         return {
-            "progress": dataclasses.asdict(run.progress) | {"grad_norm": float(run.progress.grad_norm)},
-            "loader": run.loader.state_dict(),
+            "progress": dataclasses.asdict(self.run.progress) | {"grad_norm": float(self.run.progress.grad_norm)},
+            "plan": [self.run.plan.accumulation, self.run.plan.batches_per_epoch, self.run.plan.resized_at],
+            "loader": self.run.loader.state_dict(),
             "metrics": self.metrics.state_dict(),
-            "health": run.guard.state_dict(),
-            "cuts": run.splitter.cuts,
-            "epoch_stops": control.should_epoch_stop and not run.progress.epoch_ended,
-            "left": preemption.unanswered(control),
+            "health": self.run.guard.state_dict(),
+            "cuts": self.run.splitter.cuts,
+            "epoch_stops": self.control.should_epoch_stop and not self.run.progress.epoch_ended,
+            "left": preemption.unanswered(self.control),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -1080,14 +1090,11 @@ class Trainer(HFCompat):
         position = self.checkpoints.read(checkpoint, self._contents(), args.seed, step, pipeline.set_seed)
         argument_changes.apply(changed, self.optimizer, options, self.lr_scheduler)
         self.load_state_dict(position["trainer"])
-        # A micro-batch may hold another number of rows now.
-        if not run.progress.epoch_ended and run.loader.epoch == run.progress.epoch:
-            run.progress.batches = self.batches_given()
+        if plan.resized_at is not None and plan.resized_at[:2] == (step, run.progress.epoch):
+            if not args.ignore_data_skip:  # a micro-batch holds another number of rows now
+                run.progress.batches = (plan.batches_per_epoch or 0) - plan.resized_at[2]
+        run.loader.number(run.progress.batches)
         run.rng = position["rng"]
-
-    def batches_given(self) -> int:
-        """Micro-batches of the epoch before the place where the loader stands."""
-        return self.run.loader.batches_given
 
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once. To be called when the first row after it is read."""

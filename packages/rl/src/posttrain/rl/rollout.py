@@ -549,8 +549,8 @@ class RolloutTrainer(Trainer):
         if self._ledger is not None:
             self._ledger.resumed(self.state.global_step, self.args.max_staleness)
         self._num_tokens = state["num_tokens"]
-        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
-        if "rollout" in state and self._resumed_alike:
+        self._num_rollouts = state["rollouts"]
+        if "rollout" in state and state["dealt"] == self._how_dealt():
             self._rollout, self._used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(
@@ -567,13 +567,11 @@ class RolloutTrainer(Trainer):
     def _how_dealt(self) -> list[int]:
         return [self.layout.per_process, self.dist.world_size, self.train_batch_size]
 
-    def batches_given(self) -> int:
-        if self._resumed_alike:
-            return self.run.progress.batches
-        return self.run.loader.batches_given * self.args.steps_per_generation * self.num_iterations
-
-    def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
-        return plan
+    def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
+        """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
+        each = self.args.steps_per_generation * self.num_iterations
+        goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
+        return super().batches_left(loader, saved) * each + (each - saved["used"] if goes_on else 0)
 
     # ------------------------------------------------------------------------------------------------ a rollout
 

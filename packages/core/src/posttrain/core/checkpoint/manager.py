@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, rng, sharded, weights
-from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
+from posttrain.core.checkpoint.store import Store, number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.models import ema, wrapping
 from posttrain.core.optim import builder
@@ -72,6 +74,7 @@ class CheckpointManager:
         dist: the processes, `posttrain.core.distributed.Distributed`.
 
     Attributes:
+        run: the id of the run, in the manifest of each of its checkpoints.
         saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
         boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
         state_at_save: the `TrainerState` that the last save wrote.
@@ -83,6 +86,7 @@ class CheckpointManager:
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
         self.saved_step: int | None = None
+        self.run = ""
         self.boundary: dict[str, Any] | None = None
         self.state_at_save = TrainerState()
         self._positions: dict[int, dict[str, Any]] = {}
@@ -96,14 +100,36 @@ class CheckpointManager:
         if wanted is None:
             wanted = asked_for(self.args.resume_from_checkpoint)
         self._on_savers(self.store.clean)
-        start = self.dist.on_main(lambda: elastic.starting_point(self.store, wanted), "the check of the checkpoint")
-        if start is None and self.store.checkpoints() and not self.args.overwrite_output_dir:
-            logger.warning(
-                "%s holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
-                "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True.",
-                self.args.output_dir,
-            )  # fmt: skip
+        start, self.run, told = self.dist.on_main(lambda: self._begin(wanted), "the check of the checkpoint")
+        if told and not self.args.overwrite_output_dir:
+            logger.warning("%s %s", self.args.output_dir, told)
         return start
+
+    def _begin(self, wanted: Any) -> tuple[Path | None, str, str]:
+        """(the checkpoint to start from, the id of the run, what there is to say about the output directory)."""
+        start = elastic.starting_point(self.store, wanted)
+        manifest = {"step": -1} if start is None or is_foreign(start) else read_manifest(start)
+        run, there, found = run_of(manifest), self.store.by_run(), self.store.found
+        later = [path for one in there for path in there[one] if number_of(path) > manifest["step"]]
+        if run is None or any(path in later for path in there.get(run, ())):
+            run = secrets.token_hex(8)  # the run of the checkpoint has gone on without this one
+        told, named = "", ", ".join(path.name for path in later)
+        if start is None and self.store.checkpoints():
+            told = (
+                "holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
+                "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True."
+            )
+        elif start is not None and later:
+            told = (
+                f"holds {named} of another run, and this run goes on from {start}. resume_from_checkpoint=True follows "
+                "the run that saved last; set another output_dir to keep them apart."
+            )
+        elif start is None and found and RECORD not in found:
+            told = (
+                f"is not empty and holds no earlier run ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}). "
+                "Files of the same names are replaced. Set another output_dir, or overwrite_output_dir=True."
+            )
+        return start, run, told
 
     def check_space(self, contents: Contents, saves: int) -> None:
         """Warn before training that the disk is too small for the `saves` checkpoints of this run."""
@@ -165,7 +191,8 @@ class CheckpointManager:
         self._positions = self._of_processes(contents) if keeps else {}
         self._parts = {name: part.state_dict() for name, part in contents.parts.items()} if keeps else {}
         try:
-            self.saver.save(state.global_step, write, later)
+            rows = contents.rows_per_step // self.args.gradient_accumulation_steps
+            self.saver.save(state.global_step, write, later, {"run": self.run, "rows_per_batch": rows})
         finally:  # written, or copied
             self._positions, self._parts = {}, {}
 

@@ -20,6 +20,8 @@ from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
+#: The record of a run, in the folder of its checkpoints.
+RECORD = "run.json"
 #: What transformers' trainer writes into each checkpoint, all of it pickles.
 _THEIRS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"}
 _COMPARED = {2: ["sha256"], VERSION: [*KINDS]}  # of each version that is read: its kinds of checksum
@@ -97,6 +99,11 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def run_of(manifest: dict[str, Any]) -> str | None:
+    """The id of the run that saved the checkpoint; None for one of an earlier version."""
+    return (manifest.get("extra") or {}).get("run")
+
+
 def is_foreign(directory: str | Path) -> bool:
     """Whether transformers' trainer, or one made of it, wrote the checkpoint: its own files are there, and none of
     ours.
@@ -105,6 +112,17 @@ def is_foreign(directory: str | Path) -> bool:
     ours = MANIFEST in files or any(name.startswith("rank-") and name.endswith(".json") for name in files)
     theirs = files & _THEIRS or any(name.startswith("rng_state") and name.endswith(".pth") for name in files)
     return "trainer_state.json" in files and bool(theirs) and not ours
+
+
+def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None:
+    """Rows of a micro-batch over all processes of the run that saved `checkpoint`; None where it does not tell.
+
+    Args:
+        train_batch_size: in its trainer state; another trainer's processes left a file of random numbers each.
+    """
+    if is_foreign(checkpoint):
+        return train_batch_size and train_batch_size * max(len([*checkpoint.glob("rng_state*.pth")]), 1)
+    return read_manifest(checkpoint)["extra"].get("rows_per_batch")
 
 
 def damages(checkpoint: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:

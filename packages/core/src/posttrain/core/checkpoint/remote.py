@@ -6,6 +6,7 @@ checkpoint without a manifest is invalid. Downloads are verified with the SHA-25
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterable
@@ -48,6 +49,13 @@ class Remote:
     def whole(self) -> list[str]:
         """Names of the checkpoints that were uploaded to their end, by ascending step."""
         return [name for name in self._names() if self.fs.exists(self._path(name, MANIFEST))]
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """That of the checkpoint `name`, as it says; {} where it cannot be read."""
+        try:
+            return dict(json.loads(self.fs.cat_file(self._path(name, MANIFEST))))
+        except (OSError, ValueError, TypeError):
+            return {}
 
     def push(self, checkpoint: Path) -> None:
         """Upload a committed checkpoint, unless it is there already."""

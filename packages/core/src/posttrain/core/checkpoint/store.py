@@ -22,7 +22,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.digests import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
-from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, write_manifest
+from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.redaction import redact
@@ -51,10 +51,15 @@ class Store:
 
     Args:
         remote: where checkpoints are copied to, and downloaded from if missing locally.
+
+    Attributes:
+        found: names in `output_dir` when this was made, hidden ones left out.
     """
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote
+        entries = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
+        self.found = sorted(path.name for path in entries if path.name[0] != ".")
         self._removals: list[threading.Thread] = []
 
     # ---- writing ----
@@ -152,17 +157,22 @@ class Store:
             found = [path for path in self.output_dir.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(found, key=_step)
+        return sorted(found, key=number_of)
 
     def newest_whole(self) -> Path | None:
-        """The whole checkpoint of the highest step, with a warning on each damaged one that is passed over."""
+        """The whole checkpoint of the highest step of the run that saved last, with a warning on each damaged one that
+        is passed over."""
         self.clean()
         checkpoints = self.checkpoints()
         remote = self.remote
         there = [] if remote is None else remote.whole()
-        names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: _step(Path(name)))
+        names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: number_of(Path(name)))
+        manifests = {name: self._manifest(name, there) for name in names}
+        run = _last_run(manifests.values())
         for name in reversed(names):
-            path = self.output_dir / name
+            path, manifest = self.output_dir / name, manifests[name]
+            if manifest and run_of(manifest) != run:
+                continue
             problems = self.verify(path) if path.is_dir() else ["It is not here."]
             if problems and remote is not None and name in there:
                 problems = self._fetch(remote, name)
@@ -171,6 +181,20 @@ class Store:
                 return path
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
+
+    def by_run(self) -> dict[str | None, list[Path]]:
+        """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out."""
+        read = {path: found for path in self.checkpoints() if (found := self._manifest(path.name))}
+        order = sorted(read.values(), key=lambda manifest: manifest["written"])
+        runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
+        return {run: [path for path in read if run_of(read[path]) == run] for run in reversed(runs)}
+
+    def _manifest(self, name: str, there: Iterable[str] = ()) -> dict[str, Any]:
+        """That of a checkpoint here, or of one in the remote place, which has those in `there`; {} if it is damaged."""
+        try:
+            return read_manifest(self.output_dir / name)
+        except CheckpointError:
+            return self.remote.manifest(name) if self.remote is not None and name in there else {}
 
     def push(self) -> None:
         """Copy missing checkpoints to the remote. A failure is logged and retried at the next call."""
@@ -200,13 +224,13 @@ class Store:
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
         """Download the checkpoint `name`; returns its problems."""
-        temp = self.begin(_step(Path(name)))
+        temp = self.begin(number_of(Path(name)))
         try:
             with self.writing(temp):
                 remote.fetch(name, temp)
             if not (problems := self.verify(temp, kind="sha256")):
                 sync_directory(temp)
-                self._rename_into_place(temp, self.output_dir / name, _step(Path(name)))
+                self._rename_into_place(temp, self.output_dir / name, number_of(Path(name)))
             return problems
         except CheckpointError as error:
             return [str(error)]
@@ -279,6 +303,9 @@ class Store:
 
     def _none_whole(self) -> MissingCheckpointError:
         passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+        *earlier, _ = [*self.by_run().values()] or [[]]
+        if earlier:
+            passed_over += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
         foreign = [path for path in self.checkpoints() if is_foreign(path)]
         theirs = (
             f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
@@ -312,7 +339,7 @@ class Store:
 
     def _warn_of_another_run(self, newest: Path, checkpoints: list[Path]) -> None:
         latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
-        if _step(latest) < _step(newest):
+        if number_of(latest) < number_of(newest):
             logger.warning(
                 "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a new run in the "
                 "same directory. To resume from that one, pass its path.",
@@ -322,10 +349,10 @@ class Store:
     # ---- removing ----
 
     def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
-        """Delete checkpoints of the lowest steps until `limit` are left.
+        """Delete checkpoints of the lowest steps until `limit` are left, those of earlier runs first.
 
-        Never deleted are the whole checkpoint of the highest step, the one written last, and those in `keep`, even if
-        more than `limit` are left then.
+        Never deleted are the whole checkpoint of the highest step of each run, the one written last, and those in
+        `keep`, even if more than `limit` are left then.
 
         Args:
             limit: None or 0 deletes nothing.
@@ -335,23 +362,24 @@ class Store:
         """
         if not limit or limit < 0:
             return []
-        keep = list(keep)
+        checkpoints = self.checkpoints()
+        whole = [path for path in checkpoints if not self.verify(path, deep=False)]
+        by_run = [paths for one in self.by_run().values() if (paths := [path for path in one if path in whole])]
+        protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
+        protected |= {path.resolve() for path in sorted(whole, key=_written)[-1:]}
+        mine = by_run[-1] if by_run else []
+        checkpoints.sort(key=lambda path: path in mine)  # by steps, with those of earlier runs first
         if self.remote is not None:
             try:
-                self.remote.rotate(limit, [Path(path).name for path in keep])
+                self.remote.rotate(limit, [path.name for path in protected])
             except Exception as error:
                 logger.warning(
                     "Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, redact(str(error))
                 )
-        checkpoints = self.checkpoints()
-        whole = [path for path in checkpoints if not self.verify(path, deep=False)]
-        protected = {Path(path).resolve() for path in keep}
-        if whole:
-            protected |= {whole[-1].resolve(), max(whole, key=_written).resolve()}
         removable = [path for path in checkpoints if path.resolve() not in protected]
         removed = []
-        for path in removable[: max(0, len(checkpoints) - limit)]:
-            trash = self._hidden("trash", _step(path))
+        for path in removable[: max(0, len(checkpoints) - limit - len(by_run[:-1]))]:
+            trash = self._hidden("trash", number_of(path))
             try:
                 remove(trash)
                 path.rename(trash)  # a partly deleted checkpoint no longer has the name
@@ -404,7 +432,12 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
     return str(checkpoints[-1]) if checkpoints else None
 
 
-def _step(path: Path) -> int:
+def _last_run(manifests: Iterable[dict[str, Any]]) -> str | None:
+    return run_of(max(manifests, key=lambda manifest: manifest.get("written", 0), default={}))
+
+
+def number_of(path: Path) -> int:
+    """The optimizer steps of a checkpoint, by its name."""
     return int(path.name.removeprefix("checkpoint-"))
 
 

@@ -44,6 +44,14 @@ class EpochSampler(Sampler[int]):
         """The indices of this epoch, shape (num_rows,), long."""
         return torch.randperm(self.num_rows, generator=self.generator())
 
+    def cut(self, epoch: int) -> Any:
+        """What the order of `epoch` depends on that a resumed run may set otherwise; None: nothing."""
+        return None
+
+    def resume(self, epoch: int, cut: Any, given: int) -> int:
+        """Go on with `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
+        return given
+
     def __len__(self) -> int:
         return self.num_rows
 
@@ -80,10 +88,18 @@ class LengthGroupedSampler(EpochSampler):
         self.lengths = torch.as_tensor(lengths)
         # At least four stretches, or a small dataset would come in the order of its lengths.
         self.stretch = batch_size * max(min(len(lengths) // (4 * batch_size), MEGABATCHES), 1)
+        self._begun: dict[int, int] = {}  # the stretch of an epoch that was begun with another batch size
+
+    def cut(self, epoch: int) -> Any:
+        return self._begun.get(epoch, self.stretch)
+
+    def resume(self, epoch: int, cut: Any, given: int) -> int:
+        self._begun = {epoch: cut}
+        return given
 
     def order(self) -> torch.Tensor:
         shuffled = torch.randperm(self.num_rows, generator=self.generator())
-        stretches = shuffled.split(self.stretch)
+        stretches = shuffled.split(self.cut(self.epoch))
         ordered = torch.cat([part[self.lengths[part].argsort(descending=True, stable=True)] for part in stretches])
         if self.num_rows:
             longest = int(self.lengths[ordered].argmax())
@@ -116,17 +132,38 @@ class TokenBatchSampler(EpochSampler):
                 f"max_batch_tokens={max_tokens} is less than row {int(self.lengths.argmax())} has, {longest} tokens. "
                 f"Set max_batch_tokens to {longest} or more, or a smaller max_length."
             )
-        self.sizes = _cut(self.lengths.sort(descending=True).values.tolist(), max_tokens, world_size)
-        super().__init__(len(self.sizes), seed)
+        self._now: list[int] = [max_tokens, world_size, 0]
+        self._begun: dict[int, list[list[int]]] = {}  # the cuts of an epoch that was begun with another
+        super().__init__(len(_cut(self.lengths.sort(descending=True).values.tolist(), max_tokens, world_size)), seed)
+
+    def cut(self, epoch: int) -> Any:
+        """``[max_tokens, world_size, batches before]`` of each way in which the rest of the epoch was cut."""
+        return self._begun.get(epoch, [self._now])
+
+    def resume(self, epoch: int, cut: Any, given: int) -> int:
+        cuts = cut if cut[-1][:2] == self._now[:2] else [*cut, [*self._now[:2], given]]
+        self._begun = {epoch: cuts} if len(cuts) > 1 else {}
+        if self._begun:
+            self.epoch = epoch
+            self._num_begun = len(self.order())
+        return given
 
     def order(self) -> list[list[int]]:  # type: ignore[override]  # of batches, where the base class has rows
         """The batches of this epoch, `world_size` of a round after each other."""
-        generator, size = self.generator(), self.world_size
-        shuffled = torch.randperm(len(self.lengths), generator=generator)
-        rows = shuffled[self.lengths[shuffled].argsort(descending=True, stable=True)]
-        batches = [batch.tolist() for batch in rows.split(self.sizes)]
-        later = torch.randperm(max(-(-len(batches) // size) - 1, 0), generator=generator)
-        return [batch for turn in [0, *(later + 1).tolist()] for batch in batches[turn * size : (turn + 1) * size]]
+        generator, batches = self.generator(), []
+        rows = torch.randperm(len(self.lengths), generator=generator)
+        for max_tokens, size, before in self.cut(self.epoch):
+            if before:  # those that were read stay as they are
+                rows = torch.tensor([row for batch in batches[before:] for row in batch], dtype=torch.long)
+            rows = rows[self.lengths[rows].argsort(descending=True, stable=True)]
+            made = rows.split(_cut(self.lengths[rows].tolist(), max_tokens, size)) if len(rows) else ()
+            later = torch.randperm(max(-(-len(made) // size) - 1, 0), generator=generator)
+            rounds = [0, *(later + 1).tolist()]
+            batches[before:] = [one.tolist() for turn in rounds for one in made[turn * size : (turn + 1) * size]]
+        return batches
+
+    def __len__(self) -> int:
+        return self._num_begun if self.epoch in self._begun else self.num_rows
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.order())

@@ -7,6 +7,7 @@ which the trainer saves.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from posttrain.core.data import workers
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.samplers import (
+    EpochSampler,
     SeededRandomSampler,
     TokenBatchSampler,
     deal,
@@ -144,6 +146,7 @@ class Loader(DataLoader):
         for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
             self.__dict__[name] = getattr(self._engine, name)
         self._now = self._next = self._beginning()
+        self._shift = 0, 0  # rows by which batches of an epoch begin later than their number says
 
     @property
     def total_batch_size(self) -> int | None:
@@ -160,8 +163,7 @@ class Loader(DataLoader):
         """Rows of an epoch on all processes; None for a stream, and where batches come ready-made."""
         if self._stream is not None or self._draws.batch_size is None or self._draws.world_size != self._world_size:
             return None
-        rows = self._draws.dataset if self._draws.sampler is None else self._draws.sampler
-        return len(rows) if hasattr(rows, "__len__") else None
+        return len(self._draws.rows) if hasattr(self._draws.rows, "__len__") else None
 
     @property
     def rows_per_turn(self) -> float | None:
@@ -170,10 +172,21 @@ class Loader(DataLoader):
             return len(self.batch_sampler.lengths) / max(len(self), 1)
         return None
 
-    @property
-    def batches_given(self) -> int:
-        """Batches of the epoch before the current position."""
-        return -(-sum(self._next.given) // self._unit)
+    def batches_left(self, state: dict[str, Any]) -> int:
+        """Batches of the epoch after a position of `state_dict`, which another batch size or number of processes may
+        have led to. The data must have a length."""
+        given = sum(state["given"]) + state["to_drop"] * self._unit
+        if self._stream is not None:
+            return self._stream.num_batches(len(self._stream.dataset) - given)
+        sampler, rows = copy.copy(self._draws.sampler), self._draws.rows
+        if isinstance(sampler, EpochSampler):
+            given = sampler.resume(state["epoch"], state.get("cut", sampler.cut(state["epoch"])), given)
+            rows = sampler
+        return self._draws.num_batches(len(rows) - given)
+
+    def number(self, batches: int) -> None:
+        """Let the next batch be number `batches` of its epoch, for `rows_of`."""
+        self._shift = self.epoch, sum(self._next.given) - batches * self._unit
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
@@ -181,14 +194,14 @@ class Loader(DataLoader):
             self.epoch = epoch
             self._now = self._next = self._beginning()
 
-    def skip(self, num_batches: int) -> None:
-        """Start the next iteration after this many batches of its epoch.
+    def skip(self, num_batches: int, rows: int | None = None) -> None:
+        """Start the next iteration after this many batches of its epoch, or after `rows` where rows go by index.
 
         No row is read unless the data is a stream.
         """
         start = self._beginning()
         if len(start.given) == 1:
-            start.given[0] = num_batches * self._unit
+            start.given[0] = num_batches * self._unit if rows is None else rows
         else:
             # only reading shows how many batches each worker yields: some may run out of rows
             start.to_drop = num_batches
@@ -210,7 +223,8 @@ class Loader(DataLoader):
             return None
         if isinstance(order, Iterator):
             return None
-        draw = next(self._draws.from_place(order, epoch, number * self._unit), None)
+        shift = self._shift[1] if self._shift[0] == epoch else 0
+        draw = next(self._draws.from_place(order, epoch, number * self._unit + shift), None)
         return None if draw is None else list(draw.indices)
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,6 +232,9 @@ class Loader(DataLoader):
         now = self._now
         state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
         if self._stream is None:
+            sampler = self._draws.sampler
+            if isinstance(sampler, EpochSampler) and (cut := sampler.cut(self.epoch)) is not None:
+                state["cut"] = cut
             if self._draws.generator is not None:
                 state["sampler"] = self._draws.generator.get_state() if now.sampler is None else now.sampler
         elif now.is_reading and self._stream.keeps_state:
@@ -230,6 +247,8 @@ class Loader(DataLoader):
         """Let the next iteration start where `state` was taken."""
         self.epoch, given = state["epoch"], list(state["given"])
         start = self._beginning()
+        if self._stream is None and isinstance(sampler := self._draws.sampler, EpochSampler):
+            given = [sampler.resume(self.epoch, state.get("cut", sampler.cut(self.epoch)), sum(given))]
         if len(given) == len(start.given):
             start = _Position(given, state["turn"], state["to_drop"], sampler=state.get("sampler"))
             if self._stream is not None and self._stream.keeps_state:
@@ -379,7 +398,16 @@ class _Draws(Sampler):
         self.generator = generator if isinstance(generator, torch.Generator) else None
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset if self.sampler is None else self.sampler), self.group)
+        return self.num_batches(len(self.rows))
+
+    @property
+    def rows(self) -> Any:
+        """What gives the rows of an epoch: the sampler, or the dataset in its order."""
+        return self.dataset if self.sampler is None else self.sampler
+
+    def num_batches(self, rows: int) -> int:
+        """Batches that `rows` rows make, the last ones of an epoch; 0 where there is none."""
+        whole, rest = divmod(max(rows, 0), self.group)
         return whole + (rest > 0 and not self._drops_rest)
 
     @property
@@ -564,7 +592,11 @@ class _Stream(IterableDataset):
         self._was_loaded = False
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.group)
+        return self.num_batches(len(self.dataset))
+
+    def num_batches(self, rows: int) -> int:
+        """As that of `_Draws`."""
+        whole, rest = divmod(max(rows, 0), self.group)
         return whole + (rest > 0 and not self.drop_last)
 
     def seek(self, epoch: int, given: list[int], turn: int, state: dict[str, Any] | None) -> None:

@@ -24,6 +24,7 @@ import xxhash
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.digests import cores
+from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.redaction import masked_words, without_secrets
@@ -31,7 +32,7 @@ from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
 
-RECORD, FORMAT, VERSION = "run.json", "posttrain-run", 1
+FORMAT, VERSION = "posttrain-run", 1
 PACKAGES = (
     "posttrain-core", "posttrain-sft", "posttrain-seq2seq", "posttrain-rl", "torch", "transformers", "accelerate",
     "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "vllm", "numpy",

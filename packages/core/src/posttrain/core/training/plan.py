@@ -33,12 +33,14 @@ class Plan:
         batches_per_epoch: micro-batches each process draws in an epoch; None where the data has no known length.
         max_steps: optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it.
         num_epochs: the maximum number of started epochs.
+        resized_at: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
     """
 
     accumulation: int
     batches_per_epoch: int | None
     max_steps: int
     num_epochs: int
+    resized_at: tuple[int, int, int] | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -136,19 +138,28 @@ def make_plan(
     )
 
 
-def resumed(plan: Plan, step: int, epoch: int, batches: int, keeps_max_steps: bool) -> Plan:
-    """`plan` for resuming after `step` optimizer steps of another size, `batches` micro-batches into epoch `epoch`.
+def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool) -> Plan:
+    """`plan` for resuming after `step` optimizer steps of another size, with `left` micro-batches of epoch `epoch` to
+    come.
 
     Args:
         keeps_max_steps: the run ends after ``plan.max_steps`` optimizer steps of any size; else with its last row.
     """
-    if plan.steps_per_epoch is None:
+    whole, total = plan.steps_per_epoch, plan.batches_per_epoch
+    if whole is None or total is None:
         return plan
-    done = epoch * plan.steps_per_epoch + math.ceil(batches / plan.accumulation)
+    changed = replace(plan, resized_at=(step, epoch, left))
+    here = math.ceil(left / plan.accumulation)
     if keeps_max_steps:
-        left = max(plan.max_steps - step, 0)
-        return replace(plan, num_epochs=math.ceil((done + left) / plan.steps_per_epoch))
-    return replace(plan, max_steps=step + max(plan.max_steps - done, 0))
+        later = math.ceil((plan.max_steps - step - here) / whole)
+        return replace(changed, num_epochs=epoch + 1 + max(later, 0))
+    last = plan.max_steps - (plan.num_epochs - 1) * whole  # steps of the last epoch, which a fraction of one may cut
+    to_come = plan.num_epochs - 1 - epoch
+    if to_come > 0:
+        return replace(changed, max_steps=step + here + (to_come - 1) * whole + last)
+    unread = max(total - last * plan.accumulation, 0)
+    steps = math.ceil((left - unread) / plan.accumulation) if to_come == 0 else 0
+    return replace(changed, max_steps=step + max(steps, 0))
 
 
 def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:

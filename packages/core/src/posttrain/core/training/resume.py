@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import SequentialSampler
 
 from posttrain.core.checkpoint import elastic, sharded
 from posttrain.core.checkpoint.foreign import Taken
-from posttrain.core.checkpoint.manifest import is_foreign
+from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
 from posttrain.core.optim import schedule
@@ -23,25 +24,39 @@ logger = logging.getLogger(__name__)
 
 
 def resume_plan(
-    plan: Plan, checkpoint: Path, rows_per_step: int, rows_per_batch: int, rank: int, world_size: int, by_steps: bool
+    plan: Plan,
+    loader: Any,
+    checkpoint: Path,
+    rows_per_step: int,
+    batches_left: Callable[[Any, dict[str, Any]], int],
+    rank: int,
+    world_size: int,
+    by_steps: bool,
 ) -> Plan:
     """`plan` for a run that resumes from `checkpoint`, whose optimizer steps may have held another number of rows.
 
     Args:
         rows_per_step: batch x accumulation x processes.
-        rows_per_batch: rows that the loader draws at once, on all processes.
+        batches_left: ``(loader, trainer state) -> micro-batches`` that are left of the epoch of a checkpoint.
         by_steps: the run ends after `max_steps`, and not with its epochs.
     """
     if not sharded.is_there(checkpoint, "rank-0"):
-        return _plan_without_position(plan, checkpoint, by_steps)
+        return _plan_without_position(plan, loader, checkpoint, by_steps)
     saved = elastic.load(checkpoint, rank, world_size)
-    if saved.get("rows_per_update", rows_per_step) == rows_per_step:
-        return plan
+    trainer, shape = saved["trainer"], [plan.accumulation, plan.batches_per_epoch]
+    as_before = saved.get("rows_per_update", rows_per_step) == rows_per_step
+    *then, at = trainer.get("plan") or [*shape, None]  # earlier versions did not save it
+    if plan.batches_per_epoch is None or (as_before and then == shape):
+        return plan if at is None else resumed(plan, *at, by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
-    progress, position = saved["trainer"]["progress"], saved["trainer"]["loader"]
-    ended = progress["epoch_ended"] or position["epoch"] > progress["epoch"]
-    batches = 0 if ended else sum(position["given"]) // rows_per_batch
-    changed = resumed(plan, step, progress["epoch"] + ended, batches, by_steps)
+    epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
+    if trainer["progress"]["epoch_ended"] or trainer.get("epoch_stops"):
+        epoch += 1
+    else:
+        left = batches_left(loader, trainer)
+    changed = resumed(plan, step, epoch, left, by_steps)
+    if as_before:
+        return changed
     logger.warning(
         "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
         "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d. global_batch_size=%d "
@@ -52,11 +67,16 @@ def resume_plan(
     return changed
 
 
-def _plan_without_position(plan: Plan, checkpoint: Path, by_steps: bool) -> Plan:
+def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: bool) -> Plan:
     state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
-    if plan.steps_per_epoch is None or (at := position(plan, state)) == plan.position(state.global_step):
+    if plan.steps_per_epoch is None or plan.batches_per_epoch != len(loader):
         return plan
-    changed = resumed(plan, state.global_step, *at, by_steps)
+    epoch, rows = position(plan, loader, state, checkpoint)
+    before, batches = plan.position(state.global_step)
+    if (epoch, rows) == (before, batches * loader.rows_per_batch):
+        return plan
+    left = loader.batches_left({"epoch": epoch, "given": [rows], "to_drop": 0})
+    changed = resumed(plan, state.global_step, epoch, left, by_steps)
     logger.warning(
         "%s stands at epoch %.4g after %d steps, so its steps held another number of rows: the data continues there, "
         "%d steps are left, and the schedule ends at step %d.",
@@ -65,16 +85,25 @@ def _plan_without_position(plan: Plan, checkpoint: Path, by_steps: bool) -> Plan
     return changed
 
 
-def position(plan: Plan, state: TrainerState) -> tuple[int, int]:
-    """(epoch, micro-batches of it already drawn) of a checkpoint that holds `state` and no position of the data.
+def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
+    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data.
 
     Where its steps held another number of rows, the share of the epoch that they had read tells.
     """
+    unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
+    # That of `state` is the size of this run by now.
+    size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
+    theirs = rows_per_batch(checkpoint, size)
+    if state.epoch and theirs and loader.total_rows:
+        number = -(-loader.total_rows // theirs)
+        if loader.drop_last:
+            number = max(loader.total_rows // theirs, 1)
+        epoch, batches = divmod(round(state.epoch * number), number)
+        return epoch, batches * theirs
     epoch, batches = plan.position(state.global_step)
-    length = plan.batches_per_epoch or 1
-    if not state.epoch or abs(plan.epoch_at(epoch, batches, state.global_step) - state.epoch) < 0.5 / length:
-        return epoch, batches
-    return int(state.epoch), int((state.epoch % 1) * length + 1e-6)
+    if state.epoch and abs(plan.epoch_at(epoch, batches, state.global_step) - state.epoch) >= 0.5 / length:
+        epoch, batches = int(state.epoch), int((state.epoch % 1) * length + 1e-6)
+    return epoch, batches * unit
 
 
 def without_position(
@@ -94,7 +123,8 @@ def without_position(
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedule.TokenLR) else step):
                 schedule.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
-    data = _seek(run, plan, state) if plan.steps_per_epoch is not None and skips_data else "starts from the beginning"
+    seeks = plan.steps_per_epoch is not None and skips_data
+    data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
     if is_foreign(checkpoint):
         if (checkpoint / "training_args.bin").is_file():
@@ -105,14 +135,15 @@ def without_position(
     logger.warning("%s %s The schedule continues at step %d, and the data %s.", checkpoint, known, step, data)
 
 
-def _seek(run: RunState, plan: Plan, state: TrainerState) -> str:
+def _seek(run: RunState, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
     """Let the data continue after `state`; what it does, in words."""
-    run.progress.epoch, batches = position(plan, state)
+    run.progress.epoch, rows = position(plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
-    if len(run.loader) != plan.batches_per_epoch:  # each batch of it is several of the plan
+    if len(run.loader) != (length := plan.batches_per_epoch or 0):  # each batch of it is several of the plan
         return f"begins with epoch {run.progress.epoch}"
-    run.progress.batches = batches
-    run.loader.skip(batches)
+    run.loader.skip(rows // run.loader.rows_per_batch, rows)
+    batches = run.progress.batches = length - run.loader.batches_left(run.loader.state_dict())
+    run.loader.number(batches)
     of_transformers = type(run.loader.sampler) in (EpochSampler, SequentialSampler)
     order = "in the order of transformers' Trainer" if of_transformers else "in an order of this run's own"
     return f"continues with batch {batches} of epoch {run.progress.epoch}, {order} for its seed"
