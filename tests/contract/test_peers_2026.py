@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from posttrain.core.logging.metrics import Metrics, means
 from posttrain.core.models.adapters import add_adapter
-from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
+from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer
 from posttrain.rl.generation import Sampling, transfer
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.server import Refused
@@ -32,8 +32,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 #: As Qwen3's: a thought stands before "</think>", with or without its beginning, and every answer shows one.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% set parts = "
-    "m.content.split('</think>') %}{% set thought = parts[0].split('<think>')[-1].strip() if parts | length > 1 else '' "
-    "%}<think>\n{{ thought }}\n</think>\n\n{{ parts[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "m.content.split('</think>') %}{% set thought = parts[0].split('<think>')[-1].strip() if parts | length > 1 else "
+    "'' %}<think>\n{{ thought }}\n</think>\n\n{{ parts[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 #: As DeepSeek's: the generation prompt opens a thought that an answer need not begin with.
@@ -226,7 +226,7 @@ def test_a_reward_that_never_applies_changes_no_advantage_and_no_metric(tmp_path
 
 def test_5902_a_completion_without_any_reward_is_in_no_baseline_and_teaches_nothing(tmp_path):
     def some(completion_ids):
-        return [None if len(ids) == 6 else value for ids, value in zip(completion_ids, points(completion_ids))]
+        return [None if point == 2 else point for point in points(completion_ids)]
 
     # Of 1, 0 and 5 the mean is 2: advantages -1, -2 and 3 of 2, 4 and 3 tokens; the fourth has none.
     record = grpo(tmp_path, some, loss_type="dr_grpo")
