@@ -49,6 +49,7 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
     parts.tell_adapted(adapted)
+    _tell_unmatched(adapted)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
         base_model(model).enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
     if is_quantized(model):
@@ -56,6 +57,32 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return adapted
+
+
+def _tell_unmatched(model: Any) -> None:
+    """Warn of what the adapter's config names and the model does not have, which peft passes over in silence."""
+    config, base = model.peft_config[model.active_adapter], base_model(model)
+    known = {
+        "target_modules": getattr(model.base_model, "targeted_module_names", None),
+        "target_parameters": getattr(model.base_model, "targeted_parameter_names", None),
+        # peft itself adds the names that heads of classifiers may have
+        "modules_to_save": ["classifier", "score", *(name for name, _ in base.named_modules())],
+    }
+    for field, names in known.items():
+        given = getattr(config, field, None)
+        if names is None or not isinstance(given, (list, set, tuple)):
+            continue
+        unmatched = sorted(one for one in given if not any(f".{name}".endswith(f".{one}") for name in names))
+        if not unmatched:
+            continue
+        experts = [n for n, p in base.named_parameters() if ".experts." in n and p.ndim == 3 and "lora_" not in n]
+        wanted = sorted({".".join(name.replace(".base_layer", "").split(".")[-3:]) for name in experts})
+        hint = f" Its experts are parameters, not modules: target_parameters={wanted} adapts them." if wanted else ""
+        warnings.warn(
+            f"peft_config.{field}: {', '.join(map(repr, unmatched))} match nothing of this {type(base).__name__}, and "
+            f"nothing is trained for them.{hint}",
+            stacklevel=3,
+        )
 
 
 def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> nn.Module:
