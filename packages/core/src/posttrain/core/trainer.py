@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
 import time
 import weakref
@@ -249,7 +248,7 @@ class Trainer(HFCompat):
     def _set_objective(self) -> None:
         """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
         self._objective = normalization.Objective(self.compute_loss, self._declared_mean())
-        self._step_takes_count = normalization.accepts(self.training_step, "num_items_in_batch")
+        self._step_takes = len(override_checks.taken(self.training_step, None, None, None))
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
         self._non_blocking = self.args.non_blocking
         self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
@@ -354,10 +353,11 @@ class Trainer(HFCompat):
         """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
         another. Override to make training data on the way, as online reinforcement learning does."""
         batches = iter(loader)
+        asked = override_checks.taken(self.get_batch_samples, batches, plan.accumulation, self.args.device)
         self.restore_rng()  # the first row that is read must find the random numbers of the checkpoint
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             with self.clock("data"):
-                window, num_items = self.get_batch_samples(batches, plan.accumulation, self.args.device)
+                window, num_items = self.get_batch_samples(*asked)
             if not window:
                 return
             yield window, num_items
@@ -371,6 +371,8 @@ class Trainer(HFCompat):
         if num_items is None:
             # Counted before the first forward: the divisor must be known when the first micro-batch runs backward.
             num_items = self.count_window(window)
+        else:
+            num_items = normalization.scalar(num_items, self.dist.device)
         if not model.training:
             self._set_train_mode(model)
         run, clock = self.run, self.clock
@@ -426,6 +428,8 @@ class Trainer(HFCompat):
             The detached share of the window's loss, shape (). The window's loss is the mean of the processes' sums.
         """
         inputs = self.prepare_inputs(inputs)
+        if num_items_in_batch is None:  # an override need not hand it on
+            num_items_in_batch = self.run.num_items
         # Counted before the loss is computed: old code pops the labels from its inputs.
         count = num_items_in_batch is not None and self._objective.may_be_mean
         items = self.count_items(inputs) if count else None
@@ -560,9 +564,7 @@ class Trainer(HFCompat):
         return loader
 
     def _train_sampler_of(self, dataset: Any) -> torch.utils.data.Sampler | None:
-        # An older override takes no argument.
-        takes_none = not inspect.signature(self._get_train_sampler).parameters
-        return self._get_train_sampler(*(() if takes_none else (dataset,)))
+        return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, dataset))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -1159,8 +1161,12 @@ class Trainer(HFCompat):
             raise
 
     def _call_training_step(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
-        with self._measuring(inputs):  # an older override takes two arguments
-            return self.training_step(model, inputs, *((num_items,) if self._step_takes_count else ()))
+        self.run.num_items = num_items
+        try:
+            with self._measuring(inputs):
+                return self.training_step(*(model, inputs, num_items)[: self._step_takes])
+        finally:
+            self.run.num_items = None
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         with self._measuring(inputs):

@@ -178,8 +178,9 @@ def weighted(
     A micro-batch without items has no mean: its loss, usually NaN, is left out, with its gradient. If the whole window
     has none, the share is NaN.
     """
+    items = scalar(items, loss.device)
     weight = items / num_items
-    return torch.where(scalar(items, loss.device) == 0, weight.to(loss), loss * weight), weight
+    return torch.where(items == 0, weight.to(loss), loss * weight), weight
 
 
 def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Tensor:
@@ -244,6 +245,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
     """Items over which the loss of one micro-batch is averaged: labels that are not -100, or rows without labels.
+    Numbers are labels whatever their value: only integers have an ignore index.
 
     Args:
         inputs: the micro-batch.
@@ -254,7 +256,8 @@ def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
     labels = inputs["labels"] if "labels" in inputs else None
     if not isinstance(labels, torch.Tensor) or labels.ndim == 0:
         return count_rows(inputs)
-    return (labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum()
+    labels = labels[..., 1:] if shifted and labels.ndim > 1 else labels
+    return labels.numel() if labels.is_floating_point() else labels.ne(-100).sum()
 
 
 def count_tokens(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 _LOOP = "the loop is train; override windows, train_on_window or training_step"
 _STATE = "override state_dict and load_state_dict"
 _FLAGS = "override log, evaluate or save_model; a TrainerCallback decides when"
@@ -32,6 +36,18 @@ def is_ours(owner: object, method: str) -> bool:
 def is_from(owner: object, method: str, kind: str) -> bool:
     """Whether `method` of `owner` is that of the class named `kind`."""
     return getattr(getattr(owner, method), "__qualname__", "") == f"{kind}.{method}"
+
+
+def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
+    """The first of the arguments `given` that `function` takes by position: an override of earlier years takes fewer."""
+    signature, number = inspect.signature(function), len(given)
+    while number:
+        try:
+            signature.bind(*given[:number])
+            break
+        except TypeError:
+            number -= 1
+    return given[:number]
 
 
 def unheard(trainer_class: type) -> str | None:

@@ -38,6 +38,7 @@ class RunState:
         records_before_evaluation: length of the log history while an evaluation may be interrupted.
         memory: metrics of the memory that training took, once it is done.
         callbacks_may_differ: callbacks may ask for something on one process alone.
+        num_items: items of the accumulation window, over all processes, while one of its micro-batches is trained.
         group_rates: the learning rates of the last step by parameter group, where they differ.
     """
 
@@ -58,6 +59,7 @@ class RunState:
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     callbacks_may_differ: bool = False
+    num_items: Any = None
     group_rates: dict[str, float] = field(default_factory=dict)
 
     @property
