@@ -1,5 +1,7 @@
 """Whether a loss is divided by the count of items: declared, known, or tried once, with nothing left of the trial."""
 
+import copy
+import dataclasses
 import random
 
 import numpy as np
@@ -146,16 +148,127 @@ def test_a_penalty_beside_a_divided_sum_is_a_mean_however_the_step_is_cut(tmp_pa
         assert losses(trainer) == pytest.approx(losses(whole), rel=1e-5)
         for name, value in weights(trainer).items():
             torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-6)
-    assert "Mixed.compute_loss divides only a part of its loss by num_items_in_batch" in caplog.text
+    assert "From step 1 on, Mixed.compute_loss divides only a part of its loss by num_items_in_batch" in caplog.text
     Mixed.loss_is_scaled_for_ga = True  # summed instead: the penalty counts four times
     penalty = 0.01 * tiny.causal_lm().lm_head.weight.square().sum().item()
     summed = losses(cut("summed", 2, 4))[0]
     assert summed == pytest.approx(losses(whole)[0] + 3 * penalty, rel=1e-4)
 
 
+class Distance(Trainer):
+    """The loss of the base class, and five times how far the policy is from the weights that it began with."""
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        self.first = copy.deepcopy(model).eval()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        mask = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            before = self.first(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits
+        chosen = inputs["labels"].clamp(min=0)[..., None]
+        now, then = (logits.log_softmax(-1).gather(-1, chosen)[..., 0] for logits in (outputs.logits, before))
+        kept = mask[:, 1:] & (inputs["labels"][:, 1:] != -100)
+        loss = loss + 5 * (now - then)[:, 1:][kept].mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_term_that_is_0_at_first_is_a_mean_from_the_first_step_on(tmp_path, caplog):
+    """Its value is 0 where the weights begin, and its gradient is not."""
+    whole = fit(Distance, tmp_path / "whole", per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=3)
+    cut = fit(Distance, tmp_path / "cut", max_steps=3)
+    assert "From step 1 on, Distance.compute_loss" in caplog.text
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+    for name, value in weights(cut).items():
+        torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [Scaled, Mean])
+def test_a_term_that_comes_later_is_found_at_the_next_power_of_two(base, tmp_path, caplog):
+    class Later(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = base.compute_loss(self, model, inputs, False, num_items_in_batch)
+            if self.state.global_step < 3:
+                return loss
+            return loss + (mean_loss if base is Scaled else Scaled.compute_loss.__get__(self))(
+                *((model, inputs) if base is Scaled else (model, inputs, False, num_items_in_batch))
+            )
+
+    cut = losses(fit(Later, tmp_path / "cut", max_steps=5, rows=rows_with() * 3))
+    whole = losses(fit(Later, tmp_path / "whole", max_steps=5, rows=rows_with() * 3, per_device_train_batch_size=8,
+                       gradient_accumulation_steps=1))  # fmt: skip
+    assert "From step 4 on, Later.compute_loss" in caplog.text and caplog.text.count("divides only a part") == 2
+    assert cut == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_step_after_a_resume_is_computed_as_without_it(tmp_path):
+    options = dict(max_steps=4, save_steps=2, save_strategy="steps")
+    whole = fit(Distance, tmp_path, **options)
+    args = dataclasses.replace(whole.args, output_dir=str(tmp_path / "again"))
+    again = Distance(tiny.causal_lm(), args, pad, rows_with())
+    again.first = whole.first
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
+
+
+@pytest.mark.parametrize("kind", [MeanThatLooks, Scaled])
+def test_a_loss_that_takes_the_count_gets_one_for_a_window_of_one(kind, tmp_path):
+    assert len(losses(fit(kind, tmp_path, gradient_accumulation_steps=1, max_steps=3))) == 3
+
+
+class Queue(nn.Module):
+    """A student with a teacher that follows it, a queue of features and a count of calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+        self.queue, self.rows, self.place = torch.zeros(4), [], 0
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        with torch.no_grad():
+            for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(its, alpha=0.1)
+            torch._foreach_add_(list(self.teacher.parameters()), 0.01)
+            self.queue[self.place % 4] += x.sum()
+            self.teacher.weight.data = self.teacher.weight.data * 1.01
+        self.place += 1
+        self.rows.append(self.place)
+        return {"loss": (self.student(x)[:, 0] - labels).square().sum() / num_items_in_batch}
+
+
+class Follows(Trainer):
+    """As scripts keep averages: in a module that is the trainer's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if "average" not in vars(self):
+            self.average = copy.deepcopy(self.model.student)
+        with torch.no_grad():
+            for mine, its in zip(self.average.parameters(), self.model.student.parameters(), strict=True):
+                mine.copy_(0.9 * mine + 0.1 * its)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_teachers_queues_and_counts_are_left_as_they_were(tmp_path):
+    rows = [{"x": [float(i), 1.0, 0.5, -1.0], "labels": float(i % 3)} for i in range(12)]
+    ends = []
+    for said in (True, None):
+        args = arguments(TrainingArguments, tmp_path / str(said), per_device_train_batch_size=2, max_steps=3)
+        args.gradient_accumulation_steps, args.learning_rate = 2, 1e-3
+        trainer = type("Follows", (Follows,), {"loss_is_scaled_for_ga": said})(Queue(), args, None, rows)
+        trainer.train()
+        model = trainer.model
+        states = [*model.state_dict().values(), *trainer.average.state_dict().values(), model.queue]
+        ends.append((states, model.place, model.rows))
+    (declared, *counts), (found, *same) = ends
+    assert counts == same == [6, [1, 2, 3, 4, 5, 6]]
+    assert all(map(torch.equal, declared, found))
+
+
 def test_what_is_declared_is_taken_at_its_word_and_nothing_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(scale_check, "loss_ratio", lambda *args: pytest.fail("tried"))
-    for kind, is_scaled in ((Scaled, True), (Mean, False)):
+    for kind, is_scaled in ((Scaled, True), (Mean, False), (Distance, "mixed")):
         declared = type("Declared", (kind,), {"loss_is_scaled_for_ga": is_scaled})
         fit(declared, tmp_path / kind.__name__, max_steps=1)
 
@@ -204,7 +317,7 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
         trainer.train()
         buffers = {name: value.clone() for name, value in trainer.model.named_buffers()}
         ends.append((weights(trainer), buffers, trainer, torch.rand(2), random.random(), np.random.rand()))
-    assert len(tried) == 1 and tried[0][0] == pytest.approx(0.5)
+    assert [share for share, _ in tried] == pytest.approx([0.5, 0.5])  # at steps 1 and 2
     (declared, found) = ends
     for which in (0, 1):
         assert all(torch.equal(declared[which][name], value) for name, value in found[which].items())

@@ -114,9 +114,10 @@ class Trainer(HFCompat):
     fixed_at_construction: tuple[str, ...] = ()
     #: Names or patterns of the metrics that an evaluation gives without `compute_metrics`; None: not known beforehand.
     evaluation_metrics: tuple[str, ...] | None = ()
-    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True) or a mean (False); None finds out, by
-    #: computing it twice for one micro-batch, with one count and with twice that (`posttrain.core.losses.scale_check`).
-    loss_is_scaled_for_ga: bool | None = None
+    #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True), a mean (False) or terms of both ("mixed": it
+    #: is given the items of each micro-batch). None finds out, by computing it for one micro-batch with one count and
+    #: with twice that, at steps 1, 2, 4, 8, ... (`posttrain.core.losses.scale_check`).
+    loss_is_scaled_for_ga: bool | str | None = None
     #: What the Hub finds models of this trainer by.
     tag_names: tuple[str, ...] = ()
     #: What became of the rows of each dataset, by its name, in trainers that prepare rows.
@@ -247,7 +248,9 @@ class Trainer(HFCompat):
 
     def _set_objective(self) -> None:
         """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
-        self._objective = normalization.Objective(self.compute_loss, self._declared_mean())
+        mixed = self.loss_is_scaled_for_ga == "mixed"
+        self._objective = normalization.Objective(self.compute_loss, mixed or self._declared_mean(), own_count=mixed)
+        self._is_own_loss = override_checks.is_ours(self, "compute_loss") and self.compute_loss_func is None
         self._step_takes = len(override_checks.taken(self.training_step, None, None, None))
         self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
         self._non_blocking = self.args.non_blocking
@@ -283,6 +286,7 @@ class Trainer(HFCompat):
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
         self.args.validate()  # what was assigned since construction
+        self.store.output_dir = Path(self._get_output_dir(trial))
         self.checkpoints = CheckpointManager(self.args, self.dist, self.store)  # as `args` are now
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         loader = self._adopt(self.get_train_dataloader())
@@ -325,7 +329,7 @@ class Trainer(HFCompat):
     def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
         """`plan` for resuming from `checkpoint`, whose optimizer steps may have held another number of rows."""
         place, by_steps = (self.dist.rank, self.dist.world_size), self.args.max_steps > 0
-        rows = self._rows_per_step()
+        rows = self.get_total_train_batch_size(self.args)
         return resume.resume_plan(plan, loader, checkpoint, rows, self.batches_left, *place, by_steps)
 
     def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
@@ -377,6 +381,7 @@ class Trainer(HFCompat):
             self._set_train_mode(model)
         run, clock = self.run, self.clock
         clock.begin()
+        self._objective.begin_step(self.state.global_step + 1)
         window, losses = run.splitter.run(
             window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), self._undo_point
         )
@@ -431,8 +436,8 @@ class Trainer(HFCompat):
         if num_items_in_batch is None:  # an override need not hand it on
             num_items_in_batch = self.run.num_items
         # Counted before the loss is computed: old code pops the labels from its inputs.
-        count = num_items_in_batch is not None and self._objective.may_be_mean
-        items = self.count_items(inputs) if count else None
+        count = self._objective.may_be_mean or self._objective.is_open
+        items = self.count_items(inputs) if count and num_items_in_batch is not None else None
         with self.compute_loss_context_manager():
             if num_items_in_batch is not None and self._objective.is_open:
                 self._find_out_scale(model, inputs, num_items_in_batch, items)
@@ -537,7 +542,10 @@ class Trainer(HFCompat):
             dataloader_key: the name under which workers that persist are kept.
         """
         sampler_fn = sampler_fn or (self._train_sampler_of if is_training else self._get_eval_sampler)
-        return self._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        return self._get_dataloader(
+            dataset=dataset, description=description, batch_size=batch_size, sampler_fn=sampler_fn,
+            is_training=is_training, dataloader_key=dataloader_key,
+        )  # fmt: skip
 
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
@@ -597,8 +605,10 @@ class Trainer(HFCompat):
         return self._prepare_inputs(inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = pipeline.to_device(inputs, self.dist.device, non_blocking=self._non_blocking)
-        return self.complete_inputs(inputs)
+        return self.complete_inputs(self._prepare_input(inputs))
+
+    def _prepare_input(self, data: Any) -> Any:
+        return pipeline.to_device(data, self.dist.device, non_blocking=self._non_blocking)
 
     def complete_inputs(self, inputs: Any) -> Any:
         """`inputs`, on the device, with columns that the collator does not make. Extend it for columns of yours."""
@@ -606,6 +616,11 @@ class Trainer(HFCompat):
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         """(`dataset`, `collator`) without the columns that nobody reads (`remove_unused_columns`)."""
+        if pipeline.can_drop_columns(dataset):
+            return self._remove_unused_columns(dataset, description=description), collator
+        return dataset, self._get_collator_with_removed_columns(collator, description=description)
+
+    def _keep_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         if not self.args.remove_unused_columns:
             return dataset, collator
         self._set_signature_columns_if_needed()
@@ -637,7 +652,7 @@ class Trainer(HFCompat):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Make ``self.optimizer`` and ``self.lr_scheduler`` unless they were given. Override one or the other below."""
         self.create_optimizer()
-        self.create_scheduler(num_training_steps, self.optimizer)
+        self.create_scheduler(*override_checks.taken(self.create_scheduler, num_training_steps, self.optimizer))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make ``self.optimizer`` unless one was given. Override to group parameters your own way."""
@@ -677,8 +692,8 @@ class Trainer(HFCompat):
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, dict):
             # The trainer's own sets go by name, so that an overridden get_eval_dataloader sees which is meant.
-            sets = datasets if eval_dataset is not None else dict(zip(datasets, datasets, strict=True))
-            parts = [self.evaluate(ds, ignore_keys, f"{metric_key_prefix}_{name}") for name, ds in sets.items()]
+            sets = {f"{metric_key_prefix}_{n}": n if eval_dataset is None else ds for n, ds in datasets.items()}
+            parts = [self.evaluate(ds, ignore_keys=ignore_keys, metric_key_prefix=p) for p, ds in sets.items()]
             return {name: value for part in parts for name, value in part.items()}
         loader = self.get_eval_dataloader(eval_dataset)
         metrics = self._timed_pass(loader, "Evaluation", ignore_keys, metric_key_prefix).metrics
@@ -820,6 +835,8 @@ class Trainer(HFCompat):
         self.metrics.load_state_dict(state["metrics"])
         run.guard.load_state_dict(state["health"])
         run.epoch_stopped = state.get("epoch_stops", False)
+        if run.progress.own_count:
+            self._objective.settle("mixed", for_good=True)
         for flag in state["left"]:
             setattr(self.control, flag, True)
         run.seek(state["loader"], skip_data=not self.args.ignore_data_skip)
@@ -898,12 +915,12 @@ class Trainer(HFCompat):
         self.run = self._new_run(plan, loader)
         self.checkpoints.check_space(self._contents(), self._number_of_saves(plan))
         loader.set_epoch(0)
+        self._set_objective()
         if checkpoint is not None:
             self._resume(checkpoint, plan)
         self.state.compute_steps(args, plan.max_steps)
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
         first = self.run.first_step = self.state.global_step
-        self._set_objective()
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = loader
         self.is_in_train = True
@@ -1056,12 +1073,9 @@ class Trainer(HFCompat):
     def _contents(self) -> Contents:
         return Contents(
             model=wrapping.unwrap(self.model), optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
-            ema=self.run.ema, trainer=self, scaler=self.dist.scaler, rows_per_step=self._rows_per_step(),
-            parts=self.checkpoint_parts(),
+            ema=self.run.ema, trainer=self, scaler=self.dist.scaler,
+            rows_per_step=self.get_total_train_batch_size(self.args), parts=self.checkpoint_parts(),
         )  # fmt: skip
-
-    def _rows_per_step(self) -> int:
-        return self._train_batch_size * self.args.gradient_accumulation_steps * self.dist.world_size
 
     def _adopt(self, loader: Any, is_training: bool = True) -> Any:
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size, "seed": self.data_seed}
@@ -1142,7 +1156,8 @@ class Trainer(HFCompat):
         None where nobody needs them: a mean over the only micro-batch there is, is the mean over the window.
         """
         items = sum(self.count_items(inputs) for inputs in window)
-        if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean:
+        needed = self._objective.own_count or (self._objective.takes_count and not self._is_own_loss)
+        if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean and not needed:
             on_host = not isinstance(items, torch.Tensor) or items.is_cpu
             if on_host and items:
                 return None
@@ -1170,7 +1185,7 @@ class Trainer(HFCompat):
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         with self._measuring(inputs):
-            return self.prediction_step(model, inputs, loss_only, ignore_keys)
+            return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _measuring(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
         """Where a batch is computed: a metric of one that only keeps this process in step counts for nothing."""
@@ -1180,15 +1195,14 @@ class Trainer(HFCompat):
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
         ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self)
         ratios = self.dist.gather_object(ratio if items else None)
-        known = override_checks.is_ours(self, "compute_loss") and self.compute_loss_func is None
-        self._objective.returns_mean = scale_check.returns_mean(ratios, known)
-        self._objective.own_count = scale_check.is_mixed(ratios, known)
-        if self._objective.own_count:
+        if self._objective.settle(scale_check.kind_of(ratios, self._is_own_loss), for_good=self._is_own_loss):
+            self.run.progress.own_count = True
             logger.warning(
-                "%s.compute_loss divides only a part of its loss by num_items_in_batch. It is given the items of each "
-                "micro-batch, and weighted by their share of the step, so every part is a mean over the step's items. "
-                "To sum the losses of micro-batches instead, set %s.loss_is_scaled_for_ga = True.",
-                type(self).__name__, type(self).__name__,
+                "From step %d on, %s.compute_loss divides only a part of its loss by num_items_in_batch. It is given "
+                "the items of each micro-batch, and weighted by their share of the step, so every part is a mean over "
+                "the step's items. To say so from the beginning, set %s.loss_is_scaled_for_ga = 'mixed'; to sum the "
+                "losses of micro-batches instead, set it to True.",
+                self.state.global_step + 1, type(self).__name__, type(self).__name__,
             )  # fmt: skip
 
     def _may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
@@ -1366,7 +1380,7 @@ class Trainer(HFCompat):
             self.store_flos()
             metrics = self._evaluate_or_interrupt(model, trial, ignore_keys)
             self.control.should_evaluate = False
-            improved = self._determine_best_metric(metrics)
+            improved = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == "best":
                 self.control.should_save |= improved  # or a callback asked for it
         if self.control.should_save:
@@ -1440,7 +1454,10 @@ class Trainer(HFCompat):
         average = self.run.ema if self.is_in_train and self.args.ema_use != "final" else None
         weights = contextlib.nullcontext() if average is None else average.swapped_in()
         with weights, self._memory.stage(prefix) as memory, self._ending_workers(loader):
-            output = self.evaluation_loop(loader, description, loss_only, ignore_keys, prefix)
+            output = self.evaluation_loop(
+                loader, description=description, prediction_loss_only=loss_only, ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )  # fmt: skip
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
         output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
         output.metrics.update(memory)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-PREFERENCE_METHODS = dict.fromkeys(
-    ("_compute_loss", "dpo_loss", "kto_loss", "get_batch_loss_metrics"), "override preference_loss or compute_loss"
-) | dict.fromkeys(("concatenated_forward", "concatenated_inputs", "get_batch_logps"), "override score") | {
-    "_prepare_dataset": "pass rows of tokens", "tokenize_row": "pass rows of tokens",
-    "_precompute_ref_logps": "pass ref_model",
-    "compute_reference_log_probs": "override reference_logp",
-}  # fmt: skip
-
-ROLLOUT_METHODS = {
-    "_generate_and_score_completions": "override generate, score or compute_advantages",
-    "_calculate_rewards": "override score",
-    "_compute_loss": "override policy_loss", "compute_liger_loss": "override policy_loss",
-    "_generate": "override generate",
-    "_generate_single_turn": "override generate", "_tool_call_loop": "override generate",
-    "_tokenize_prompts": "override generate",
-    "_get_per_token_logps": "override logps", "_get_per_token_logps_and_entropies": "override logps",
-    "get_gamma_weights": "override policy_loss", "_move_model_to_vllm": "pass a generator",
-}  # fmt: skip
+_OF_PREFERENCES = {
+    "override preference_loss or compute_loss": """
+        _compute_loss dpo_loss kto_loss cpo_loss odds_ratio_loss get_batch_loss_metrics
+    """,
+    "override score": "concatenated_forward concatenated_inputs get_batch_logps",
+    "pass rows of tokens": "_prepare_dataset tokenize_row build_tokenized_answer",
+    "pass ref_model": "_precompute_ref_logps",
+    "override reference_logp": "compute_reference_log_probs",
+    "override compute_ref_log_probs": "_compute_kl_logps",
+    "set num_eval_samples": "generate_from_model",
+}
+_OF_ROLLOUTS = {
+    "override generate, score or compute_advantages": "_generate_and_score_completions",
+    "override score": "_calculate_rewards _calculate_rewards_from_functions",
+    "override policy_loss": "_compute_loss compute_liger_loss get_gamma_weights _get_last_hidden_state",
+    "override generate": """
+        _generate _generate_single_turn _tool_call_loop _tokenize_prompts _get_tool_suffix_ids tokenize_row
+        process_vision_row
+    """,
+    "override logps": "_get_per_token_logps _get_per_token_logps_and_entropies",
+    "override log": "_log_metric _log_completion_extra",
+    "pass a generator": """
+        _move_model_to_vllm _move_model_to_vllm_inner _generate_vllm _generate_vllm_colocate _generate_vllm_server
+        _fix_param_name_to_vllm _sync_fsdp1_params_to_vllm _sync_fsdp2_params_to_vllm
+    """,
+    "pass rows of messages": "_prepare_dataset",
+    "set gradient_checkpointing": "_enable_gradient_checkpointing",
+}
+PREFERENCE_METHODS, ROLLOUT_METHODS = (
+    {name: instead for instead, names in table.items() for name in names.split()}
+    for table in (_OF_PREFERENCES, _OF_ROLLOUTS)
+)
 
 
 def has_own_loss(kind: type) -> bool:

@@ -81,15 +81,10 @@ class SFTTrainer(GeneratesText, Trainer):
 
     config_class = SFTConfig
     args: SFTConfig
+    INSTEAD = {"_prepare_dataset": "pass formatting_func, or dataset_kwargs={'skip_prepare_dataset': True}"}
     tag_names = ("trl", "sft")
-    evaluation_metrics = (
-        "mean_token_accuracy",
-        "entropy",
-        "aux_loss",
-        "num_tokens",
-        "perplexity",
-        "loss/*",
-        "token_share/*",
+    evaluation_metrics = tuple(
+        "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",

@@ -32,8 +32,8 @@ from posttrain.core.errors import DataError, did_you_mean
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "adopt", "batch_size_of", "build_eval_loader", "build_train_loader", "check_dataset", "check_limits",
-    "DataArguments", "default_collator", "enable_full_determinism", "Filler", "has_length", "is_filler",
+    "adopt", "batch_size_of", "build_eval_loader", "build_train_loader", "can_drop_columns", "check_dataset",
+    "check_limits", "DataArguments", "default_collator", "enable_full_determinism", "Filler", "has_length", "is_filler",
     "is_stream", "keep_columns", "Loader", "make_train_sampler", "num_examples", "remove_unused_columns",
     "RemoveColumns", "row_lengths", "set_seed", "signature_columns", "to_device", "token_batches",
     "TokenBatchSampler",
@@ -333,6 +333,13 @@ def signature_columns(forward: Callable[..., Any]) -> list[str]:
     return list(dict.fromkeys([*named, "label", "label_ids", "labels"]))
 
 
+def can_drop_columns(dataset: Any) -> bool:
+    """Whether columns can be dropped from `dataset` itself: a `datasets.Dataset` that transforms no rows."""
+    layout = getattr(dataset, "format", None)
+    transforms = isinstance(layout, dict) and layout.get("type") == "custom"
+    return hasattr(dataset, "remove_columns") and not is_stream(dataset) and not transforms
+
+
 def keep_columns(
     dataset: Any, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset"
 ) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -341,9 +348,7 @@ def keep_columns(
     A `datasets.Dataset` no longer reads them; for others, and with a transform, they are dropped before collating.
     """
     keep = set(keep)
-    layout = getattr(dataset, "format", None)
-    transforms = isinstance(layout, dict) and layout.get("type") == "custom"
-    if is_stream(dataset) or transforms or not hasattr(dataset, "remove_columns"):
+    if not can_drop_columns(dataset):
         return dataset, RemoveColumns(collator, keep, description)
     dataset, dropped = remove_unused_columns(dataset, keep)
     if dropped:

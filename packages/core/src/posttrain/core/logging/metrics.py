@@ -352,8 +352,8 @@ def _formatted(name: str, value: Any) -> Any:
 
 
 def table(title: str, metrics: dict[str, Any]) -> str:
-    """`metrics`, formatted, as the lines of a table in the order of their names."""
-    shown = {name: str(value) for name, value in sorted(formatted(metrics).items())}
+    """`metrics`, which may be `formatted`, as the lines of a table in the order of their names."""
+    shown = {name: str(value) for name, value in sorted(metrics.items())}
     names, values = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
     return "\n".join([f"***** {title} *****", *(f"  {n:<{names}} = {v:>{values}}" for n, v in shown.items())])
 

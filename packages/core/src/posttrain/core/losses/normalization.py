@@ -44,9 +44,12 @@ class Objective:
             inspected.
         returns_mean: True or False where it is known; None if it must be measured
             (`posttrain.core.losses.scale_check`).
+        own_count: give each micro-batch its own count.
     """
 
-    def __init__(self, compute_loss: Callable[..., Any], returns_mean: bool | None = None) -> None:
+    def __init__(
+        self, compute_loss: Callable[..., Any], returns_mean: bool | None = None, own_count: bool = False
+    ) -> None:
         #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
         self._of_window: dict[str, torch.Tensor] = {}
@@ -57,8 +60,10 @@ class Objective:
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
         #: Whether each micro-batch is given its own count, because only a part of its loss is divided by it.
-        self.own_count = False
-        self._is_frozen = False
+        self.own_count = own_count
+        #: Whether what was measured may change, because a term of the loss was 0.
+        self.may_change = False
+        self._is_due = self._is_frozen = False
 
     @property
     def may_be_mean(self) -> bool:
@@ -67,8 +72,20 @@ class Objective:
 
     @property
     def is_open(self) -> bool:
-        """Whether the kind of loss is still unknown."""
-        return self.returns_mean is None and not self._is_frozen
+        """Whether the kind of loss is unknown, or to be measured again."""
+        return (self.returns_mean is None or self._is_due) and not self._is_frozen
+
+    def begin_step(self, step: int) -> None:
+        """What was measured is measured again at steps 2, 4, 8, ..."""
+        self._is_due = self.may_change and step & (step - 1) == 0
+
+    def settle(self, kind: str | None, for_good: bool) -> bool:
+        """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
+        if kind is None:
+            return False
+        self._is_due, self.returns_mean, self.own_count = False, kind != "sum", kind == "mixed"
+        self.may_change = not (for_good or self.own_count)
+        return self.own_count
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 The count of a micro-batch with items is doubled. A loss that halves is a sum divided by the count; one that stays is a
 mean; any other, such as a divided sum plus a penalty that is not divided, is given the items of its own micro-batch, as
-in evaluation, and is then a mean. The measurement has no side effects.
+in evaluation, and is then a mean. A penalty may be 0 at first, as the distance to where the weights began: so weights
+are moved for the measurement, and it is repeated at later steps. It has no side effects.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import contextlib
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.checkpoint import rng
 from posttrain.core.losses.normalization import split_terms
 from posttrain.core.models.compiling import uncompiled
+from posttrain.core.models.wrapping import unwrap
 
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
 DATA = ("train_dataset", "eval_dataset")
+MOVED = 2**20  # parameters of more elements stay where they are: what is moved is copied
 # Of a loss in 32 bits and in 16, how far its ratio may be from 1/2 or from 1.
-TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5}
 COARSE = 2e-2
 
 
@@ -34,8 +38,8 @@ def loss_ratio(
 ) -> tuple[float, float] | None:
     """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
 
-    Without gradients, uncompiled, and with the same random numbers both times. Afterwards these, the buffers of `model`
-    and the attributes of `owner` are restored.
+    Without gradients, uncompiled, at slightly other weights, and with the same random numbers both times. Afterwards
+    these, all tensors of `model` and of `owner`, and the attributes of both are restored.
 
     Args:
         owner: the object with `compute_loss`; its changes during the measurement are undone.
@@ -45,6 +49,7 @@ def loss_ratio(
     with uncompiled(), torch.no_grad():
         for count in (num_items, num_items * 2):
             with restored(model, owner):
+                _move(model)
                 try:
                     # It may take the labels out of its inputs, of a dict or of what tokenizers give.
                     loss, _ = split_terms(compute_loss(model, copy.copy(inputs), num_items_in_batch=count))
@@ -63,9 +68,8 @@ def loss_ratio(
     return (twice / once, exact) if once and math.isfinite(once) and math.isfinite(twice) else None
 
 
-def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool) -> bool | None:
-    """Whether a loss with this `loss_ratio` on each process is a mean, or becomes one (`is_mixed`); None if all ratios
-    are None.
+def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str | None:
+    """``"sum"``, ``"mean"`` or ``"mixed"``, of a loss with this `loss_ratio` on each process; None if all are None.
 
     Args:
         moves_alone: any change with the count means a sum, because the other terms are known to be small.
@@ -73,46 +77,99 @@ def returns_mean(ratios: list[tuple[float, float] | None], moves_alone: bool) ->
     shown = [ratio for ratio in ratios if ratio is not None]
     if not shown:
         return None
-    return all(abs(ratio - 1) <= exact for ratio, exact in shown) or is_mixed(ratios, moves_alone)
+    for kind, share in (("mean", 1), ("sum", 0.5)):
+        if all(abs(ratio - share) <= exact for ratio, exact in shown):
+            return kind
+    return "sum" if moves_alone else "mixed"
 
 
-def is_mixed(ratios: list[tuple[float, float] | None], moves_alone: bool) -> bool:
-    """Whether the loss neither stays nor halves: only a part of it is divided by the count."""
-    shown = [ratio for ratio in ratios if ratio is not None]
-    stays, halves = (all(abs(ratio - share) <= exact for ratio, exact in shown) for share in (1, 0.5))
-    return not (stays or halves or moves_alone)
+def _move(model: nn.Module) -> None:
+    """Change the small parameters that are trained, norms and adapters among them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.numel() <= MOVED and parameter.element_size() > 1:
+            parameter.mul_(1.1).add_(0.01)
+    torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module, owner: Any) -> Iterator[None]:
-    """Put the buffers of `model` and the attributes of `owner` back at the end; ``owner.log`` does nothing
-    meanwhile.
+    """Put back at the end whatever is changed meanwhile in `model`, in `owner` and in the modules that it has: their
+    attributes, and the elements of their tensors. ``owner.log`` does nothing meanwhile.
     """
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    attributes = dict(vars(owner))
-    contents = [keep for name in attributes.keys() - DATA for keep in _contents(attributes[name], DEPTH)]
+    own = [value for value in vars(owner).values() if isinstance(value, nn.Module) and value is not model]
+    # A wrapper for several processes keeps its own counts.
+    modules = {id(part): part for root in (unwrap(model), *own) for part in unwrap(root).modules()}
+    attributes = [(thing, dict(vars(thing))) for thing in (owner, *modules.values())]
+    values = [value for _, names in attributes for name, value in names.items() if name not in (*DATA, "_parameters")]
+    contents = [keep for value in values for keep in _contents(value, DEPTH)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors += [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)
+                if isinstance(value, torch.Tensor)]  # fmt: skip
+    tensors += [parameter for module in modules.values() for parameter in module._parameters.values()]
     if hasattr(owner, "log"):
         owner.log = lambda *args, **kwargs: None
     if hasattr(owner, "metrics"):
         owner.metrics = owner.metrics.copy()
+    writes = _Writes(tensors)
+    for module in modules.values():  # an operator that updates running statistics does not say so
+        writes.keep(module._buffers.values())
     try:
-        yield
+        with writes:
+            yield
     finally:
-        vars(owner).clear()
-        vars(owner).update(attributes)
+        for thing, names in attributes:
+            vars(thing).clear()
+            vars(thing).update(names)
         for container, content in contents:
             if _has_changed(container, content):
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(content)
+        writes.undo()
+        torch.clear_autocast_cache()
+
+
+class _Writes(TorchDispatchMode):
+    """Copies each of `tensors` before it is first written to. Copies of all would take the memory of the model."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        super().__init__()
+        self.known: dict[int, list[torch.Tensor]] = {}
+        self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded one, the part that is here
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided:
+                self.known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                self.places.append((tensor, tensor.data))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A tensor that is made of others comes first: what is done to those is seen in its turn.
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        for number, argument in enumerate(getattr(getattr(func, "_schema", None), "arguments", ())):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[number] if number < len(args) else kwargs.get(argument.name)
+                self.keep(written if isinstance(written, (list, tuple)) else [written])
+        return func(*args, **kwargs)
+
+    def keep(self, written: Iterable[Any]) -> None:
+        """Copy those of the known tensors whose memory one of `written` has."""
+        for tensor in written:
+            if isinstance(tensor, torch.Tensor):
+                same = self.known.pop(tensor.untyped_storage().data_ptr(), [])
+                self.copies += [(one, one.detach().clone()) for one in same]
+
+    def undo(self) -> None:
+        """Put back the elements that were written to, and the memory of tensors that were given another."""
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                module._buffers[name] = buffer
+            for tensor, before in self.places:
+                if tensor.data_ptr() != before.data_ptr():
+                    tensor.data = before
+            for tensor, copied in self.copies:
+                tensor.copy_(copied)
 
 
 def _contents(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:

@@ -39,8 +39,7 @@ class HFCompat:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     make_plan: Callable[[Any], Plan]
-    prepare_inputs: Callable[[Any], Any]
-    without_unused_columns: Callable[..., tuple[Any, Any]]
+    _keep_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
     uploader: hub.Uploader
@@ -149,15 +148,11 @@ class HFCompat:
         """Gathers an evaluation batch of all processes."""
         return self.accelerator.gather_for_metrics
 
-    def _prepare_input(self, data: Any) -> Any:
-        """`data` on the device; earlier name of what `prepare_inputs` does to each part of a batch."""
-        return self.prepare_inputs(data)
-
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        return self.without_unused_columns(dataset, None, description)[0]
+        return self._keep_columns(dataset, None, description)[0]
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        return self.without_unused_columns(None, data_collator, description)[1]
+        return self._keep_columns(None, data_collator, description)[1]
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir
@@ -243,7 +238,7 @@ class HFCompat:
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split (``train``, ``eval``, ``test``) as a table."""
         if self.dist.is_main:
-            terminal.write(table(f"{split} metrics", metrics))
+            terminal.write(table(f"{split} metrics", self.metrics_format(metrics)))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` into the output directory and, if `combined`, add to ``all_results.json``."""

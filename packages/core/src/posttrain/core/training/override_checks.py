@@ -12,6 +12,8 @@ _FLAGS = "override log, evaluate or save_model; a TrainerCallback decides when"
 _GRADIENTS = "override train_on_window, or change gradients in a callback's on_pre_optimizer_step"
 _HUB = "override push_to_hub"
 _SEARCH = "override hyperparameter_search or call_model_init"
+_PROCESSES = "set accelerator_config, fsdp or deepspeed"
+_REMOVAL = "set save_total_limit or save_top_k"
 
 #: The inner methods of transformers 5 and its predecessors, and what to override instead.
 INSTEAD = {
@@ -21,9 +23,23 @@ INSTEAD = {
     "_load_optimizer_and_scheduler": _STATE, "_save_scaler": _STATE, "_load_scaler": _STATE, "_save_rng_state": _STATE,
     "_load_rng_state": _STATE, "_load_callback_state": _STATE, "_clip_grad_norm": _GRADIENTS,
     "_get_grad_norm": _GRADIENTS, "_get_num_items_in_batch": "override count_items",
-    "_prepare_input": "override _prepare_inputs", "_move_model_to_device": "override place_model_on_device",
+    "_move_model_to_device": "override place_model_on_device",
     "_push_from_checkpoint": _HUB, "_finish_current_push": _HUB, "_hp_search_setup": _SEARCH,
-    "_report_to_hp_search": _SEARCH, "create_accelerator_and_postprocess": "set accelerator_config, fsdp or deepspeed",
+    "_report_to_hp_search": _SEARCH, "create_accelerator_and_postprocess": _PROCESSES,
+    "_build_accelerator_args": _PROCESSES, "get_tp_size": _PROCESSES, "get_cp_size": _PROCESSES,
+    "get_sp_size": _PROCESSES, "is_local_process_zero": _PROCESSES, "is_world_process_zero": _PROCESSES,
+    "_defer_fsdp_gradient_reduction": _GRADIENTS, "_has_mixed_mesh_grads": _GRADIENTS,
+    "_mixed_mesh_grad_norm": _GRADIENTS, "_sync_replicated_trainable_parameters": _GRADIENTS,
+    "_issue_warnings_after_load": "override load_checkpoint", "_validate_args": "override preflight",
+    "_prepare_context_parallel_inputs": "override _prepare_inputs", "_tune_save_checkpoint": _SEARCH,
+    "_track_num_input_tokens": "set include_num_input_tokens_seen",
+    "_update_auto_batch_size": "auto_find_batch_size keeps the batch size, and splits micro-batches",
+    "set_initial_training_values": "override make_plan", "num_examples": "override make_plan",
+    "gather_function": "override evaluation_loop", "init_hf_repo": "set hub_model_id and hub_private_repo",
+    # of transformers 4
+    "_nested_gather": "override evaluation_loop", "_pad_across_processes": "override evaluation_loop",
+    "prediction_loop": "override evaluation_loop", "_rotate_checkpoints": _REMOVAL, "_sorted_checkpoints": _REMOVAL,
+    "_activate_neftune": "set neftune_noise_alpha", "_deactivate_neftune": "set neftune_noise_alpha",
 }  # fmt: skip
 
 
@@ -39,7 +55,7 @@ def is_from(owner: object, method: str, kind: str) -> bool:
 
 
 def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
-    """The first of the arguments `given` that `function` takes by position: an override of earlier years takes fewer."""
+    """The first of the arguments `given` that `function` takes by position: an older override takes fewer."""
     signature, number = inspect.signature(function), len(given)
     while number:
         try:

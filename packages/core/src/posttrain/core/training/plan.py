@@ -77,6 +77,7 @@ class Progress:
         batches: micro-batches that this process drew in this pass.
         loss_sum, loss_count: of the steps whose losses were already logged.
         last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
+        own_count: each micro-batch's loss is given its own count, as was measured (`losses.scale_check`).
         ended_at: the step with which the run ended, once callbacks were asked what to do at its end; 0: none.
     """
 
@@ -89,6 +90,7 @@ class Progress:
     grad_norm: float | torch.Tensor = 0.0
     learning_rate: float = 0.0
     ended_at: int = 0
+    own_count: bool = False
 
     def add_losses(self, total: float, count: float) -> None:
         """Add the losses of a record to those of the run, unless their sum is not finite."""

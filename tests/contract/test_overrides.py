@@ -1,0 +1,250 @@
+"""An override runs as it was written, in every signature that its method ever had, and the loss and the gradient of a
+step are those of a loop by hand: for each way to cut the step, on two processes, and where micro-batches are halved.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core import Trainer, TrainingArguments
+from tests import tiny
+from tests.contract.trainers import arguments, pad
+from tests.programs import together
+
+ROWS = 12
+
+
+def override(method):
+    """A class with `method` as a script's, which counts how often it ran."""
+
+    class Script(Trainer):
+        ran = 0
+
+    def counted(self, *args, **kwargs):
+        Script.ran += 1
+        return method(self, *args, **kwargs)
+
+    counted.__wrapped__ = method  # whose signature it has
+    setattr(Script, method.__name__, counted)
+    return Script
+
+
+def with_its_own_count(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum")
+
+
+class Table:
+    """Each hook in each signature, as scripts of some year have it."""
+
+    def training_step__of_4_45(self, model, inputs):
+        return Trainer.training_step(self, model, inputs)
+
+    def training_step__of_4_46(self, model, inputs, num_items_in_batch=None):
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def training_step__required(self, model, inputs, num_items_in_batch):
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def training_step__drops_the_count(self, model, inputs, num_items_in_batch=None):
+        return Trainer.training_step(self, model, inputs)
+
+    def training_step__another_name(self, model, inputs, n=None):
+        return Trainer.training_step(self, model, inputs, n)
+
+    def training_step__args(self, *args):
+        return Trainer.training_step(self, *args)
+
+    def training_step__args_and_kwargs(self, *args, **kwargs):
+        return Trainer.training_step(self, *args, **kwargs)
+
+    def training_step__kwargs(self, model, inputs, **kwargs):
+        return Trainer.training_step(self, model, inputs, **kwargs)
+
+    def training_step__keyword_only(self, model, inputs, *, num_items_in_batch=None):
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def compute_loss__of_4_45(self, model, inputs, return_outputs=False):
+        return Trainer.compute_loss(self, model, inputs, return_outputs)
+
+    def compute_loss__of_4_46(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def compute_loss__drops_the_count(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return Trainer.compute_loss(self, model, inputs, return_outputs)
+
+    def compute_loss__another_order(self, model, inputs, num_items_in_batch=None, return_outputs=False):
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def compute_loss__kwargs(self, model, inputs, **kwargs):
+        return Trainer.compute_loss(self, model, inputs, **kwargs)
+
+    def compute_loss__args(self, *args, **kwargs):
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+    def compute_loss__sums(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch
+
+    def compute_loss__mean(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / (inputs["labels"][:, 1:] != -100).sum()
+
+    def compute_loss__half_and_half(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        total = with_its_own_count(self, model, inputs)
+        return 0.5 * total / num_items_in_batch + 0.5 * total / (inputs["labels"][:, 1:] != -100).sum()
+
+    def compute_loss__pair(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs), (inputs["labels"][:, 1:] != -100).sum()
+
+    def get_batch_samples__of_4_46(self, epoch_iterator, num_batches):
+        return [batch for batch, _ in zip(epoch_iterator, range(num_batches), strict=False)], None
+
+    def get_batch_samples__of_4_49(self, epoch_iterator, num_batches, device):
+        return Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)
+
+    def get_batch_samples__args(self, *args, **kwargs):
+        return Trainer.get_batch_samples(self, *args, **kwargs)
+
+    def _prepare_inputs__of_4_46(self, inputs):
+        return Trainer._prepare_inputs(self, inputs)
+
+    def _prepare_input__of_4_46(self, data):
+        return Trainer._prepare_input(self, data)
+
+    def _get_train_sampler__of_4_46(self):
+        return Trainer._get_train_sampler(self)
+
+    def _get_train_sampler__of_5(self, train_dataset=None):
+        return Trainer._get_train_sampler(self, train_dataset)
+
+    def _get_dataloader__of_5(self, dataset, description, batch_size, sampler_fn=None, is_training=False,
+                              dataloader_key=None):  # fmt: skip
+        return Trainer._get_dataloader(self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def _get_dataloader__kwargs(self, **kwargs):
+        return Trainer._get_dataloader(self, **kwargs)
+
+    def create_scheduler__of_4_46(self, num_training_steps, optimizer):
+        return Trainer.create_scheduler(self, num_training_steps, optimizer)
+
+    def create_scheduler__without_optimizer(self, num_training_steps):
+        return Trainer.create_scheduler(self, num_training_steps)
+
+    def create_optimizer__of_4_46(self):
+        return Trainer.create_optimizer(self)
+
+    def get_total_train_batch_size__of_4_46(self, args):
+        return Trainer.get_total_train_batch_size(self, args)
+
+    def _get_output_dir__of_4_46(self, trial):
+        return Trainer._get_output_dir(self, trial)
+
+    def _get_collator_with_removed_columns__of_4_46(self, data_collator, description=None):
+        return Trainer._get_collator_with_removed_columns(self, data_collator, description)
+
+
+def a_script(name):
+    method = vars(Table)[name]
+    method.__name__ = name.split("__")[0] if not name.startswith("_") else "_" + name[1:].split("__")[0]
+    return override(method)
+
+
+CASES = [name for name in vars(Table) if "__" in name[2:] and not name.startswith("__")]
+#: Rows of a micro-batch and micro-batches of a step, of one process: each step reads all rows.
+CUTS = {"whole": (12, 1), "cut": (4, 3)}
+
+
+def steps(name, folder, size, accumulation, **changes):
+    """Loss and gradient norm of three steps of the script `name`, which must have run."""
+    options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=3) | changes
+    args = arguments(TrainingArguments, folder, train_sampling_strategy="sequential", max_grad_norm=1e9, **options)
+    kind = a_script(name)
+    trainer = kind(tiny.causal_lm(), args, pad, tiny.token_rows(ROWS))
+    if args.auto_find_batch_size:
+        run_short_of_memory(trainer)
+    trainer.train()
+    assert kind.ran, f"{name} was never called"
+    return [[record["loss"], record["grad_norm"]] for record in trainer.state.log_history if "loss" in record]
+
+
+def run_short_of_memory(trainer):
+    """Micro-batches of more than two rows do not fit."""
+    count = trainer.count_items
+    accumulate = trainer.accumulate
+
+    def small(model, window, num_items):
+        if any(len(batch["input_ids"]) > 2 for batch in window):
+            raise torch.OutOfMemoryError("not enough")
+        return accumulate(model, window, num_items)
+
+    trainer.accumulate, trainer.count_items = small, count
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """The same three steps without a trainer."""
+    model, rows, found = tiny.causal_lm(), tiny.token_rows(ROWS), []
+    batch = pad(rows)
+    count = (batch["labels"][:, 1:] != -100).sum()
+    for step in range(3):
+        loss = with_its_own_count(None, model, batch) / count
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        found.append([loss.item(), norm.item()])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.05 * (1 - step / 3) * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("cut", [*CUTS, "short of memory"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_override_runs_and_a_step_is_that_of_a_loop_by_hand(name, cut, by_hand, tmp_path):
+    changes = {"auto_find_batch_size": True} if cut == "short of memory" else {}
+    found = steps(name, tmp_path, *CUTS.get(cut, (6, 2)), **changes)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(by_hand), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["of 6 x 1", "of 2 x 3"])
+def test_two_processes_make_the_steps_of_a_loop_by_hand(half, by_hand, tmp_path):
+    done = together(2, [__file__, str(tmp_path), str(half)])
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found) == CASES
+    for name, of_case in found.items():
+        torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels):
+        return {"loss": (x * self.weight - labels).square().mean()}
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(4, 1), (2, 2), (3, 2)])
+def test_a_target_of_minus_100_is_a_number(size, accumulation, tmp_path):
+    rows = [{"x": [1.0], "labels": [target]} for target in (-100.0, 0.0, -100.0, 7.0)]
+    args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=size, max_steps=1)
+    args.gradient_accumulation_steps = accumulation
+    trainer = Trainer(Line(), args, None, rows, rows)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx((2 * 100**2 + 7**2) / 4)
+    trainer.train()
+    assert trainer.state.log_history[-2]["loss"] == pytest.approx((2 * 100**2 + 7**2) / 4)
+
+
+if __name__ == "__main__":  # two processes, started by the test above
+    torch.set_num_threads(1)
+    folder, shape = Path(sys.argv[1]), ((6, 1), (2, 3))[int(sys.argv[2])]
+    found = {name: steps(name, folder / name, *shape) for name in CASES}
+    if torch.distributed.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
