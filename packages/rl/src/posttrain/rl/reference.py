@@ -144,7 +144,9 @@ class AdapterReference:
         peft_model = wrapping.unwrap(policy)
         [active] = peft_model.active_adapters
         if ADAPTER not in peft_model.peft_config:
-            peft_model.add_adapter(ADAPTER, peft_model.peft_config[active])
+            frozen = copy.copy(peft_model.peft_config[active])
+            frozen.inference_mode = True  # some kinds have one trainable adapter at most
+            peft_model.add_adapter(ADAPTER, frozen)
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
