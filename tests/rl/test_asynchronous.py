@@ -11,13 +11,14 @@ import torch
 
 from posttrain.core import TrainerCallback
 from posttrain.core.data.samplers import mix
-from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer
+from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer, background
 from posttrain.rl.asynchronous import Turns, Worker
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.ledger import audit
+from posttrain.rl.rewards import RewardArguments, Rewards
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.rl.test_generation_vllm import OpenAI, Server
@@ -745,3 +746,21 @@ def test_a_copy_generates_with_the_weights_of_its_last_sync():
     copied.sync_weights(model)
     local.sync_weights(model)
     assert copied.generate(*ask).ids == local.generate(*ask).ids != first.ids
+
+
+def test_every_background_thread_computes_on_the_device_of_the_thread_that_began_it(monkeypatch):
+    set_in = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: set_in.update({threading.get_ident(): device}))
+
+    def device(*args, **columns):
+        return [float(set_in.get(threading.get_ident(), 0))]
+
+    found: Future = Future()
+    worker = Worker("test-device")
+    worker.submit(found, device)
+    assert found.result() == [3.0] == background.call_with_limit(device, 5.0)
+    worker.end()
+    rewards = Rewards([device, device], RewardArguments(reward_concurrency=2))
+    assert rewards(["a"], ["b"], [[1]], {}, {}).rewards.tolist() == [[3.0, 3.0]]

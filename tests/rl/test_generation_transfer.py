@@ -82,6 +82,18 @@ def test_every_worker_of_every_server_gets_the_weights_over_gloo_in_vllms_order(
         assert steps == ["/init_weight_transfer_engine", *ORDER, *ORDER]
 
 
+def test_weights_leave_over_nccl_after_the_optimizer_has_written_them(monkeypatch):
+    """vLLM's sender reads them in streams of its own, which wait for nothing that the trainer's stream has to do."""
+    order, device = [], torch.device("cuda", 1)
+    stream = SimpleNamespace(synchronize=lambda: order.append("written"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
+    sender = transfer.Nccl(0)
+    sender._engine = SimpleNamespace(send_weights=lambda: order.append("sent"))
+    sender._client, sender._source = SimpleNamespace(), SimpleNamespace()
+    sender.send(SimpleNamespace(device=device), [], "two")
+    assert order == ["written", "sent"] and sender._client.version == "two"
+
+
 def test_weights_in_pieces_are_sent_by_the_first_process_while_all_gather_them(tmp_path):
     kinds = ("grpo", "grpo-lora")
     options = {"out": str(tmp_path), "fsdp": "full_shard"}

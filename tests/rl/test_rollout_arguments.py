@@ -453,7 +453,8 @@ def test_the_plan_counts_a_prompt_once_for_all_its_completions(given, prompts):
     [
         ({"use_vllm": True}, 0),
         ({"generation_kwargs": {"stop": "a"}}, 4 * (200 + 8 * 50)),
-        ({"generation_kwargs": {"typical_p": 0.9}}, 32 * 250),
+        ({"generation_kwargs": {"temperature": 0.9}}, 4 * (200 + 8 * 50)),
+        ({"generation_kwargs": {"min_length": 9}}, 32 * 250),
         ({"cache_implementation": "static"}, 32 * 250),
         ({"use_transformers_continuous_batching": True}, 32 * 250),
     ],

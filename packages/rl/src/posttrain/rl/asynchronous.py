@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar, overload
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
+from posttrain.rl.background import keep_device
 from posttrain.rl.generation.protocol import has_own_weights, updates_in_flight
 from posttrain.rl.rewards import Scores
 from posttrain.rl.samples import Rollout, Sample
@@ -83,6 +84,7 @@ class Worker:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._keep_device = keep_device()
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -100,6 +102,7 @@ class Worker:
             thread.join(max(until - time.monotonic(), 0))
 
     def _work(self) -> None:
+        self._keep_device()
         while (item := self._calls.get()) is not None:
             future, call = item
             if not future.set_running_or_notify_cancel():
@@ -307,7 +310,8 @@ def engine_problem(generator: Any) -> str | None:
 
 NO_LOGPS = (
     "max_staleness above 0 learns from completions of earlier weights, and {} returned no log-probabilities, by which "
-    "they are weighted. Leave out top_p, top_k, min_p and repetition_penalty, which hide them, or set max_staleness=0; "
+    "they are weighted. Leave out top_p, top_k, min_p, repetition_penalty and what else changes probabilities, such as "
+    "vllm_structured_outputs_regex and generation_kwargs, which hide them, or set max_staleness=0; "
     "vllm_importance_sampling_correction=False learns without weights."
 )
 

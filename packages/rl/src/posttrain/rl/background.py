@@ -6,9 +6,18 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import torch
+
+
+def keep_device() -> Callable[[], None]:
+    """What a new thread must call to compute on the device of this one: by itself it begins on the first."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 @cache
@@ -49,9 +58,11 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
 def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     """``function()`` in a thread that the program does not wait for when it ends."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    on_device = keep_device()
 
     def work() -> None:
         try:
+            on_device()
             results.put((function(), None))
         except BaseException as error:
             results.put((None, error))

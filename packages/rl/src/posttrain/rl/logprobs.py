@@ -167,6 +167,21 @@ def completion_logps(
     return CompletionLogps(picked[0], entropies, aux_loss)
 
 
+def logp_gaps(found: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, half: bool) -> tuple[torch.Tensor, float]:
+    """How far log-probabilities of an engine are from those of the policy, and how far rounding may bring them.
+
+    Args:
+        found, sampled: (N, C) of the policy and of the engine, NaN where that is unknown. mask: (N, C) bool.
+        half: products are computed in fewer bits than those of float32.
+
+    Returns:
+        the largest gap of a token of each completion, (N,), and its limit.
+    """
+    gaps = (found - sampled).abs().masked_fill(~mask | sampled.isnan(), 0.0)
+    largest = float(found.masked_fill(~mask, 0.0).abs().max())
+    return gaps.amax(1), (5e-2 if half else 1e-4) * max(1.0, largest)
+
+
 def _from_logits(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
 ) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from posttrain.core.config import opt
 from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.advantages import total_rewards
 from posttrain.rl.judges import JudgeReward, PairwiseJudge
-from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.logprobs import CompletionLogps
 from posttrain.rl.rewards import Scores, functions_by_name
 from posttrain.rl.rollout import RolloutTrainer
 from posttrain.rl.rollout_config import RolloutConfig
@@ -158,10 +158,9 @@ class OnlineDPOTrainer(RolloutTrainer):
     #: The loss compares whole completions with the reference, and never with the policy that wrote them.
     needs_old_logps = False
 
-    def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
-        """As the base's, at temperature 1."""
-        router = training and bool(self.router_aux_loss_coef)
-        return completion_logps(model, batch, 1.0, with_entropy, router_logits=router)
+    @property
+    def logps_temperature(self) -> float:
+        return 1.0
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of its pair for each completion, (N, 1)."""

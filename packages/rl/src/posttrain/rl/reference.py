@@ -142,9 +142,11 @@ class AdapterReference:
         from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
         peft_model = wrapping.unwrap(policy)
-        active = peft_model.active_adapter
+        [active] = peft_model.active_adapters
         if ADAPTER not in peft_model.peft_config:
-            peft_model.add_adapter(ADAPTER, peft_model.peft_config[active])
+            frozen = copy.copy(peft_model.peft_config[active])
+            frozen.inference_mode = True  # some kinds have one trainable adapter at most
+            peft_model.add_adapter(ADAPTER, frozen)
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
@@ -154,7 +156,7 @@ class AdapterReference:
         """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
         peft_model = wrapping.unwrap(policy)
         # earlier versions made a copy of it, and their checkpoints hold its fingerprint
-        active = peft_model.active_adapter
+        [active] = peft_model.active_adapters
         copied = {
             name.replace(f".{active}", f".{ADAPTER}"): p
             for name, p in peft_model.named_parameters()
@@ -178,19 +180,19 @@ class AdapterReference:
                 with self.policy.disable_adapter():
                     yield self.policy
                 return
-            active, trained = self.policy.active_adapter, [(p, p.requires_grad) for p in self.policy.parameters()]
+            active, trained = self.policy.active_adapters, [(p, p.requires_grad) for p in self.policy.parameters()]
             self.policy.set_adapter(self.adapter)
             try:
                 yield self.policy
             finally:
-                self.policy.set_adapter(active)
+                _activate(self.policy, active)
                 for parameter, requires_grad in trained:  # peft freezes the adapter that is put aside
                     parameter.requires_grad_(requires_grad)
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
         """Copy the active adapter to the reference's; only for `alpha` = 1, see `sync_problem`."""
-        active, own = self.policy.active_adapter, dict(self.policy.named_parameters())
+        [active], own = self.policy.active_adapters, dict(self.policy.named_parameters())
         for name, parameter in self.weights().items():
             parameter.copy_(own[name.replace(f".{self.adapter}", f".{active}")])
 
@@ -208,6 +210,13 @@ class AdapterReference:
         """As `FrozenReference.load_state_dict`."""
         if self._earlier is None or state.get("fingerprint") != self._earlier:
             _restore(self.weights(), state, where)
+
+
+def _activate(policy: Any, adapters: list[str]) -> None:
+    """Make `adapters` of a peft model, which may be several, those that it computes with."""
+    policy.set_adapter(adapters[0])
+    if len(adapters) > 1:
+        policy.base_model.set_adapter(adapters)
 
 
 def changes_nothing(policy: nn.Module) -> bool:
@@ -268,13 +277,31 @@ def make_reference(
     if given is not None:
         blank_images.see_alike(given, policy)
         return FrozenReference(given, moves)
-    if wrapping.is_peft_model(policy):
+    if wrapping.is_peft_model(policy) and len(wrapping.unwrap(policy).active_adapters) == 1:
         if fresh_adapter and not moves:
             return AdapterReference(policy)
         if not moves and changes_nothing(policy):
             return AdapterReference.without_adapter(policy)
         return AdapterReference.copy_of(policy, moves)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
+
+
+def check_start(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, half: bool) -> None:
+    """Raise ValueError where a reference that is the policy's initial weights is not the policy before the first step.
+
+    Args:
+        policy, reference: (N, C) log-probabilities of tokens of completions. mask: (N, C) bool.
+        half: whether they are computed in 16 bits.
+    """
+    gap, scale = ((values * mask).sum(1).abs().max() for values in (policy - reference, policy))
+    if not gap <= (5e-2 if half else 1e-4) * max(float(scale), 1.0):
+        raise ValueError(
+            f"Before the first optimizer step, policy and reference already differ by up to {float(gap):.3g} in the "
+            "log-probability of a completion. The reference is the weights that the policy begins with: the model was "
+            "changed since the trainer was made, or its adapter changes it from the start, as PiSSA "
+            "(init_lora_weights) and prompt, prefix and p-tuning do. Set beta=0, or take an adapter that starts at "
+            "zero."
+        )
 
 
 def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:

@@ -182,7 +182,8 @@ class Rewards:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once = self.options.reward_concurrency
         waits = [background.is_async(function) for function in self.functions]
-        with ThreadPoolExecutor(max(sum(waits), 1)) as waiting, ThreadPoolExecutor(at_once) as working:
+        pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
+        with pool_of(max(sum(waits), 1)) as waiting, pool_of(at_once) as working:
             pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
             begun = [None if pool is None else pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
             # One at a time they run here, in the main thread, where signals and the debugger work.

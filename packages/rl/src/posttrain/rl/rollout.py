@@ -39,11 +39,11 @@ from posttrain.rl.advantages import equal_groups, total_rewards
 from posttrain.rl.asynchronous import Background, PerThread, Turns
 from posttrain.rl.environments import Environments, by_room, context_length, take_rollout
 from posttrain.rl.generation import Completions, Generator, Sampling
-from posttrain.rl.generation.engines import make_generator
+from posttrain.rl.generation.engines import cause_of_gap, folded, make_generator, settings_of
 from posttrain.rl.generation.protocol import has_own_weights, reads_images, session
-from posttrain.rl.generation.transformers import generation_config
+from posttrain.rl.generation.transformers import generation_config, is_float32
 from posttrain.rl.ledger import Ledger
-from posttrain.rl.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.logprobs import CompletionLogps, completion_logps, logp_gaps
 from posttrain.rl.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy import load_policy, router_coefficient
 from posttrain.rl.prompts import (
@@ -58,7 +58,14 @@ from posttrain.rl.prompts import (
     runs,
     with_room,
 )  # fmt: skip
-from posttrain.rl.reference import FrozenReference, MovableReference, SyncReference, make_reference, sync_problem
+from posttrain.rl.reference import (
+    FrozenReference,
+    MovableReference,
+    SyncReference,
+    check_start,
+    make_reference,
+    sync_problem,
+)
 from posttrain.rl.rewards import RewardModel, Rewards, Scores, functions_by_name, reward_functions, reward_problems
 from posttrain.rl.rollout_config import RolloutConfig
 from posttrain.rl.rollout_images import ImagePrompts, RolloutImages, can_see, pictured, refuse_images, same_images
@@ -121,6 +128,9 @@ class RolloutTrainer(Trainer):
     _synced_at: int | None  # the optimizer step whose weights the generator has
     _background: Background | None = None  # what samples while this trains
     _ledger: Ledger | None = None
+    _looked = True  # whether this run has compared the engine's log-probabilities with the policy's
+    _recomputes = False  # because they were others
+    _starts_at_reference = False  # what is left to be compared too
     _version = 0  # the optimizer step of the weights that the engine was sent last
 
     def __init__(
@@ -284,7 +294,8 @@ class RolloutTrainer(Trainer):
             done = self.dist.on_first(write) if self.dist.cp_size > 1 else write()
             for number, row in enumerate(rows):
                 sample = samples[row]
-                sample.ids, sample.finished, sample.is_exact = done.ids[number], done.finished[number], done.is_exact
+                sample.ids, sample.finished = done.ids[number], done.finished[number]
+                sample.is_exact = done.is_exact and sampling.temperature == self.logps_temperature
                 sample.logps = None if done.logps is None else done.logps[number]
                 sample.routes = None if done.routes is None else done.routes[number]
                 sample.versions = done.versions[number] if done.versions else [version] * len(sample.ids)
@@ -371,6 +382,7 @@ class RolloutTrainer(Trainer):
     ) -> TrainOutput:
         """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
         self._synced_at = None  # the weights may have changed since an evaluation
+        self._looked = self._recomputes = False
         self._background, self._ledger = self._new_background() if self.args.max_staleness else None, self._new_ledger()
         self.environments.overlaps = self._background is not None
         try:
@@ -513,8 +525,7 @@ class RolloutTrainer(Trainer):
         """Complete and score prompts; logs rewards, ``pass@k`` and the policy loss."""
         samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
         with self._weights_to_generate():
-            temperature = self.args.eval_temperature
-            self._sample(samples, self.temperature if temperature is None else temperature)
+            self._sample(samples, self.args.eval_temperature)
             # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
             models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
             with self.dist.gathered(*models):
@@ -535,6 +546,7 @@ class RolloutTrainer(Trainer):
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
         state = super().state_dict() | {"rollouts": self._num_rollouts, "dealt": self._how_dealt()}
         state["num_tokens"] = self._num_tokens
+        state |= {"recomputes": True} if self._recomputes else {}
         state |= {} if self._background is None else self._background.position()
         if self._rollout is not None and self._used < len(self._parts_of(self._rollout)) * self.num_iterations:
             state |= {"rollout": self._rollout.state_dict(), "used": self._used}
@@ -548,9 +560,9 @@ class RolloutTrainer(Trainer):
         self._forget_rollout()
         if self._ledger is not None:
             self._ledger.resumed(self.state.global_step, self.args.max_staleness)
-        self._num_tokens = state["num_tokens"]
-        self._num_rollouts = state["rollouts"]
-        if "rollout" in state and state["dealt"] == self._how_dealt():
+        self._num_tokens, self._recomputes = state["num_tokens"], state.get("recomputes", False)
+        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
+        if "rollout" in state and self._resumed_alike:
             self._rollout, self._used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(
@@ -645,15 +657,16 @@ class RolloutTrainer(Trainer):
         return Rollout.of(samples, self.args.mask_truncated_completions, self._image_token_id)
 
     def sampling(self, temperature: float | None = None) -> Sampling:
-        """How tokens are drawn."""
-        args = self.args
-        stop = (args.generation_kwargs or {}).get("stop") or (args.generation_kwargs or {}).get("stop_strings") or ()
+        """How tokens are drawn: as the arguments say, and ``generation_kwargs``, which replace them."""
+        args, settings = self.args, self.args.generation_kwargs or {}
+        stop = settings.get("stop") or settings.get("stop_strings") or ()
         own = getattr(getattr(wrapping.base_model(self.model), "generation_config", None), "eos_token_id", None)
-        ends = [*(own if isinstance(own, (list, tuple)) else [own]), self.codec.tokenizer.eos_token_id]
-        ends += self._ends_of_calls
-        return Sampling(
+        ends = [*_listed(own), self.codec.tokenizer.eos_token_id]
+        ends = _listed(settings.get("eos_token_id")) or ends
+        ends = [*ends, *_listed(settings.get("stop_token_ids")), *self._ends_of_calls]
+        sampling = Sampling(
             max_new_tokens=args.max_completion_length,
-            temperature=args.temperature if temperature is None else temperature,
+            temperature=self.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
             min_p=args.min_p,
@@ -662,11 +675,18 @@ class RolloutTrainer(Trainer):
             eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
             never=() if self.image_prompts is None else tuple(sorted(self.image_prompts.vision.placeholders)),
         )
+        sampling = folded(sampling, settings)
+        return sampling if temperature is None else replace(sampling, temperature=temperature)
+
+    @property
+    def logps_temperature(self) -> float:
+        """What logits are divided by in the loss: by default what they are in sampling."""
+        return self.temperature
 
     def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
         """Log-probabilities of the completions of a micro-batch."""
         router = training and bool(self.router_aux_loss_coef)
-        return completion_logps(model, batch, self.temperature, with_entropy, router_logits=router)
+        return completion_logps(model, batch, self.logps_temperature, with_entropy, router_logits=router)
 
     def _sample_and_score(self, batches: Iterator[list[dict[str, Any]]]) -> tuple[list[Sample], Scores] | None:
         found = self._next_scored(batches)
@@ -710,13 +730,13 @@ class RolloutTrainer(Trainer):
             samples, lost = self._begin(rows, number), None
             self._sync_weights()  # an engine that stays away ends the run
             try:
-                self._sample(samples, self.temperature)
+                self._sample(samples)
             except ConnectionError as error:
                 lost = error
             if not self._is_lost(lost):
                 return samples
         samples = self._begin(rows, number)
-        self._sample(samples, self.temperature)
+        self._sample(samples)
         return samples
 
     def _is_lost(self, error: BaseException | None) -> bool:
@@ -771,10 +791,10 @@ class RolloutTrainer(Trainer):
 
     def _sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         samples = self._begin(rows, number)
-        self._complete(samples, self.temperature)
+        self._complete(samples)
         return samples
 
-    def _sample(self, samples: list[Sample], temperature: float) -> None:
+    def _sample(self, samples: list[Sample], temperature: float | None = None) -> None:
         """Complete `samples`. Every process must call it, also one that has none."""
         with self._weights_to_generate():
             self._sync_weights()
@@ -790,7 +810,7 @@ class RolloutTrainer(Trainer):
             self.generator.sync_weights(self.model)
             self._synced_at = self._version = self.state.global_step
 
-    def _complete(self, samples: list[Sample], temperature: float) -> None:
+    def _complete(self, samples: list[Sample], temperature: float | None = None) -> None:
         with self._generating, session(self.generator), self.clock("generate"), self.compute_loss_context_manager():
             version = self._version
             if samples:
@@ -818,18 +838,26 @@ class RolloutTrainer(Trainer):
         return scores
 
     def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
-        sampled, exact = rollout.sampling_logps, all(sample.is_exact for sample in samples)
-        stale = rollout.versions is not None
-        exact = exact and sampled is not None and self.dist.precision == "no" and not stale
-        corrects = not exact and sampled is not None and self._corrects_engine
-        if stale and self._corrects_engine and not corrects:
+        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested).
+
+        At the first rollout of a run, what would be taken as given is recomputed and compared: the engine's
+        log-probabilities, and a reference that begins as the policy.
+        """
+        sampled, stale = rollout.sampling_logps, rollout.versions is not None
+        declared = all(sample.is_exact for sample in samples) and sampled is not None and self.dist.precision == "no"
+        exact = declared and not stale and not self._recomputes
+        corrects = not exact and sampled is not None and self._corrects_engine and not self._recomputes
+        if stale and self._corrects_engine and not corrects and not self._recomputes:
             raise ValueError(asynchronous.NO_LOGPS.format(type(self.generator).__name__))
-        by_entropy = self.top_entropy_quantile < 1
+        by_entropy, reads = self.top_entropy_quantile < 1, self.needs_old_logps or self.needs_kl_of_samples
+        first, self._looked = not self._looked, True
+        starts, self._starts_at_reference = first and self._starts_at_reference and self.state.global_step == 0, False
         old = sampled if exact else None
-        if by_entropy or corrects or (old is None and (self.needs_old_logps or self.needs_kl_of_samples)):
+        if by_entropy or corrects or starts or (reads and (first or old is None)):
             found = self._logps_of(self.model, rollout, with_entropy=by_entropy)
-            old = found[0]
+            if first and declared and self._misses(found[0], rollout):
+                exact = corrects = False
+            old = sampled if exact and not by_entropy else found[0]
             if by_entropy:
                 entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
                 mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
@@ -837,9 +865,29 @@ class RolloutTrainer(Trainer):
             if sampled is not None and corrects:
                 rollout = replace(rollout, correction=self._correction(old, sampled, rollout.loss_mask))
         rollout, kl = self.complete_rollout(rollout, samples), None
+        if starts and rollout.ref_logps is not None and rollout.routes is None:
+            half = self.dist.precision != "no" or not is_float32(self.model)
+            check_start(found[0], rollout.ref_logps, rollout.loss_mask, half)
         if self.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
             kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
         return replace(rollout, old_logps=old if self.needs_old_logps or corrects else None), kl
+
+    def _misses(self, found: torch.Tensor, rollout: Rollout) -> bool:
+        """Whether log-probabilities that an engine declared exact are not those `found`, in any process; then they are
+        recomputed from now on, with one warning.
+        """
+        sampled, mask, why = rollout.sampling_logps, rollout.loss_mask, None
+        same_weights = rollout.versions is None or bool((rollout.versions == self.state.global_step)[mask].all())
+        if sampled is not None and same_weights:
+            gaps, limit = logp_gaps(found, sampled, mask, bool(self.args.tf32))
+            if not gaps.max() <= limit:
+                why = f"they differ by {float(gaps.max()):.2g}, and rounding explains {limit:.2g}. "
+                why += cause_of_gap(self.model, settings_of(self.args), rollout.prompt_lengths, gaps > limit)
+        whys = [one for one in self.dist.gather_object(why) if one is not None]
+        self._recomputes = bool(whys)
+        if whys and self.dist.is_main:
+            logger.warning(NOT_THE_POLICYS, type(self.generator).__name__, whys[0])
+        return self._recomputes
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
@@ -965,6 +1013,7 @@ class RolloutTrainer(Trainer):
         if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
             raise ValueError(problem)
         reference = make_reference(self.model, given, fresh_adapter, moves=self.args.sync_ref_model)
+        self._starts_at_reference = given is None
         if isinstance(reference, FrozenReference):
             reference.place(self.dist)
         return reference
@@ -1052,8 +1101,7 @@ class RolloutTrainer(Trainer):
     @property
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
-        own = {k: v for k, v in (self.args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
-        return generation_config(self.sampling(), self.codec.tokenizer, own)
+        return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
 
     @property
     def layout(self) -> Layout:
@@ -1074,6 +1122,11 @@ class RolloutTrainer(Trainer):
         if not keep_count:
             self._num_rollouts = self._num_tokens = 0
 
+
+NOT_THE_POLICYS = (
+    "The log-probabilities that %s returned with its completions are not those of the policy: %s From now on the "
+    "trainer computes them itself, by one more forward of each rollout where the loss needs them."
+)
 
 Triple = tuple[Sample, torch.Tensor, torch.Tensor]
 """A sample, its rewards and which of them failed: (F,) each."""
@@ -1100,6 +1153,10 @@ def _turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
                 f"router_replay=True replays the experts chosen in sampling, and of the turns of {name} they are not "
                 "known; leave one of the two out"
             )
+
+
+def _listed(ids: Any) -> list[Any]:
+    return [*ids] if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:

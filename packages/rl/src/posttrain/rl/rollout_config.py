@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.config import JSONObject, Resolved, check_field, opt
 from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.core.old_names import Removed, Renamed
 from posttrain.rl.generation.continuous import sampling_problem
+from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
 from posttrain.rl.rewards import RewardArguments
 
@@ -60,7 +62,9 @@ class GenerationArguments:
     )
     repetition_penalty: float = opt(1.0, "Above 1 tokens that occurred before become less likely.", above=0)
     generation_kwargs: JSONObject = opt(
-        None, 'Further settings: "stop" strings, and fields of GenerationConfig for generation by transformers.'
+        None,
+        'Further settings: "stop" strings, arguments of sampling, which these replace, and fields of GenerationConfig '
+        "or of vLLM's SamplingParams.",
     )
     chat_template_kwargs: JSONObject = opt(None, "Variables given to the chat template.")
     generation_max_rows: int = opt(
@@ -145,8 +149,17 @@ class GenerationArguments:
                 isinstance(words, str) or all(isinstance(word, str) for word in _listed(words))
             ):
                 yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
+        asked, problems = copy.copy(self), []  # with the bounds of the arguments for the same
+        for name in sorted(FOLDED.keys() & settings.keys()):
+            if settings[name] is not None and (name, settings[name]) != ("top_k", -1):
+                setattr(asked, FOLDED[name], settings[name])
+                problems += check_field(asked, type(self).__dataclass_fields__[FOLDED[name]])
+        if self.use_transformers_continuous_batching and not problems and (problem := sampling_problem(asked)):
+            problems = [] if sampling_problem(self) else [problem]
+        yield from (f"generation_kwargs: {problem}" for problem in problems)
+        yield from refused(self) if settings else ()
         for name in [] if self.use_vllm else unknown_options(settings):
-            if name not in stop:
+            if name not in (*FOLDED, *ENDS, *REFUSED):
                 yield (
                     f"generation_kwargs: {name!r} is neither stop nor a field of GenerationConfig, and would have no "
                     "effect"

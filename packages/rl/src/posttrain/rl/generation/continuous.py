@@ -7,6 +7,7 @@ on a GPU.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from posttrain.core.models.varlen_attention import PREFIX
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, filters
-from posttrain.rl.generation.transformers import cut, evaluating, is_float32
+from posttrain.rl.generation.transformers import cut, evaluating, is_float32, rope_limit
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
@@ -32,17 +33,14 @@ class ContinuousGenerator:
     Args:
         tokenizer: decodes completions to search them for stop strings.
         settings: fields of `transformers.ContinuousBatchingConfig`, such as ``max_memory_percent`` or ``num_blocks``.
-        generation_kwargs: further fields of `transformers.GenerationConfig`.
     """
 
     shares_weights = True
 
-    def __init__(
-        self, tokenizer: Any, settings: dict[str, Any] | None = None, generation_kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, settings: dict[str, Any] | None = None) -> None:
         from transformers import ContinuousBatchingConfig
 
-        self.tokenizer, self.kwargs = tokenizer, dict(generation_kwargs or {})
+        self.tokenizer = tokenizer
         self.settings = {"return_logprobs": True} | (settings or {})
         try:
             ContinuousBatchingConfig(**self.settings)
@@ -70,11 +68,16 @@ class ContinuousGenerator:
             raise ValueError(problem)
         draws = sampling.temperature > 0
         copies = n if draws else 1
-        config = GenerationConfig(**self.kwargs | {
-            "max_new_tokens": sampling.max_new_tokens, "do_sample": draws, "num_return_sequences": copies,
-            "temperature": sampling.temperature if draws else 1.0, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
-        })  # fmt: skip
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=draws,
+            num_return_sequences=copies,
+            temperature=sampling.temperature if draws else 1.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            eos_token_id=list(sampling.eos_token_ids) or None,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
         model = self._model()
         base = base_model(model)
@@ -104,7 +107,8 @@ class ContinuousGenerator:
         if draws and not filters(sampling) and all(len(result.logprobs or ()) for result in results):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
             check_logps(logps)
-        return Completions(ids, logps, finished, is_exact=logps is not None and is_float32(model))
+        is_exact = logps is not None and is_float32(model) and rope_limit(model) == math.inf
+        return Completions(ids, logps, finished, is_exact)
 
     def _model(self) -> nn.Module:
         if self.model is None:

@@ -19,12 +19,10 @@ from torch import nn
 from posttrain.core.models.padding_masks import has_other_hooks
 from posttrain.core.models.varlen_attention import layer_window
 from posttrain.core.models.wrapping import base_model
+from posttrain.rl.generation.transformers import FIXED_ROPE
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
-
-#: Kinds of rotary embeddings whose angles hang on the position alone, and not on the length of the text.
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
 
@@ -221,8 +219,9 @@ def _can_be_read(linear: Any) -> bool:
     if plain is linear:
         return True
     names = getattr(linear, "active_adapters", ())
-    known = hasattr(linear, "get_delta_weight") and not getattr(linear, "lora_variant", {})
-    return known and not any(getattr(linear, "use_dora", {}).get(name) for name in names)
+    if not hasattr(linear, "lora_A") or getattr(linear, "lora_variant", {}) or any(linear.lora_bias.values()):
+        return False  # other tuners do not add to the weight, or add to the bias too
+    return not any(getattr(linear, "use_dora", {}).get(name) for name in names)
 
 
 def _weight(linear: Any) -> torch.Tensor:

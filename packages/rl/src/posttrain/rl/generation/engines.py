@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from posttrain.core.models.image_positions import ImageExample
+from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.protocol import Generator
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.protocol import Generator, Sampling
+from posttrain.rl.generation.transformers import TransformersGenerator, rope_limit
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +25,71 @@ OF_THE_SERVER = (
     "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
     "vllm_tensor_parallel_size",
 )  # fmt: skip
+
+#: What generation_kwargs say of `Sampling`, in the words of transformers and of vLLM, and the argument for the same.
+FOLDED = {
+    "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "temperature": "temperature",
+    "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty",
+}  # fmt: skip
+ENDS = ("stop", "stop_strings", "eos_token_id", "stop_token_ids")
+_NOTHING_READS = "nothing reads it; leave it out"
+_OURS = "tokens are drawn by posttrain's sampler, which has none; set top_p, top_k or min_p"
+#: What of generation_kwargs no engine can follow, and what to do instead.
+REFUSED = {
+    "max_length": "it counts the prompt too; set max_completion_length",
+    "n": "set num_generations", "num_return_sequences": "set num_generations", "best_of": "set num_generations",
+    "seed": "each completion has a seed of its own, made from the argument seed; leave it out",
+    "pad_token_id": "it is that of the tokenizer; leave it out",
+    "bos_token_id": _NOTHING_READS, "decoder_start_token_id": _NOTHING_READS, "renormalize_logits": _NOTHING_READS,
+    "output_attentions": _NOTHING_READS, "output_hidden_states": _NOTHING_READS, "output_scores": _NOTHING_READS,
+    "output_logits": _NOTHING_READS, "return_dict_in_generate": _NOTHING_READS, "logprobs": _NOTHING_READS,
+    "prompt_logprobs": _NOTHING_READS, "detokenize": _NOTHING_READS,
+    "typical_p": _OURS, "epsilon_cutoff": _OURS, "eta_cutoff": _OURS, "top_h": _OURS, "watermarking_config": _OURS,
+}  # fmt: skip
+
+
+def refused(args: Any) -> Iterator[str]:
+    """What of ``args.generation_kwargs`` the engine for `args` would not follow, as sentences."""
+    for name, value in settings_of(args).items():
+        if (why := REFUSED.get(name)) and value is not None:
+            yield f"generation_kwargs: {name}={value!r} is not taken: {why}"
+        elif args.use_transformers_continuous_batching:
+            yield (
+                f"generation_kwargs: {name!r} is not followed by transformers' continuous batching; leave it out, or "
+                "set use_transformers_continuous_batching=False"
+            )
+
+
+def folded(sampling: Sampling, settings: Mapping[str, Any]) -> Sampling:
+    """`sampling` with what `settings`, the generation_kwargs, say of it; of its ends, see `RolloutTrainer.sampling`."""
+    names = {name: "max_new_tokens" if name.startswith("max_") else name for name in FOLDED}
+    given = {names[name]: value for name, value in settings.items() if name in FOLDED and value is not None}
+    given |= {"top_k": max(given["top_k"], 0)} if "top_k" in given else {}  # -1 is vLLM's word for all
+    given |= {"temperature": 0.0} if settings.get("do_sample") is False else {}
+    return replace(sampling, **given)
+
+
+def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.Tensor, wrong: torch.Tensor) -> str:
+    """Why log-probabilities of an engine may not be those of `model`, as a sentence.
+
+    Args:
+        settings: of the engine. lengths: (N,) tokens of each prompt. wrong: (N,) whether those of its completion are.
+    """
+    config, short = getattr(base_model(model), "config", None), lengths < lengths.max()
+    if settings:
+        return f"The cause may be generation_kwargs, which change logits: {', '.join(sorted(settings))}."
+    if rope_limit(model) < math.inf:
+        return "The cause may be rotary embeddings whose angles depend on the length of the text."
+    if short.any() and wrong[short].any() and not wrong[~short].any():
+        return "The cause may be padding: completions of the longest prompts are right, and those of others are not."
+    if is_peft_model(model):
+        kinds = sorted(
+            {str(getattr(one.peft_type, "value", one.peft_type)) for one in unwrap(model).peft_config.values()}
+        )
+        return f"The cause may be the adapter ({', '.join(kinds)})."
+    if hasattr(config, "output_router_logits"):
+        return "The cause may be the routers, which choose other experts in sampling than in training."
+    return "The cause is the engine: report it with the model's name."
 
 
 def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = None) -> Generator:
@@ -32,13 +103,13 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
     Raises:
         ValueError: the chosen engine does not support another setting.
     """
-    settings = _settings(args)
+    settings = settings_of(args)
     if args.use_vllm:
         return _vllm(tokenizer, args, settings)
     if args.use_transformers_continuous_batching:
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
-        return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config, settings)
+        return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config)
     local: Generator = LocalGenerator(
         tokenizer, args.generation_max_rows, args.generation_cache_tokens, example, args.router_replay
     )
@@ -50,12 +121,13 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
 
 def shares_prompts(args: Any) -> bool:
     """Whether the engine for `args` is the local one, whose cache holds a prompt once for all its completions."""
-    others = args.use_vllm, args.use_transformers_continuous_batching, args.cache_implementation, _settings(args)
+    others = args.use_vllm, args.use_transformers_continuous_batching, args.cache_implementation, settings_of(args)
     return not any(others)
 
 
-def _settings(args: Any) -> dict[str, Any]:
-    return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in ("stop", "stop_strings")}
+def settings_of(args: Any) -> dict[str, Any]:
+    """The generation_kwargs of `args` that are for the engine, and not for `Sampling`."""
+    return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in (*FOLDED, *ENDS, "do_sample")}
 
 
 def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:

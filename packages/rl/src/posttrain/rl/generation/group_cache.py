@@ -111,6 +111,10 @@ class Decoding:
         return torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
 
 
+class HandsNothingOn(Exception):
+    """The layers of a model call their attention without the keyword arguments that the model was called with."""
+
+
 def _attention_function(
     module: PretrainedModel,
     query: torch.Tensor,
@@ -118,10 +122,12 @@ def _attention_function(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *args: Any,
-    decoding: Decoding,
+    decoding: Decoding | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each attention layer: (B, T, H, D) of (B, H, T, D) queries, keys and values."""
+    if decoding is None:
+        raise HandsNothingOn
     scaling = kwargs.get("scaling", args[0] if args else None)
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,16 @@ from posttrain.core.models.router_replay import Recorder
 from posttrain.core.models.varlen_attention import LAYER_TYPES, reading_problem
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
-from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, decoding_attention
+from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
-from posttrain.rl.generation.transformers import TransformersGenerator, ends_with_stop, evaluating, is_float32
+from posttrain.rl.generation.transformers import (
+    TransformersGenerator,
+    ends_with_stop,
+    evaluating,
+    is_float32,
+    rope_limit,
+)
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
@@ -97,6 +104,8 @@ class LocalGenerator:
         if not prompts:
             return Completions([], [], [])
         why = problem(self.model, None if images is None else self.example)
+        if why is None and max(map(len, prompts)) + sampling.max_new_tokens > (limit := rope_limit(self.model)):
+            why = f"in a text of more than {limit:,} tokens its rotary embeddings turn all tokens by other angles."
         if why is not None:
             if not self._told:
                 logger.info("Completions come from transformers' generate, which is slower: %s", why)
@@ -135,7 +144,7 @@ class _Run:
         self.prompts_read = _PromptsRead.of(model, prompts, images)
         self.shifts = self.prompts_read.shifts(n, self.device)
         self.decoding = Decoding(self.device, max_new=longest)
-        self.step = _step_of(model)
+        self.step, self.is_exact = _step_of(model), is_float32(model) and rope_limit(model) == math.inf
         self.routes: _Routes | None = None  # None: nobody wants them
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
@@ -154,7 +163,7 @@ class _Run:
         logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
         check_logps(logps)
         routes = None if self.routes is None else self.routes.of(self.lengths)
-        return Completions(ids, logps, self.finished, is_exact=is_float32(self.model), routes=routes)
+        return Completions(ids, logps, self.finished, self.is_exact, routes=routes)
 
     def _most(self, length: int, max_rows: int, max_tokens: int) -> int:
         """How many prompts of `length` tokens may be read now; 0 while too little of the room is free."""
@@ -407,6 +416,8 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) ->
                 if base.config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
                 found = _written(model, trial, device)
+    except HandsNothingOn:
+        return f"the layers of {name} do not hand on what the model is called with, such as a cache of another kind."
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
     finally:
@@ -430,13 +441,21 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
     tried = _HAVE_STEPS.setdefault(unwrap(model), {})
     if not tried.get(key, True):
         return None
-    step = DecoderStep.of(model)
-    if step is not None and key not in tried:
-        trial = _Trial.of(base_model(model))
-        gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
-        tried[key] = gap < _tolerance(parameter)
-        return step if tried[key] else None
-    return step
+    try:
+        step = DecoderStep.of(model)
+        if step is not None and key not in tried:
+            trial = _Trial.of(base_model(model))
+            gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
+            tried[key] = gap < _tolerance(parameter)
+    except Exception as error:  # its modules are called instead, which know what they hold
+        name = type(base_model(model)).__name__
+        logger.info(
+            "The modules of %s are called for each token, which is slower: its weights could not be read (%s).",
+            name,
+            error,
+        )
+        tried[key] = False
+    return step if tried.get(key) else None
 
 
 _HAVE_STEPS: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()

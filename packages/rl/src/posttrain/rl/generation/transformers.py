@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,8 +26,17 @@ STOP_WINDOW = 32
 """Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""
 
 
+FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of rotary embeddings whose angles hang on the position alone, and not on the length of the text."""
+CHANGE_NO_LOGITS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
+"""Fields of `transformers.GenerationConfig` that say how logits are computed, and do not change them."""
+
+
 class TransformersGenerator:
     """Calls ``model.generate`` with tokens drawn by our sampler, from one seed for each completion.
+
+    Prompts of different lengths are padded on the left, if a trial shows that `model` continues them as alone; if not,
+    those of one length are written together.
 
     Args:
         tokenizer: decodes completions to search them for stop strings; its padding token is used.
@@ -51,7 +63,7 @@ class TransformersGenerator:
         seeds: Sequence[int] | None = None,
         images: PromptImages | None = None,
     ) -> Completions:
-        """See `Generator.generate`. Prompts of different lengths are padded on the left.
+        """See `Generator.generate`.
 
         Args:
             images: those of the prompts.
@@ -60,23 +72,67 @@ class TransformersGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         if (model := self.model) is None:
             raise RuntimeError("There is no model yet: call sync_weights before generate.")
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        groups = [list(some) for _, some in itertools.groupby(order, key=lambda number: len(prompts[number]))]
+        if len(groups) > 1 and self._reads_padding(model):
+            groups = [list(range(len(prompts)))]
+        done: dict[int, tuple[list[int], list[float] | None, bool]] = {}
+        for numbers in groups:
+            rows = [number * n + copy for number in numbers for copy in range(n)]
+            found = self._write(model, prompts, rows, n, sampling, seeds, images)
+            done |= dict(zip(rows, found, strict=True))
+        ids, logps, finished = zip(*(done[row] for row in range(len(done))), strict=True)
+        known = [row for row in logps if row is not None]
+        check_logps(known)
+        is_exact = len(known) == len(ids) and is_float32(model) and rope_limit(model) == math.inf
+        return Completions([*ids], known if len(known) == len(ids) else None, [*finished], is_exact)
+
+    def _write(
+        self,
+        model: PretrainedModel,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        images: PromptImages | None = None,
+    ) -> list[tuple[list[int], list[float] | None, bool]]:
+        """Those of the `n` completions of each prompt with the numbers `rows`: ids, log-probabilities, finished."""
         device = next(model.parameters()).device
-        rows = [list(prompt) for prompt in prompts for _ in range(n)]
-        width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        drawing = _Drawing(sampling, uniforms(seeds, sampling.max_new_tokens).to(device, torch.float32), mask, width)
+        texts = [list(prompts[row // n]) for row in rows]
+        width, pad = max(map(len, texts)), self.tokenizer.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in texts], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in texts], device=device)
+        numbers = uniforms([seeds[row] for row in rows], sampling.max_new_tokens).to(device, torch.float32)
+        drawing = _Drawing(sampling, numbers, mask, width)
         inputs = {"input_ids": ids, "attention_mask": mask}
         more: dict[str, Any] = {}
         if images is not None:
-            more = images.inputs(ids.cpu(), mask.cpu(), [i for i in range(len(prompts)) for _ in range(n)])
+            more = images.inputs(ids.cpu(), mask.cpu(), [row // n for row in rows])
             inputs |= {name: tensor.to(device) for name, tensor in more["image_inputs"].items()}
-        with evaluating(model), features_once(model, more.get("image_copies"), inputs) as shown:
+        processed = not self.kwargs.keys() <= {*CHANGE_NO_LOGITS}
+        raw = base_model(model).register_forward_hook(drawing.look) if processed else contextlib.nullcontext()
+        with evaluating(model), raw, features_once(model, more.get("image_copies"), inputs) as shown:
             output = self._generate(model, shown, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
-        logps = drawing.logps_of(completions)
-        check_logps(logps or ())
-        return Completions(completions, logps, finished, is_exact=logps is not None and is_float32(model))
+        logps = drawing.logps_of(completions) or [None] * len(completions)
+        return list(zip(completions, logps, finished, strict=True))
+
+    def _reads_padding(self, model: PretrainedModel) -> bool:
+        """Whether a prompt that is padded on the left is continued as alone. Tried once for each model."""
+        if getattr(base_model(model).generate, "__module__", "") != "transformers.generation.utils":
+            return True  # a generate of the user's own, which returns no log-probabilities
+        if model not in _READ_PADDING:
+            size, greedy = base_model(model).config.get_text_config().vocab_size, Sampling(3, temperature=0)
+            some = [[(7 * i + 3) % size for i in range(9)], [(5 * i + 2) % size for i in range(4)]]
+            limit = 1e-4 if is_float32(model) else 5e-2
+            try:
+                padded, alone = (self._write(model, some, rows, 1, greedy, [0, 0])[-1] for rows in ((0, 1), (1,)))
+                gaps = [abs(a - b) for a, b in zip(padded[1] or (), alone[1] or (), strict=True)]
+                _READ_PADDING[model] = padded[0] == alone[0] and max(gaps, default=0.0) < limit
+            except Exception:  # any model may fail here, and a failure in earnest is raised without padding
+                _READ_PADDING[model] = False
+        return _READ_PADDING[model]
 
     def _generate(
         self, model: PretrainedModel, inputs: Mapping[str, torch.Tensor], sampling: Sampling, drawing: _Drawing
@@ -85,8 +141,8 @@ class TransformersGenerator:
 
         beams = self.kwargs.get("num_beams", 1) > 1
         drawn = _drawing_options(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
-        config = GenerationConfig(**drawn | {
-            "max_new_tokens": sampling.max_new_tokens, "use_cache": True,
+        config = GenerationConfig(**{"use_cache": True} | drawn | {
+            "max_new_tokens": sampling.max_new_tokens,
             "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
         })  # fmt: skip
         stopping = StoppingCriteriaList(
@@ -104,6 +160,9 @@ class TransformersGenerator:
             )
         finally:
             base.generation_config = own
+
+
+_READ_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def generation_config(sampling: Sampling, tokenizer: Any, more: dict[str, Any]) -> GenerationConfig:
@@ -131,11 +190,19 @@ class _Drawing:
     def __init__(self, sampling: Sampling, numbers: torch.Tensor, mask: torch.Tensor, width: int) -> None:
         self.sampling, self.numbers, self.mask, self.width = sampling, numbers, mask, width
         self.logps: list[torch.Tensor] = []
+        self.raw: torch.Tensor | None = None  # logits as the model gave them, where other processors come before this
+
+    def look(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook behind the model's forward. A processor may call the model again, which is not looked at."""
+        self.raw = output.logits[:, -1] if self.raw is None else self.raw
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         step = input_ids.shape[1] - self.width
         seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
         tokens, logps = sample(scores, self.numbers[:, step], self.sampling, seen)
+        if self.raw is not None:
+            raw, self.raw = self.raw.float() / (self.sampling.temperature or 1), None
+            logps = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1)
         self.logps.append(logps)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(1), 0.0)
 
@@ -208,3 +275,20 @@ def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> boo
 def is_float32(model: nn.Module) -> bool:
     """Whether `model` computes in float32 at least."""
     return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+
+
+def rope_limit(model: nn.Module) -> float:
+    """Tokens of a text up to which the rotary embeddings of `model` turn each by its position alone: infinity, unless
+    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
+    """
+    limit = math.inf
+    for module in model.modules():
+        kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)
+        if {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
+            continue
+        own = getattr(config, "rope_parameters", None) or {}
+        parts = [own, *(part for part in own.values() if isinstance(part, dict))]
+        lengths = [part.get("original_max_position_embeddings") for part in parts]
+        lengths.append(getattr(config, "max_position_embeddings", 0))
+        limit = min(limit, *(length for length in lengths if length is not None))
+    return limit

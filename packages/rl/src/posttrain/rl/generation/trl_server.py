@@ -18,7 +18,7 @@ from posttrain.core.errors import require
 from posttrain.rl.generation.protocol import NO_IMAGES, Pictured, Prompt, Sampling
 from posttrain.rl.generation.server import RETRIES, Refused, Server
 from posttrain.rl.generation.transformers import ends_with_stop
-from posttrain.rl.generation.weights import Weights, Written
+from posttrain.rl.generation.weights import PROBE, Weights, Written
 
 UNPROCESSABLE = 422
 
@@ -71,13 +71,14 @@ class TrlServer:
         plain = [list(prompt) for prompt in prompts if not isinstance(prompt, Pictured)]
         if len(plain) < len(prompts):
             raise ValueError(NO_IMAGES.format(self.server.url))
+        regex, options = (None, {}) if sampling is PROBE else (self.regex, self.options)
         request = {
             "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
             "repetition_penalty": sampling.repetition_penalty,
             # the new and the old name
-            "structured_outputs_regex": self.regex, "guided_decoding_regex": self.regex,
-            "generation_kwargs": self.options | {
+            "structured_outputs_regex": regex, "guided_decoding_regex": regex,
+            "generation_kwargs": options | {
                 "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop),
                 "stop_token_ids": list(sampling.eos_token_ids),
                 "include_stop_str_in_output": True,

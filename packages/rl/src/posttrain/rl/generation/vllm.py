@@ -197,7 +197,8 @@ class VLLMServerGenerator:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`. Log-probabilities are returned if only the temperature changes them.
+        """See `Generator.generate`. Log-probabilities are returned if only the temperature changes them, and no
+        further options do.
 
         The completions of a prompt are one request, and their seeds count up from that of the first.
 
@@ -207,7 +208,7 @@ class VLLMServerGenerator:
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._dialect.write(prompts, n, sampling, seeds)
-        plain = not prefers_probable(sampling) if self._scaled else sampling.temperature == 1
+        plain = not (prefers_probable(sampling) or self.options) if self._scaled else sampling.temperature == 1
         found = completions(done, with_logps=plain)
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)
@@ -385,7 +386,8 @@ class VLLMServers:
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
         assert not isinstance(prompt, Pictured)  # whose server answers, or refuses it
-        choices = server.call("/v1/completions", self.options | {
+        options = {} if sampling is PROBE else self.options
+        choices = server.call("/v1/completions", options | {
             "model": self.names[server.url], "prompt": list(prompt), "n": n, "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
@@ -403,7 +405,7 @@ class VLLMServers:
     ) -> list[Written]:
         """As `_ask`, by the interface that says which weights wrote each token."""
         answer = server.call("/inference/v1/generate", _shown(prompt) | {
-            "model": self.names[server.url], "sampling_params": self.options | {
+            "model": self.names[server.url], "sampling_params": ({} if sampling is PROBE else self.options) | {
                 "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
                 "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0,
                 "repetition_penalty": sampling.repetition_penalty, "stop": list(sampling.stop),

@@ -120,7 +120,7 @@ class VLLMColocatedGenerator:
     ) -> Completions:
         """See `Generator.generate`.
 
-        Log-probabilities are returned if only the temperature changes them.
+        Log-probabilities are returned if only the temperature changes them, and no further options do.
         """
         if not self._in_session:
             with self.session():
@@ -129,7 +129,7 @@ class VLLMColocatedGenerator:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         rows = [prompt for prompt in prompts for _ in range(n)]
         done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
-        return completions(done, with_logps=not prefers_probable(sampling))
+        return completions(done, with_logps=not (prefers_probable(sampling) or self.options))
 
     def _start(self, model: nn.Module) -> Any:
         vllm = require("vllm", "vllm", "use_vllm=True")
@@ -228,7 +228,7 @@ class VLLMColocatedGenerator:
             "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
             "include_stop_str_in_output": True, "logprobs": 0, "seed": request.seed % 2**63,
             "logit_bias": never(sampling),
-        } | self.options  # fmt: skip
+        } | ({} if sampling is PROBE else self.options)  # fmt: skip
         if isinstance(wanted := usual.get("structured_outputs"), dict):
             from vllm.sampling_params import StructuredOutputsParams
 
