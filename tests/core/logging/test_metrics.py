@@ -112,6 +112,11 @@ def test_the_peak_of_a_device_is_known_by_its_name_and_for_16_bits_alone(monkeyp
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA A40", 150e12),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("AMD Instinct MI250X", 191.5e12),
         ("X1", None),
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -7,6 +7,8 @@ import types
 import pytest
 import torch
 
+from posttrain.core.checkpoint import weights
+from posttrain.core.errors import CheckpointError
 from posttrain.core.models import adapters, arguments, gradient_checkpointing, lm_head, loading, quantization
 from tests import tiny
 from tests.core.models.gradients import LORA, batch, gradients
@@ -42,6 +44,41 @@ def test_the_adapter_that_a_script_has_put_on_itself_is_trained(config):
     with pytest.warns(UserWarning, match="already has the adapter"):
         assert adapters.add_adapter(model, config or given) is model
     assert list(model.peft_config) == ["default"]
+
+
+def test_the_folder_of_an_adapter_is_trained_as_the_adapter_that_it_is(tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path / "base")
+    ids, _ = batch()
+    given = peft.get_peft_model(loading.load_causal_lm(tmp_path / "base"), peft.LoraConfig(**LORA))
+    with torch.no_grad():
+        for name, parameter in given.named_parameters():
+            parameter.add_(torch.randn_like(parameter) if "lora_B" in name else 0)
+    given.save_pretrained(tmp_path / "adapter")
+    loaded = loading.load_causal_lm(tmp_path / "adapter")
+    torch.testing.assert_close(loaded(input_ids=ids).logits, given(input_ids=ids).logits)
+    trained = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+    assert trained and trained == {name for name, parameter in given.named_parameters() if parameter.requires_grad}
+    adapters.check_trainable(loaded)
+    with pytest.raises(ValueError, match="would add another"):
+        adapters.add_adapter(loaded, peft.LoraConfig(**LORA | {"r": 3}))
+    from transformers import AutoModelForCausalLM
+
+    inside = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # transformers puts it into the layers
+    with pytest.raises(ValueError, match="folder by name"):
+        adapters.add_adapter(inside, peft.LoraConfig(**LORA))
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match="does not name the base"):
+        loading.load_causal_lm(tmp_path / "adapter")
+
+
+def test_what_is_trained_and_not_written_with_the_adapter_is_noticed(tmp_path):
+    config = peft.LoraConfig(**LORA, modules_to_save=["lm_head"])
+    model = adapters.add_adapter(tiny.causal_lm(), config)
+    model.save_pretrained(tmp_path)
+    weights.check_adapters(model, tmp_path)
+    next(p for name, p in model.named_parameters() if name.endswith("norm.weight")).requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"outside of the adapter: .*norm.weight"):
+        weights.check_adapters(model, tmp_path)
 
 
 def test_a_quantized_base_needs_an_adapter_which_is_bfloat16():

@@ -203,7 +203,7 @@ def test_flex_attention_is_given_the_rule_of_the_segments(segments, rule, monkey
 
     monkeypatch.setattr(varlen_attention, "_flex_attention", lambda kind: flex_attention)  # not compiled
     window, softcap = rule.get("window"), rule.get("softcap")
-    found = varlen_attention._on_cuda(*heads_of(segments), segments, 0.3, window, softcap)
+    found = varlen_attention._on_gpu(*heads_of(segments), segments, 0.3, window, softcap)
     expected = by_definition(*heads_of(segments), segments.dense_mask(window), 0.3, softcap)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -276,7 +276,7 @@ def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     window, softcap = rule.get("window"), rule.get("softcap")
     inputs = heads_of(segments, torch.bfloat16)
-    found = varlen_attention._on_cuda(*inputs, segments, 0.3, window, softcap)
+    found = varlen_attention._on_gpu(*inputs, segments, 0.3, window, softcap)
     expected = by_definition(*(tensor.float() for tensor in inputs), segments.dense_mask(window), 0.3, softcap)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)

@@ -86,6 +86,8 @@ def skip_without_library(name):
     for part, module in NEEDS.items():
         if part in name and importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
+    for problem in builder.package_problems(Arguments(optim=name)):
+        pytest.skip(str(problem))
 
 
 # ------------------------------------------------------------------------------------------------------ every optimizer

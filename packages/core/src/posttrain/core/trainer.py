@@ -999,7 +999,7 @@ class Trainer(HFCompat):
         if args.use_liger_kernel and (why_not := liger.apply_liger(model, args.liger_kernel_config)):
             logger.warning("use_liger_kernel: %s", why_not)
         if args.fp8:
-            float8.use_float8(model)
+            float8.use_float8(model, compiled=args.torch_compile)
         return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
 
     def _compiled(self) -> contextlib.AbstractContextManager:

@@ -221,14 +221,14 @@ class KTOTrainer(PreferenceTrainer):
         Args:
             everywhere: over all processes, which must all call.
         """
-        total = torch.zeros(2, dtype=torch.float64, device=self.dist.device)
+        total = torch.zeros(2, device=self.dist.device)  # float32: MPS has no float64
         if self.needs_kl:
             for inputs in window:
                 inputs = self.prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
                     ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
                 if not pipeline.is_filler(inputs):
-                    total += torch.stack([ratio.double().sum(), normalization.scalar(len(ratio), ratio.device)])
+                    total += torch.stack([ratio.float().sum(), normalization.scalar(len(ratio), ratio.device)])
         total = self.dist.sum(total) if everywhere else total
         return (total[0] / total[1].clamp_min(1)).clamp_min(0).float()
 

@@ -142,7 +142,9 @@ class PreferenceTrainer(Trainer):
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
         if self.needs_reference:
-            self._set_reference(ref_model, fresh_adapter=peft_config is not None)
+            self._set_reference(
+                ref_model, fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model)
+            )
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train")
         if eval_dataset is not None:

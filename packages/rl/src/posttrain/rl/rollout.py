@@ -28,7 +28,7 @@ from posttrain.core.errors import DataError, checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
-from posttrain.core.models import router_replay, varlen_attention, wrapping
+from posttrain.core.models import loading, router_replay, varlen_attention, wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
@@ -223,7 +223,7 @@ class RolloutTrainer(Trainer):
         self.generator = generator or make_generator(tokenizer, args, example)
         if args.max_staleness and (problem := asynchronous.engine_problem(self.generator)):
             raise ValueError(problem)
-        self.reference = self._make_reference(fresh_adapter=peft_config is not None)
+        self.reference = self._make_reference(peft_config is not None and not loading.is_adapter(parts.model))
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if self.reference is not None and args.sync_ref_model:
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))

@@ -25,7 +25,7 @@ from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation.predict_with_generate import GeneratesText
 from posttrain.core.losses import normalization
 from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
-from posttrain.core.models import adapters, flash_attention, lm_head, loading, varlen_attention
+from posttrain.core.models import adapters, document_positions, flash_attention, lm_head, loading, varlen_attention
 from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
@@ -158,8 +158,11 @@ class SFTTrainer(GeneratesText, Trainer):
         if problem := flash_attention.precision_problem(self.model, self.dist.precision):
             raise ValueError(problem)
         self._reads_segments = self._enable_segments()
-        if (args.packing or args.eval_packing or args.padding_free) and not self._reads_segments:
-            self._refuse_leaks()
+        if args.packing or args.eval_packing or args.padding_free:
+            if problem := document_positions.packing_problem(self.model, args.max_length):
+                raise ValueError(problem)
+            if not self._reads_segments:
+                self._refuse_leaks()
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
         if eval_dataset is not None:
@@ -317,7 +320,7 @@ class SFTTrainer(GeneratesText, Trainer):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
-        if self.dist.device.type not in ("cpu", "cuda") or self.args.torch_compile:
+        if self.dist.device.type not in ("cpu", "cuda", "xpu", "mps") or self.args.torch_compile:
             return False
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")

@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
@@ -236,7 +236,7 @@ def check_indices(folder: str | Path) -> None:
     Raises:
         CheckpointError: as `files_of_index`.
     """
-    for index in sorted(Path(folder).glob("*.index.json")):
+    for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
 
 
@@ -325,6 +325,9 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
     """
     from peft.utils import get_peft_model_state_dict
 
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Without values: of split matrices peft would gather them, and this process is here alone.
+    empty = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
     for adapter in getattr(model, "peft_config", ()):
         file = next(
             (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
@@ -333,9 +336,9 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
             raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
         saved = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False)
-        # Without values: of split matrices peft would gather them, and this process is here alone.
-        described = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
-        described = get_peft_model_state_dict(model, described, adapter_name=adapter, save_embedding_layers=False)
+        described = get_peft_model_state_dict(model, empty, adapter_name=adapter, save_embedding_layers=False)
+        written = {id(tensor) for tensor in described.values()}
+        trained -= {name for name in trained if name in saved or id(empty.get(name)) in written}
         shapes = {name: tensor.shape for name, tensor in described.items()}
         wrong = [
             name
@@ -348,3 +351,8 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
             raise CheckpointError(
                 f"{file} does not hold what the adapter {adapter!r} holds in memory: {wrong[:5]} ({len(wrong)} in all)."
             )
+    if lost := [] if has_virtual_tokens(model) else sorted(trained):
+        raise CheckpointError(
+            f"{directory} lacks what is trained outside of the adapter: {lost[:5]} ({len(lost)} in all). peft writes "
+            "the adapter alone: freeze these, or name their modules in modules_to_save of its config."
+        )

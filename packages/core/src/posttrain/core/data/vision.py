@@ -257,6 +257,12 @@ class VisionProcessor:
             )
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise DataError(f"the processor refused the images ({type(error).__name__}: {error})") from error
+        if "text_replacement_offsets" not in found:
+            raise ValueError(
+                f"{type(self.processor).__name__} does not report which text it puts in the place of an image "
+                "(return_text_replacement_offsets), so labels cannot be set for rows with images. Train a model whose "
+                "processor reports it, such as Idefics3, or leave the images out."
+            )
         ids, [offsets] = found["input_ids"][0], found["text_replacement_offsets"]
         kinds = {}
         for name in self.token_inputs:

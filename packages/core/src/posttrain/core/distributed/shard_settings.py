@@ -25,7 +25,7 @@ class Sharding:
         wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
         layer_classes: names of the classes that are layers; empty: those the model names itself.
         state_dict_type: the main process writes "full" checkpoints, all processes write "sharded" ones.
-        replicas: groups of processes that each hold the whole model; 0: one for each machine.
+        replicas: groups of processes that each hold the whole model; 0: by `shards`, or one for each machine.
         shards: processes of such a group; 0: all.
         param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
     """
@@ -95,6 +95,14 @@ def read(
             settings = _with(settings, name, value)
         except (ValueError, TypeError) as error:
             problems.append(f"fsdp_config[{name!r}]={value!r}: {error}")
+    if (replicas := sizes.get("dp_replicate_size", 1)) > 1:
+        settings = replace(settings, replicas=replicas)
+    elif not settings.replicas and isinstance(parallelism, dict) and parallelism.get("dp_replicate_size") == 1:
+        # ParallelismConfig and accelerate launch (as text) have 1 where nobody set it.
+        problems.append(
+            "fsdp='hybrid_shard' keeps several copies of the model, and dp_replicate_size=1 is one; set fsdp="
+            "'full_shard', or leave dp_replicate_size out"
+        )
     if settings.wrap == "size" and not settings.min_num_params:
         problems.append("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params, the size of a unit")
     return settings, problems

@@ -75,6 +75,8 @@ def make_mesh(
 
     settings, groups = settings or Sharding(), world_size // tp
     replicas = settings.replicas or max(world_size // max(local_world_size, tp), 1)
+    if not settings.replicas and settings.shards > 1:
+        replicas = max(groups // (settings.shards * cp), 1)
     if world_size % tp or groups % replicas or settings.shards * cp not in (0, groups // replicas):
         raise ValueError(
             f"{world_size} processes are not dp_replicate_size={replicas} groups of "

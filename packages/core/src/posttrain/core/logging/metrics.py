@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -176,7 +177,7 @@ PEAK_FLOPS = {
     "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
     "A100": 312e12, "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12,
     "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-    "MI300X": 1307e12, "MI250X": 383e12,
+    "MI300X": 1307e12, "MI250X": 191.5e12,  # a device is one of its two dies
 }  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 
 class Clock:

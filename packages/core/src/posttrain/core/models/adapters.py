@@ -46,6 +46,12 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             )
         warnings.warn("The model already has the adapter that peft_config describes: it is trained.", stacklevel=3)
         return model
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "The model was loaded with an adapter in its layers, which would be trained and not saved beside that of "
+            "peft_config. Give the trainer the adapter's folder by name, or PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True), and leave out peft_config."
+        )
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
     parts.tell_adapted(adapted)

@@ -17,6 +17,7 @@ from posttrain.core.models.quantization import BITS
 from posttrain.core.old_names import AnswersToOldNames
 
 #: What torch.compile takes as `mode`.
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -41,7 +42,7 @@ class ModelSideArguments:
         False, "Compile the model's layers with torch.compile; setting a backend or a mode implies it."
     )
     torch_compile_backend: str | None = opt(None, "Backend of torch.compile; None takes inductor.")
-    torch_compile_mode: str | None = opt(None, "Mode of torch.compile, such as reduce-overhead or max-autotune.")
+    torch_compile_mode: str | None = opt(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
     use_liger_kernel: bool = opt(
         False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
     )
@@ -109,6 +110,12 @@ class ModelSideArguments:
                 yield f"torch_compile_backend={self.torch_compile_backend!r} is not one of {', '.join(known)}{near}"
 
     def _preflight(self) -> Iterator[str | Exception]:
+        if self.torch_compile_mode in CUDA_GRAPHS and torch.cuda.is_available():
+            yield (
+                f"torch_compile_mode={self.torch_compile_mode!r} records CUDA graphs, one for each shape and layer, "
+                "and the shapes of batches change here; this has not run on a GPU. Set "
+                "torch_compile_mode='max-autotune-no-cudagraphs', or leave it out"
+            )
         if self.use_liger_kernel and (error := missing("liger_kernel", "liger-kernel", "use_liger_kernel=True")):
             yield ImportError(
                 f"{error}; or leave use_liger_kernel out: SFT, preference training, GRPO and seq2seq compute their "

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from posttrain.core.data.segments import Segments
 
@@ -88,6 +87,8 @@ def piece_by_piece(
         keys, values = (torch.cat([tensor[:, :, a:b] for a, b in seen], 2) for tensor in (key, value))
         mask: Any = None
         if before and window is None and query.is_cuda and not softcap and sinks is None:
+            from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo: a second
+
             mask = causal_lower_right(length, before + length)  # the kernels know it without building it
         elif before or window is not None:
             position = torch.arange(before + length, device=query.device)

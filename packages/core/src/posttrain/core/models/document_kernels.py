@@ -18,16 +18,23 @@ Kernel = Callable[..., torch.Tensor]
 def document_kernel(with_softcap: bool) -> Kernel | None:
     """(N, H, D) queries, (N, G, D) keys and values, the borders of documents, the longest, scale, window and softcap ->
     (N, H, D). flash-attn's where it is installed; else torch's, which knows no softcap; None where neither is there."""
-    return _choose(with_softcap, "flash_attn" in sys.modules)
+    return _choose(with_softcap, _has_flash_attn())
 
 
 @functools.cache
-def _choose(with_softcap: bool, is_loaded: bool) -> Kernel | None:
-    if is_loaded or importlib.util.find_spec("flash_attn") is not None:
+def _choose(with_softcap: bool, has_flash_attn: bool) -> Kernel | None:
+    if has_flash_attn:
         return _by_flash_attn
     if with_softcap or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     return _by_torch if torch.cuda.get_device_capability() >= (8, 0) else None
+
+
+def _has_flash_attn() -> bool:
+    if (loaded := sys.modules.get("flash_attn")) is not None:
+        return "flash_attn_varlen_func" in vars(loaded)
+    spec = importlib.util.find_spec("flash_attn")
+    return spec is not None and spec.origin is not None  # flash-attn-4 alone is a folder without a file of its own
 
 
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:

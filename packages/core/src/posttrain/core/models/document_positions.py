@@ -1,4 +1,4 @@
-"""Positions of the documents of packed rows, also where those of images have several axes."""
+"""Positions of the documents of packed rows, also where those of images have several axes, and how long they may be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from posttrain.core.models.image_positions import ImagePositions, SeenPrompt
+from posttrain.core.models.wrapping import base_model
 
 
 class DocumentPositions:
@@ -26,3 +27,26 @@ class DocumentPositions:
         """(dimensions, T) positions of the T tokens of `document`, from 0 on."""
         plain = torch.arange(len(document.ids))[None]
         return plain if self._axes is None else torch.cat([plain, self._axes(document)[:, :-1]])
+
+
+def packing_problem(model: nn.Module, max_length: int | None) -> str | None:
+    """Why documents of up to `max_length` tokens (None: any number) cannot share a row, as a sentence, or None.
+
+    RoPE of the types longrope and dynamic takes its frequencies by the longest document of a batch, for all of them.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config()
+    found = getattr(config, "rope_parameters", None) or {}
+    rules = [found] if "rope_type" in found else [rule for rule in found.values() if isinstance(rule, dict)]
+    limits = {
+        "longrope": lambda rule: rule["original_max_position_embeddings"],
+        "dynamic": lambda rule: config.max_position_embeddings,
+    }
+    for rule in rules:
+        if (kind := rule.get("rope_type")) in limits and (max_length is None or max_length > limits[kind](rule)):
+            return (
+                f"The RoPE of {type(base).__name__} is {kind}: one document of more than {limits[kind](rule)} tokens "
+                "changes the frequencies, and so the logits, of all documents in its row. Set max_length="
+                f"{limits[kind](rule)} in place of {max_length}, or packing=False and padding_free=False."
+            )
+    return None

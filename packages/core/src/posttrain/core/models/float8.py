@@ -36,14 +36,20 @@ def problem(use_cpu: bool) -> str | None:
     return None
 
 
-def use_float8(model: nn.Module, emulate: bool = False) -> int:
+def use_float8(model: nn.Module, emulate: bool = False, compiled: bool = True) -> int:
     """Let the linear layers of `model` multiply in float8, but for its head and for adapters; how many do.
 
     May be called again. Parameters stay the same objects under the same names.
 
     Args:
         emulate: compute the same numbers in float32, on any device: for tests.
+        compiled: whether the layers will be compiled; without it, a warning.
     """
+    if not compiled:
+        logger.warning(
+            "fp8=True without torch_compile=True rounds in kernels of their own, which usually costs more time than "
+            "float8 saves. Set torch_compile=True too."
+        )
     torchao = require("torchao.float8", PACKAGE, why="fp8=True")
     head = output_embedding(base_model(model))
 

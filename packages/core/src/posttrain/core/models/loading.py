@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint.weights import check_indices
-from posttrain.core.errors import MissingModelError, did_you_mean, missing
+from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
 from posttrain.core.models.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
 from posttrain.core.models.wrapping import base_model, unwrap
 
+ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -48,12 +49,14 @@ def load_causal_lm(
             by one.
         auto_class: the class to load with, or its name in transformers.
 
+    The folder of an adapter gives a `peft.PeftModel` of it on its base, and the adapter is trained.
+
     A vision-language model is loaded whole for rows of text alone, also where transformers has a class for its text
     part: what is saved is the same kind of model, with all of its parts.
 
     Raises:
         MissingModelError: there is no such folder, and the Hub gave nothing under that name.
-        CheckpointError: an index in the folder names files outside of it.
+        CheckpointError: an index in the folder names files outside of it, or an adapter does not name its base.
         ValueError: `auto_class` sees images, and the model reads text alone.
     """
     import transformers
@@ -64,7 +67,12 @@ def load_causal_lm(
     kwargs |= quantization_kwargs(kwargs, quantization_config)
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
-    check_indices(path)
+    check_indices(os.path.join(path, kwargs.get("subfolder") or ""))
+    if is_adapter(path):
+        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
+        base = _base_of_adapter(path)
+        model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
+        return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     with explain_missing(path, "model"):
         name = auto_class
         if auto_class in (READING[0], SEEING[0]):
@@ -96,17 +104,26 @@ def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:
 
 
 def _config(path: str, kwargs: dict[str, Any]) -> Any:
-    """The config of the model at `path`, or of the one that an adapter there belongs to; None where transformers reads
-    none, which loading then explains.
-    """
-    adapter = os.path.join(path, "adapter_config.json")
-    if os.path.isfile(adapter):
-        with open(adapter, encoding="utf-8") as file:
-            path = json.load(file).get("base_model_name_or_path") or path
+    """The config of the model at `path`; None where transformers reads none, which loading then explains."""
     try:
         return config_of(path, kwargs)
     except (OSError, ValueError):
         return None
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether `model` is the folder of an adapter."""
+    return isinstance(model, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(model), ADAPTER_CONFIG))
+
+
+def _base_of_adapter(folder: str) -> str:
+    with open(os.path.join(folder, ADAPTER_CONFIG), encoding="utf-8") as file:
+        if base := json.load(file).get("base_model_name_or_path"):
+            return base
+    raise CheckpointError(
+        f"{os.path.join(folder, ADAPTER_CONFIG)} does not name the base of the adapter (base_model_name_or_path). "
+        "Write it there, or pass PeftModel.from_pretrained(base, folder, is_trainable=True)."
+    )
 
 
 def config_of(name_or_path: str | os.PathLike[str], kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
@@ -198,7 +215,7 @@ def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = Tr
     path = os.fspath(name_or_path)
     if _looks_local(path) and not os.path.exists(path):
         return MissingModelError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
-    configs = ("config.json", "adapter_config.json", "params.json")
+    configs = ("config.json", ADAPTER_CONFIG, "params.json")
     if needs_config and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in configs):
         found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
         return MissingModelError(

@@ -207,6 +207,8 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
             sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
             packed = torch.cat([line[:size] for line, size in zip(alone, sizes, strict=True)])
             documents = _logits_of(model, {"input_ids": packed[None]}, Segments.documents(sizes)).float().split(sizes)
+    except ImportError:
+        raise  # a package of the kernels is broken, which is no property of the model
     except Exception as error:  # any model may fail here, and is then trained without segments
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
@@ -339,8 +341,8 @@ def segment_attention(
     with torch.autocast(device, enabled=False):
         if sinks is not None or dropout:
             return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
-        if device == "cuda":
-            return _on_cuda(query, key, value, segments, scale, window, softcap)
+        if device != "cpu":
+            return _on_gpu(query, key, value, segments, scale, window, softcap)
         if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
             if (tiles := tiles_of(segments)) is not None:
                 return _by_tiles(query, key, value, tiles, scale)
@@ -398,10 +400,10 @@ def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def _on_cuda(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
+def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
     """Documents in 16 bits by flash-attn or torch's own kernel, all else by flex attention. Not yet run on a GPU."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if half and max(segments.parents) < 0 and (kernel := document_kernel(bool(softcap))) is not None:
+    if half and query.is_cuda and max(segments.parents) < 0 and (kernel := document_kernel(bool(softcap))) is not None:
         bounds, longest = bounds_of(segments, query.device), max(segments.lengths)
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)

@@ -28,6 +28,7 @@ from posttrain.core.optim.by_name import (
     Factory,
     package_of,
     plain,
+    stable_adamw_problem,
 )
 from posttrain.core.optim.layerwise import Layerwise
 
@@ -87,12 +88,14 @@ class OptimizerArguments:
                 )
 
 
-def package_problems(args: Any) -> Iterator[ImportError]:
-    """Problem: the package of the optimizer ``args.optim`` is not installed."""
+def package_problems(args: Any) -> Iterator[ImportError | str]:
+    """Problem: the package of the optimizer ``args.optim`` is not installed, or does not work here."""
     name = plain(args.optim)
     if (needs := package_of(name)) is not None:
         if error := missing(*needs, why=f"optim={name!r}"):
             yield error
+        elif name == "stable_adamw" and (problem := stable_adamw_problem()):
+            yield problem
 
 
 def _layerwise_problems(args: Any, name: str) -> Iterator[str]:

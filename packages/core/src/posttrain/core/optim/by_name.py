@@ -6,6 +6,7 @@ the options that `optim_args` may set, with their types and defaults; libraries 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import types
@@ -332,6 +333,22 @@ def stable_adamw(
     library = require("optimi", "torch-optimi", why="optim='stable_adamw'")
     kwargs = {"decouple_lr": decouple_lr, "max_lr": max_lr, "kahan_sum": kahan_sum, "weight_decay": args.weight_decay}
     return library.StableAdamW, _adam(args) | kwargs
+
+
+def stable_adamw_problem() -> str | None:
+    """Why torch-optimi does not work here, as a sentence: it may ask Triton for a GPU's driver where there is none."""
+    if importlib.util.find_spec("triton") is None or torch.accelerator.is_available():
+        return None
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    try:
+        importlib.import_module("optimi").StableAdamW([parameter], lr=1e-3).step()
+    except RuntimeError as error:
+        return (
+            f"optim='stable_adamw' does not work on this machine: torch-optimi asks Triton for a GPU ({error}), and "
+            "there is none; set optim='adamw_torch_fused', or remove Triton (pip uninstall triton)"
+        )
+    return None
 
 
 def anyprecision_adamw(

@@ -69,6 +69,10 @@ class LaunchArguments(metaclass=ConfigMeta):
     ray_engine: str | None = opt(
         None, "With --ray: a command that runs beside the processes, and is started again if it ends, such as a server."
     )
+    ray_engine_gpus: int = opt(
+        1, "GPUs that --ray_engine gets on one machine: its tensor-parallel size. With --use_cpu none.", min=0
+    )
+    ray_timeout: float = opt(600.0, "With --ray: seconds until the cluster has room for everything.", above=0)
 
     def __post_init__(self) -> None:
         validate(self)
@@ -157,7 +161,10 @@ def run(words: list[str]) -> int:
         from posttrain.core.tools import launch_ray
 
         words = launch_ray.command(program_words(args, program))
-        return launch_ray.run(words, args.num_processes or 1, environment(args), args.use_cpu, args.ray_engine)
+        engine = args.ray_engine, args.ray_engine_gpus
+        return launch_ray.run(
+            words, args.num_processes or 1, environment(args), args.use_cpu, *engine, args.ray_timeout
+        )
     os.environ |= environment(args)
     return start([*torchrun_words(args), *program_words(args, program)])
 

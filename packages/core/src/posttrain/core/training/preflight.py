@@ -193,7 +193,7 @@ def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if parts.is_named:
         yield from loading.loading_problems(parts.model, kwargs, parts.quantization_config)
         bits = quantization.asked_bits(kwargs, parts.quantization_config)
-        is_adapter = os.path.isfile(os.path.join(os.fspath(parts.model), "adapter_config.json"))
+        is_adapter = loading.is_adapter(parts.model)
         if bits and parts.peft_config is None and parts.train_dataset is not None and not is_adapter:
             yield (
                 f"{bits}=True loads quantized weights, which cannot be trained themselves. Pass peft_config (e.g. "
