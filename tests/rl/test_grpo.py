@@ -237,6 +237,7 @@ def test_truncated_completions_can_be_left_out_and_then_nothing_moves(tmp_path):
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     result = run.train()
     assert result.training_loss == 0 and logged(run, "completions/clipped_ratio") == [1, 1]
+    assert logged(run, "loss") == [0, 0]
     assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
 
 

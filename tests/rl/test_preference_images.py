@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from posttrain.core.data.pipeline import is_filler
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.models.image_features import features_once
-from posttrain.rl import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ORPOConfig, ORPOTrainer
+from posttrain.rl import (
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardTrainer,
+)
 from posttrain.rl.preference_batches import PreferenceCollator
 from posttrain.rl.preference_images import OTHER_ROW, WithOthers, image_collator, rows_with_images
+from posttrain.rl.score_heads import with_score_head
 from posttrain.rl.shared_prefix import score_completions
 from tests import tiny, tiny_vision
 from tests.contract import trainers as contract
@@ -105,6 +119,30 @@ def test_every_algorithm_learns_from_images_and_goes_on_to_the_same_bits(kind, c
     assert trainer.data_reports["train"].rows_kept == trainer.data_reports["train"].rows_in > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows_at_once"), [(DPOTrainer, 1), (DPOTrainer, 2), (KTOTrainer, 1), (RewardTrainer, 1)]
+)
+def test_a_batch_without_a_row_of_use_counts_for_nothing_and_the_run_goes_on(kind, rows_at_once, tmp_path):
+    def make(rows, folder):
+        model, processor = tiny_vision.qwen2_5_vl()
+        model = with_score_head(model) if kind is RewardTrainer else model
+        changes = {"per_device_train_batch_size": rows_at_once, "per_device_eval_batch_size": 1}
+        changes |= {"bad_images": "drop", "train_sampling_strategy": "sequential", "max_steps": -1}
+        args = kind.config_class(**options(tmp_path / folder, num_train_epochs=1, **changes))
+        return kind(model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=processor)
+
+    good, bad = pairs()[:2], [row | {"images": ["absent.png"]} for row in pairs()[:2]]
+    trainer = make([*good, *bad], "with")
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[-1] == 0 and all(map(math.isfinite, losses))
+    assert trainer.data_reports["train"].rows_kept == trainer.data_reports["train"].rows_in // 2
+    if kind is not KTOTrainer:  # whose rows are lent completions of others
+        assert make(good, "alone").evaluate()["eval_loss"] == make([*good, *bad], "again").evaluate()["eval_loss"]
+    with pytest.raises(DataError, match=r"no row can be trained on.\n.*absent.png"):
+        make(bad, "none").train()
+
+
 def test_the_vision_tower_sees_each_image_once_in_a_forward(tmp_path):
     model, processor = tiny_vision.llava()
     trainer = DPOTrainer(model, args=DPOConfig(**options(tmp_path)), train_dataset=pairs(), processing_class=processor)
@@ -148,12 +186,12 @@ def test_what_cannot_be_done_with_images_says_so(tmp_path):
     batch = collate(wrong)
     assert len(batch["input_ids"]) == 4
     assert [bool(fault) for fault in batch.row_facts["fault"]] == [True, True, False, False]
-    with pytest.raises(DataError, match="No row of a batch can be trained on .*absent.png does not exist"):
-        collate(wrong[:1])
+    empty = collate(wrong[:1])
+    assert is_filler(empty) and "absent.png does not exist" in empty.row_facts["fault"][0]
     tokens = {"truncation_mode": "keep_end", "max_length": 12, "bad_images": "drop"}
     args = DPOConfig("out", use_cpu=True, report_to="none", **tokens)
-    with pytest.raises(DataError, match="max_length=12 would cut off tokens of its images"):
-        image_collator(processor, model, args, "preference", PreferenceCollator(0), True)(pairs()[:1])
+    batch = image_collator(processor, model, args, "preference", PreferenceCollator(0), True)(pairs()[:1])
+    assert batch.row_facts["fault"] == ["max_length=12 would cut off tokens of its images"]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 12])

@@ -1401,6 +1401,8 @@ class Trainer(HFCompat):
         self._count_inputs(pairs)
         progress.add_losses(*pairs["loss"])
         progress.grad_norm = float(progress.grad_norm)
+        if not pairs["loss"][1]:  # nothing was learned from, as where every completion of a record is masked
+            del pairs["loss"]
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
         logs |= self.run.group_rates | self.run.guard.logged()
         logs |= self.clock.performance(steps, steps_left(self.state, self.args.max_tokens))

@@ -187,7 +187,8 @@ class PreferenceTrainer(Trainer):
         """As the core's; what became of rows with images goes into their data report."""
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, PreferenceReport(name)).add_read(facts, logger)
+            rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
+            self.data_reports.setdefault(name, PreferenceReport(name)).add_read(facts, logger, rows)
         return super().prepare_inputs(inputs)
 
     def load(
@@ -380,13 +381,11 @@ class PreferenceTrainer(Trainer):
         if moves:
             self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
 
-    def _check_start(
-        self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Sequence[Completions]]
-    ) -> None:
+    def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
-        due, self._starts_at_reference = self._starts_at_reference and not self.state.global_step, False
-        if not due:
+        if not self._starts_at_reference or self.state.global_step > 0:
             return
+        self._starts_at_reference = False
         half = bool(self.args.bf16 or self.args.fp16)
         problem = start_problem(sides, half)
         if self.dist.sum(int(problem is not None)):  # routers with jitter are random in training, and not in evaluation

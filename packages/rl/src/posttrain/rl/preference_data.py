@@ -85,13 +85,22 @@ class PreferenceReport:
                 self.completion_tokens += completions
                 self.longest = max(self.longest, longest)
 
-    def add_read(self, facts: Mapping[str, Sequence[Any]], logger: logging.Logger) -> None:
-        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning."""
+    def add_read(self, facts: Mapping[str, Sequence[Any]], logger: logging.Logger, rows: int | None = None) -> None:
+        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning.
+
+        Args:
+            rows: of the dataset; None: an unknown number.
+
+        Raises:
+            DataError: all of them, or of the first `ROWS_PER_STREAMED_BATCH`, were dropped.
+        """
         known = set(self.dropped)
         self.add(facts)
         for reason in self.dropped.keys() - known:
             first = self.dropped[reason][1]
             logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first[0], reason)
+        if self.rows_kept == 0 and self.rows_in >= min(rows or ROWS_PER_STREAMED_BATCH, ROWS_PER_STREAMED_BATCH):
+            raise DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:]]))
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from posttrain.core.data import image_tokens
 from posttrain.core.data.images import ROW_NUMBER, ImageReader, NumberedRows, fault_of, numbered, read_images
-from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.pipeline import Filler, check_dataset
 from posttrain.core.data.vision import (
     CountedBatch,
     Shown,
@@ -113,6 +113,10 @@ def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
     return WithOthers(dataset) if sized and kind == "unpaired_preference" else dataset
 
 
+class EmptyBatch(CountedBatch, Filler):
+    """A batch none of whose rows can be trained on."""
+
+
 class ImagePreparation(PreferencePreparation):
     """Turns rows with and without images into tokens.
 
@@ -172,7 +176,8 @@ class AnswerPreparation(ImagePreparation):
 class ImageCollator:
     """Rows -> a batch of `collate`, with the image tensors of each prompt once, and how rows show them.
 
-    Rows that cannot be trained on are left out, and counted in the batch's `row_facts`.
+    Rows that cannot be trained on are left out, and counted in the batch's `row_facts`; if none is left, the batch
+    counts for nothing.
 
     Args:
         prepare: makes tokens. collate: lays out prepared rows, one for each completion. once: whether the tensors are
@@ -191,16 +196,17 @@ class ImageCollator:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
         drafts = self.prepare(rows, numbers)
         kept = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if not draft.fault]
-        if not kept:
-            faults = "; ".join(f"row {draft.index}: {draft.fault}" for draft in drafts)
-            raise DataError(f"No row of a batch can be trained on ({faults}). Filter such rows, or use larger batches.")
         made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
         self._add_others(made, [row for _, row in kept])
         shown = [draft.shown or Shown("") for draft, _ in kept]
+        if not kept:  # the shortest row that there is, which keeps the step and counts for nothing
+            end = [self.prepare.tokenizer.eos_token_id or 0]
+            names = ("prompt", "kl", *self.prepare.names)
+            made, shown = [{f"{name}_ids": end for name in names} | {"label": True, "margin": 0.0}], [Shown("")]
         if self.positions is not None:
             for row, images in zip(made, shown, strict=True):
                 row["positions"] = self.positions(images.prompt(row["prompt_ids"]))
-        batch = CountedBatch(self.collate(made))
+        batch = (CountedBatch if kept else EmptyBatch)(self.collate(made))
         self._add_images(batch, shown, made)
         if "kl" in batch:  # of KTO: the same prompts with others' completions
             self._add_images(batch["kl"], shown, made)
