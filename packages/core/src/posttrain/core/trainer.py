@@ -531,6 +531,8 @@ class Trainer(HFCompat):
         read, kept = dataset, self._kept_loaders.get(dataloader_key)
         if kept is not None and kept[0] is dataset:
             return kept[1]
+        if description == "Evaluation" and self.args.limit_eval_batches is not None:
+            dataset = pipeline.first_rows(dataset, self.args.limit_eval_batches * batch_size * self.dist.world_size)
         collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         if is_training and self.args.max_batch_tokens is not None:
