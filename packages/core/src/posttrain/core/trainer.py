@@ -1597,8 +1597,10 @@ class Trainer(HFCompat):
         checkpoints, why_not = self.checkpoints, None
         if self.run.is_stepping:
             why_not = "the weights were being updated"
-        elif self.dist.num_processes > 1:
-            why_not = "the other processes may be elsewhere"
+        elif self.dist.num_processes > 1 and (self.dist.shards or self.dist.engine is not None):
+            why_not = "the weights are divided over the processes, which may be elsewhere"
+        elif not self.dist.all_come(f"error after {self.state.global_step} {checkpoints.boundary is None}"):
+            why_not = "the other processes have not ended in the same step"
         elif checkpoints.saved_step == self.state.global_step and checkpoints.boundary is not None:
             return  # it is there
         if why_not is None:

@@ -93,8 +93,7 @@ class DataArguments:
     )
     overfit_batches: int | None = opt(
         None,
-        "As limit_train_batches, with the same ones in each epoch: a run that cannot learn them by heart has a "
-        "fault.",
+        "As limit_train_batches, with the same ones in each epoch: a run that cannot learn them by heart has a fault.",
         min=1,
     )
 
