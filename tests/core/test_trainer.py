@@ -463,3 +463,50 @@ def test_forward_and_backward_are_timed_apart_where_the_step_is_ours(tmp_path, o
     assert seen[0] == ({"perf/forward_backward_seconds"} if overrides else apart)
     trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))  # by hand: nothing is timed
     assert set(trainer.clock.phases) <= {"save"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("argument", ["limit_train_batches", "overfit_batches"])
+def test_an_epoch_of_a_few_batches_and_the_same_ones_to_learn_by_heart(tmp_path, argument, workers):
+    class Keeping(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.append(tuple(inputs["input_x"].tolist()))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def train(**changes):
+        seen.clear()
+        options = dict(learning_rate=0.1, report_to="none", use_cpu=True, disable_tqdm=True, num_train_epochs=3)
+        args = TrainingArguments(
+            str(tmp_path), dataloader_num_workers=workers, save_steps=3, **(options | {argument: 2} | changes)
+        )
+        trainer = Keeping(Regression(), args, train_dataset=line())
+        trainer.train(resume_from_checkpoint=changes and str(tmp_path / "checkpoint-3"))
+        return trainer, [*seen]
+
+    seen = []
+    trainer, batches = train()
+    epochs = [batches[i : i + 2] for i in (0, 2, 4)]
+    assert (trainer.state.global_step, trainer.state.epoch, len(batches)) == (6, 3.0, 6)
+    assert len({row for batch in epochs[0] for row in batch}) == 16
+    same = epochs[0] == epochs[1] == epochs[2]
+    assert same == (argument == "overfit_batches")
+    resumed, rest = train(logging_steps=1)
+    assert rest == batches[3:] and torch.equal(resumed.model.a, trainer.model.a)
+
+
+def test_an_evaluation_of_the_first_batches(tmp_path):
+    whole = regression(tmp_path, per_device_eval_batch_size=4)
+    trainer = regression(tmp_path, per_device_eval_batch_size=4, limit_eval_batches=2)
+    assert trainer.evaluate()["eval_loss"] == whole.evaluate(line(20)[:8])["eval_loss"]
+    assert len(trainer.predict(line(20)).predictions) == 20
+    with pytest.raises(DataError, match="train_dataset.take"):
+        stream = tiny_stream()
+        regression(tmp_path, train_dataset=stream, max_steps=2, limit_train_batches=1).train()
+
+
+def tiny_stream():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(line())
+
+    return Stream()

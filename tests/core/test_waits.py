@@ -25,7 +25,7 @@ def team(path, *members, seconds=1.0):
         beat(store, rank, 1)
         dist = SimpleNamespace(rank=rank, process_index=rank, local_rank=rank, is_main=rank == 0)
         dist._waits = Waits(store, rank, len(members), seconds)
-        for name in ("main_first", "on_main", "gather_patiently", "meet"):
+        for name in ("main_first", "on_main", "gather_patiently", "meet", "all_come"):
             setattr(dist, name, getattr(processes.Distributed, name).__get__(dist))
         member(dist)
 
@@ -53,6 +53,19 @@ def test_a_gathering_brings_what_each_passed_and_leaves_no_keys(tmp_path):
             assert dist.on_main(lambda number=number: number) == number
             dist.meet()
         assert dist._waits.store.num_keys() < 20
+
+    assert team(tmp_path / "store", member, member, member) == [0, 0, 0]
+
+
+def test_all_come_or_none_waits_for_another(tmp_path):
+    def member(dist):
+        assert dist.all_come("error after 3", 10)
+        assert not dist.all_come(f"error after {min(dist.rank, 1)}", 0.3)  # they are not at the same place
+        if dist.rank != 1:  # one stays away
+            assert not dist.all_come("error after 4", 0.3)
+        if dist.rank == 2:  # and one has waited more often
+            dist._waits.next()
+        assert not dist.all_come("error after 5", 0.3)
 
     assert team(tmp_path / "store", member, member, member) == [0, 0, 0]
 

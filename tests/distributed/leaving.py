@@ -53,12 +53,23 @@ ASKED = [
 ]
 
 
-def trainer_in(out, later, callbacks=()):
+class RaiseAt(TrainerCallback):
+    """Raises on every process, at an event of a step."""
+
+    def __init__(self, event, step):
+        def hear(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise ValueError("broken")
+
+        setattr(self, event, hear)
+
+
+def trainer_in(out, later, callbacks=(), **more):
     changes = dict(
         per_device_train_batch_size=2, max_steps=8, save_strategy="steps", save_steps=3, logging_steps=3,
         optim="adamw_torch", eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=1, save_async=later,
     )  # fmt: skip
-    return TRAINERS["dropout"](out, callbacks=list(callbacks), **changes)
+    return TRAINERS["dropout"](out, callbacks=list(callbacks), **(changes | more))
 
 
 def told(trainer):
@@ -101,6 +112,20 @@ if __name__ == "__main__":
         expected = straight.model.state_dict()
         equal = all(torch.equal(v, expected[k]) for k, v in asked.model.state_dict().items())
         answers[name] = {"steps": steps, "evaluated": evaluated, "equal": equal}
+    accumulate = {"gradient_accumulation_steps": 2}
+    whole = trainer_in(folder / "whole", False, **accumulate)
+    whole.train()
+    for event in ("on_substep_end", "on_step_end"):
+        failing = trainer_in(folder / event, False, [RaiseAt(event, 4)], save_on_exception=True, **accumulate)
+        try:
+            failing.train()
+        except ValueError:
+            saved = failing.store.path(4).is_dir()
+        resumed = trainer_in(folder / event, False, **accumulate)
+        resumed.train(resume_from_checkpoint=True)
+        expected = whole.model.state_dict()
+        equal = all(torch.equal(v, expected[k]) for k, v in resumed.model.state_dict().items())
+        answers[event] = {"saved": saved, "equal": equal, "same_log": told(resumed) == told(whole)}
     watch = straight.run.watch
     watch.begin()
     started = time.perf_counter()

@@ -23,6 +23,8 @@ def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_the
             assert found["equal"] and (found["step"], found["log"]) == (straight["step"], straight["log"]), name
             store = Store(tmp_path / name)
             assert all(store.verify(path, kind="sha256") == [] for path in store.checkpoints()), name
+    for event in ("on_substep_end", "on_step_end"):  # where all raise
+        assert answers[event] == {"saved": True, "equal": True, "same_log": True}, event
     ends = {
         "1-on_step_end-3-should_training_stop": 3,
         "0-on_step_begin-2-should_training_stop": 3,  # the step that had begun is finished

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from posttrain.core.cli import main
+from posttrain.core.cli import main, registry
 from tests import tiny
 from tests.contract.trainers import preference_rows
 
@@ -37,6 +37,27 @@ def test_dpo_leaves_a_model_that_prefers_what_was_chosen(run_file, tmp_path):
     margins = [record["rewards/margins"] for record in history if "rewards/margins" in record]
     assert margins[0] == 0 and margins[-1] > 0
     assert json.loads((tmp_path / "out" / "training_args.json").read_text())["loss_type"] == ["sigmoid", "sft"]
+
+
+def test_every_method_shows_what_it_is_trained_on(run_file, tmp_path, capsys):
+    words = ["run.yaml", "--max_steps", "1", "--eval_strategy", "no", "--rows", "2"]
+    more = {"kto": 1, "distillation": 0, "grpo": 0, "rloo": 0}  # completions of a row; 0: prompts
+    for name, method in registry.methods().items():
+        if not method.config.startswith("posttrain.rl."):
+            continue
+        needed = [f"--{need.split('|')[0]}" for need in method.needs[2:]]
+        needed = [word for flag in needed for word in (flag, "model" if "teacher" in flag else "accuracy_reward")]
+        flags = [] if more.get(name, 2) else ["--num_generations", "2"] * (name != "distillation")
+        assert main(["preview", name, *words, *needed, *flags]) == 0, name
+        out = capsys.readouterr().out
+        sides = {2: ["chosen: ", "rejected: "], 1: ["completion, good: "], 0: ["prompt 1: "]}[more.get(name, 2)]
+        assert all(side in out for side in sides) and out.count(
+            "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}"
+        ) >= 2 * bool(more.get(name, 2)), name
+    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert main(["preview", "dpo", *words]) == 0
+    out = capsys.readouterr().out
+    assert "12 rows read, 12 kept" in out and first["chosen"].strip() in out
 
 
 def test_dpo_goes_on_from_its_newest_checkpoint_with_an_adapter(run_file, tmp_path):

@@ -142,7 +142,6 @@ def test_help_says_what_it_takes(capsys):
     [
         (["run.yaml", "--rows", "0"], 2, "--rows 0 must be a whole number above 0"),
         (["run.yaml", "--html"], 2, "--html needs a value"),
-        (["dpo", "run.yaml"], 2, "dpo has no preview; sft has"),
         (["sfd", "run.yaml"], 2, "did you mean 'sft'"),
         (["run.yaml", "--trian_on", "user"], 2, "did you mean 'train_on'"),
         (["run.yaml", "--train_on", "tool"], 1, "no row can be trained on"),

@@ -553,6 +553,8 @@ class Trainer(HFCompat):
         read, kept = dataset, self._kept_loaders.get(dataloader_key)
         if kept is not None and kept[0] is dataset:
             return kept[1]
+        if description == "Evaluation" and self.args.limit_eval_batches is not None:
+            dataset = pipeline.first_rows(dataset, self.args.limit_eval_batches * batch_size * self.dist.world_size)
         collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         if is_training and self.args.max_batch_tokens is not None:
@@ -1627,8 +1629,10 @@ class Trainer(HFCompat):
         checkpoints, why_not = self.checkpoints, None
         if self.run.is_stepping:
             why_not = "the weights were being updated"
-        elif self.dist.num_processes > 1:
-            why_not = "the other processes may be elsewhere"
+        elif self.dist.num_processes > 1 and (self.dist.shards or self.dist.engine is not None):
+            why_not = "the weights are divided over the processes, which may be elsewhere"
+        elif not self.dist.all_come(f"error after {self.state.global_step} {checkpoints.boundary is None}"):
+            why_not = "the other processes have not ended in the same step"
         elif checkpoints.saved_step == self.state.global_step and checkpoints.boundary is not None:
             return  # it is there
         if why_not is None:

@@ -89,12 +89,31 @@ def _cached_tokens(config: Any, size: int) -> int:
     return groups * each
 
 
+def preview_of(kind: str) -> Callable[[Run, int], tuple[list[Any], list[str]]]:
+    """A method's `preview`: the completions of rows of `kind`; see `posttrain.rl.preview`."""
+
+    def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
+        from posttrain.rl.preview import of_preferences
+
+        return of_preferences(run, count, kind)
+
+    return preview
+
+
+def preview_of_prompts(run: Run, count: int) -> tuple[list[Any], list[str]]:
+    """A method's `preview`: the prompts; see `posttrain.rl.preview`."""
+    from posttrain.rl.preview import of_prompts
+
+    return of_prompts(run, count)
+
+
 DPO = Method(
     name="dpo",
     help="Train on pairs of a better and a worse completion, with the initial model as the reference.",
     config="posttrain.rl.dpo:DPOConfig",
     run=train_with("posttrain.rl.dpo:DPOTrainer"),
     workload=of_preferences(2, reference=True),
+    preview=preview_of("preference"),
 )
 
 GRPO = Method(
@@ -104,6 +123,7 @@ GRPO = Method(
     run=train_with("posttrain.rl.grpo:GRPOTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
+    preview=preview_of_prompts,
 )
 
 RLOO = Method(
@@ -113,6 +133,7 @@ RLOO = Method(
     run=train_with("posttrain.rl.rloo:RLOOTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
+    preview=preview_of_prompts,
 )
 
 DISTILLATION = Method(
@@ -122,6 +143,7 @@ DISTILLATION = Method(
     run=train_with("posttrain.rl.distillation:DistillationTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "teacher_model_name_or_path|teacher_model_server_url"),
     workload=of_rollouts,
+    preview=preview_of_prompts,
 )
 
 KTO = Method(
@@ -130,6 +152,7 @@ KTO = Method(
     config="posttrain.rl.kto:KTOConfig",
     run=train_with("posttrain.rl.kto:KTOTrainer"),
     workload=of_preferences(1, reference=True),
+    preview=preview_of("unpaired_preference"),
 )
 
 ORPO = Method(
@@ -138,6 +161,7 @@ ORPO = Method(
     config="posttrain.rl.orpo:ORPOConfig",
     run=train_with("posttrain.rl.orpo:ORPOTrainer"),
     workload=of_preferences(2),
+    preview=preview_of("preference"),
 )
 
 CPO = Method(
@@ -146,6 +170,7 @@ CPO = Method(
     config="posttrain.rl.cpo:CPOConfig",
     run=train_with("posttrain.rl.cpo:CPOTrainer"),
     workload=of_preferences(2),
+    preview=preview_of("preference"),
 )
 
 REWARD = Method(
@@ -154,4 +179,5 @@ REWARD = Method(
     config="posttrain.rl.reward_model:RewardConfig",
     run=train_with("posttrain.rl.reward_model:RewardTrainer"),
     workload=of_preferences(2, loss="score"),
+    preview=preview_of("preference"),
 )

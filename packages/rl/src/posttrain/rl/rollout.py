@@ -561,8 +561,8 @@ class RolloutTrainer(Trainer):
         if self._ledger is not None:
             self._ledger.resumed(self.state.global_step, self.args.max_staleness)
         self._num_tokens, self._recomputes = state["num_tokens"], state.get("recomputes", False)
-        self._num_rollouts, self._resumed_alike = state["rollouts"], state["dealt"] == self._how_dealt()
-        if "rollout" in state and self._resumed_alike:
+        self._num_rollouts = state["rollouts"]
+        if "rollout" in state and state["dealt"] == self._how_dealt():
             self._rollout, self._used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:
             logger.warning(

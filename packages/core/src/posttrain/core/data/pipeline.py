@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from posttrain.core.config import opt
 from posttrain.core.data.batch_limits import check_limits
@@ -85,7 +85,21 @@ class DataArguments:
         min=1,
     )
 
+    limit_train_batches: int | None = opt(
+        None, "Micro-batches of an epoch, at most, on each process; in online RL, rollouts. Of rows by index.", min=1
+    )
+    limit_eval_batches: int | None = opt(
+        None, "Evaluate on this many batches of each set, at most, on each process, the first ones.", min=1
+    )
+    overfit_batches: int | None = opt(
+        None,
+        "As limit_train_batches, with the same ones in each epoch: a run that cannot learn them by heart has a fault.",
+        min=1,
+    )
+
     def _problems(self) -> Iterator[str]:
+        if self.limit_train_batches and self.overfit_batches:
+            yield "limit_train_batches and overfit_batches are both set; keep one"
         if self.max_batch_tokens is not None:
             for name, value, why in (
                 ("train_sampling_strategy", "sequential", "rows are sorted by their lengths"),
@@ -123,8 +137,26 @@ def build_train_loader(
         device_type: where batches will go: memory is pinned only for devices that gain by it.
     """
     check_dataset(dataset, "train_dataset")
+    most = args.overfit_batches or args.limit_train_batches
+    if most is not None and is_stream(dataset):
+        raise DataError(
+            "limit_train_batches and overfit_batches are for rows by index, and the training data is a stream. Set "
+            "max_steps, or take the first rows of the stream: train_dataset.take(n)."
+        )
     return _build(
-        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, limits, any_rank
+        dataset,
+        batch_size,
+        collate_fn,
+        sampler,
+        args,
+        seed,
+        rank,
+        world_size,
+        device_type,
+        True,
+        limits,
+        any_rank,
+        most,
     )
 
 
@@ -159,8 +191,9 @@ def build_eval_loader(
 
 
 def _build(
-    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank
-) -> Loader:
+    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank,
+    most=None,
+) -> Loader:  # fmt: skip
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -173,6 +206,8 @@ def _build(
         advance=is_training,
         limits=limits,
         any_rank=any_rank,
+        most=most,
+        repeats=is_training and args.overfit_batches is not None,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),
         persistent_workers=args.dataloader_persistent_workers,
@@ -180,6 +215,24 @@ def _build(
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
     )
+
+
+def first_rows(dataset: Any, number: int) -> Any:
+    """The first `number` rows of an evaluation set.
+
+    Raises:
+        DataError: it is a stream without a method ``take``.
+    """
+    check_dataset(dataset, "eval_dataset")
+    if is_stream(dataset):
+        if not hasattr(dataset, "take"):
+            raise DataError(
+                f"limit_eval_batches takes the first rows, and the {type(dataset).__name__} has no method take. Give "
+                "it one, or rows by index."
+            )
+        return dataset.take(number)
+    kept = range(min(number, len(dataset)))
+    return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
 
 def token_batches(

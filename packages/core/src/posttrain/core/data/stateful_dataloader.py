@@ -79,6 +79,8 @@ class Loader(DataLoader):
         any_rank: returns whether a flag is true on any process. With it, a `datasets.IterableDataset` whose shards can
             be split is read by shards, and processes agree at each batch whether to continue. Without it, each process
             reads the whole stream and keeps its part.
+        most: batches of an epoch at most, of rows by index.
+        repeats: read in each epoch what the first one reads.
         engine: further arguments of the `DataLoader`, such as ``num_workers``.
 
     Attributes:
@@ -100,6 +102,8 @@ class Loader(DataLoader):
         advance: bool = True,
         limits: Mapping[str, int] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
+        most: int | None = None,
+        repeats: bool = False,
         **engine: Any,
     ) -> None:
         self.epoch = 0
@@ -132,7 +136,10 @@ class Loader(DataLoader):
             if isinstance(already_dealt, DistributedSampler) and already_dealt.num_replicas == world_size:
                 dealt["rank"], dealt["world_size"] = 0, 1
             size = batch_size if batch_sampler is None else None
-            self._draws = _Draws(dataset, order, size, own_rank=rank, seeded=engine["num_workers"] > 0, **dealt)
+            seeded = engine["num_workers"] > 0
+            self._draws = _Draws(
+                dataset, order, size, own_rank=rank, seeded=seeded, most=most, repeats=repeats, **dealt
+            )
             self._unit = self._draws.group
             engine["batch_sampler"] = self._draws
         if batch_sampler is not None:
@@ -163,7 +170,7 @@ class Loader(DataLoader):
         """Rows of an epoch on all processes; None for a stream, and where batches come ready-made."""
         if self._stream is not None or self._draws.batch_size is None or self._draws.world_size != self._world_size:
             return None
-        return len(self._draws.rows) if hasattr(self._draws.rows, "__len__") else None
+        return self._draws.num_rows if hasattr(self._draws.rows, "__len__") else None
 
     @property
     def rows_per_turn(self) -> float | None:
@@ -182,7 +189,7 @@ class Loader(DataLoader):
         if isinstance(sampler, EpochSampler):
             given = sampler.resume(state["epoch"], state.get("cut", sampler.cut(state["epoch"])), given)
             rows = sampler
-        return self._draws.num_batches(len(rows) - given)
+        return self._draws.num_batches(self._draws.at_most(len(rows)) - given)
 
     def number(self, batches: int) -> None:
         """Let the next batch be number `batches` of its epoch, for `rows_of`."""
@@ -386,24 +393,34 @@ class _Draws(Sampler):
 
     def __init__(
         self, dataset: Any, sampler: Any, batch_size: int | None, *, rank: int, world_size: int, drop_last: bool,
-        seed: int, own_rank: int, seeded: bool,
+        seed: int, own_rank: int, seeded: bool, most: int | None, repeats: bool,
     ) -> None:  # fmt: skip
-        self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self.dataset, self.sampler, self.batch_size, self.repeats = dataset, sampler, batch_size, repeats
         self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
         self.seed, self.own_rank, self.seeded = seed, own_rank, seeded
         self.group = (batch_size or 1) * world_size
+        self.most = None if most is None else most * self.group
         self.epoch = self.start = 0
         # A custom sampler's order may depend on the random state at this point.
         generator = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
         self.generator = generator if isinstance(generator, torch.Generator) else None
 
     def __len__(self) -> int:
-        return self.num_batches(len(self.rows))
+        return self.num_batches(self.num_rows)
 
     @property
     def rows(self) -> Any:
         """What gives the rows of an epoch: the sampler, or the dataset in its order."""
         return self.dataset if self.sampler is None else self.sampler
+
+    @property
+    def num_rows(self) -> int:
+        """What an epoch reads: rows, or batches that a sampler makes."""
+        return self.at_most(len(self.rows))
+
+    def at_most(self, number: int) -> int:
+        """`number` rows, or as many as an epoch may have."""
+        return number if self.most is None else min(number, self.most)
 
     def num_batches(self, rows: int) -> int:
         """Batches that `rows` rows make, the last ones of an epoch; 0 where there is none."""
@@ -419,7 +436,11 @@ class _Draws(Sampler):
 
     def order(self, epoch: int) -> Any:
         """The rows in the order of `epoch`; an iterator only if they are too many to count."""
-        return range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, epoch, self.seed)
+        epoch = 0 if self.repeats else epoch
+        order = range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, epoch, self.seed)
+        if self.most is None:
+            return order
+        return islice(order, self.most) if isinstance(order, Iterator) else order[: self.most]
 
     def from_place(self, order: Any, epoch: int, start: int) -> Iterator[_Draw]:
         for place, group in groups(order, start, self.group):

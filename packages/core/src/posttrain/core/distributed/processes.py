@@ -616,6 +616,10 @@ class Distributed:
         """Wait until every process is here, however long that takes."""
         self.gather_patiently(None, what)
 
+    def all_come(self, name: str, seconds: float = 30) -> bool:
+        """Whether every process comes here with the same `name` within `seconds`, as after an error on all of them."""
+        return self._waits is None or self._waits.all_come(name, seconds)
+
     @contextlib.contextmanager
     def main_first(self, local: bool = False, what: str = "work that is done once for all") -> Iterator[None]:
         """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it

@@ -133,6 +133,23 @@ class Waits:
                 f"{what}."
             ) from error
 
+    def all_come(self, name: str, seconds: float) -> bool:
+        """Whether every process comes here with the same `name`, and has waited as often as this one before, within
+        `seconds`: only then can what follows wait for the others."""
+        key = f"{_WAIT}/{self._count} {name}"
+        wanted = [f"{key}/all"] if self.rank else [f"{key}/{rank}" for rank in range(self.world_size)]
+        until = time.monotonic() + seconds * (1 + (self.rank > 0))  # rank 0 decides, and the others wait for it
+        try:
+            self.store.set(f"{key}/{self.rank}", "here")
+            while not self.store.check(wanted):
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.05)
+            self.store.set(f"{key}/all", "here")
+        except RuntimeError:  # torch's errors of a store that is gone, with the process that held it
+            return False
+        return True
+
     def gather(self, value: Any, what: str) -> list[Any]:
         """What every process passed, in rank order."""
         name, said = self.next(), self._said

@@ -50,8 +50,8 @@ class InterruptArguments:
     )
     save_on_exception: bool = opt(
         False,
-        "If training raises, save the last complete optimizer step first. Costs a copy of the random state at each "
-        "step.",
+        "If training raises, save the last complete optimizer step first; of several processes, if all of them raise "
+        "in the same step. Costs a copy of the random state at each step.",
     )
     max_time: float | str | None = opt(
         None,
