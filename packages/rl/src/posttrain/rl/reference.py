@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,11 @@ class AdapterReference:
         peft_model = wrapping.unwrap(policy)
         active = peft_model.active_adapter
         if ADAPTER not in peft_model.peft_config:
-            peft_model.add_adapter(ADAPTER, peft_model.peft_config[active])
+            config = copy.copy(peft_model.peft_config[active])
+            config.init_lora_weights = True  # PiSSA and others would change the weights below once more
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(PiSSA|OLoRA|CorDA) changes the base", UserWarning)
+                peft_model.add_adapter(ADAPTER, config)
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
@@ -262,17 +267,19 @@ def make_reference(
 
     Args:
         given: a model to use as the reference instead.
-        fresh_adapter: the policy has a newly added adapter; the base without it is the reference.
+        fresh_adapter: the policy has a newly added adapter; the base without it is the reference, unless the adapter
+            took a part of the base over (PiSSA, OLoRA, LoftQ).
         moves: the reference will be synchronized with the policy and needs its own weights.
     """
     if given is not None:
         blank_images.see_alike(given, policy)
         return FrozenReference(given, moves)
     if wrapping.is_peft_model(policy):
-        if fresh_adapter and not moves:
+        (config, *_) = wrapping.unwrap(policy).peft_config.values()
+        if fresh_adapter and not moves and not isinstance(vars(config).get("init_lora_weights"), str):
             return AdapterReference(policy)
         if not moves and changes_nothing(policy):
-            return AdapterReference.without_adapter(policy)
+            return AdapterReference(policy) if fresh_adapter else AdapterReference.without_adapter(policy)
         return AdapterReference.copy_of(policy, moves)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
 from posttrain.core.data.images import ImageArguments
+from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.core.old_names import Removed, Renamed
@@ -121,7 +122,13 @@ class GenerationArguments:
             yield "cache_implementation is of transformers' generate, which another engine replaces; leave it out"
         if self.use_transformers_continuous_batching and (problem := sampling_problem(self)):
             yield problem
-        if not self.ds3_gather_for_generation and getattr(self, "deepspeed", None):
+        own: Any = self
+        asked = (
+            shard_settings.read(own.fsdp, own.fsdp_config, own.parallelism_config),
+            shard_settings.from_environment(),
+        )
+        shards = any(settings for settings, _ in asked) or deepspeed.is_asked_for(own.deepspeed)
+        if not self.ds3_gather_for_generation and shards:
             yield (
                 "ds3_gather_for_generation=False, generation with sharded weights, is not supported; leave it True, "
                 "or use use_vllm with a server if the model does not fit on one GPU"
