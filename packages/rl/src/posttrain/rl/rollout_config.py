@@ -275,7 +275,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     ref_model_sync_steps: int = opt(512, "Optimizer steps between two syncs of the reference.", min=1)
 
     log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
-    log_multimodal: bool = opt(True, "Keep images in the written prompts; off, they are left out.")
+    log_multimodal: bool = opt(True, "Keep the images of prompts, in a column of files; off, they are left out.")
     num_completions_to_print: int | None = opt(None, "How many are printed; None: all of a rollout.", min=0)
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
