@@ -315,6 +315,7 @@ def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
     tables, current_run = {}, ContextVar("current_run", default=None)
     wandb, trackio = types.ModuleType("wandb"), types.ModuleType("trackio")
     wandb.run, wandb.Table = None, lambda columns, data: (columns, data)
+    wandb.Image = trackio.Image = lambda image: f"image {image}"
     trackio.Table = lambda dataframe: (list(dataframe.columns), dataframe.to_numpy().tolist())
     trackio.context_vars = types.SimpleNamespace(current_run=current_run)
     wandb.log, trackio.log = tables.update, lambda logged: tables.update({"trackio": logged["completions"]})
@@ -322,6 +323,7 @@ def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     row = {
         "step": 3,
+        "images": [1, 2],
         "prompt": [{"role": "user", "content": "Hi"}],
         "completion": "Yes",
         "spread": 0.5,
@@ -332,7 +334,7 @@ def test_completions_are_a_table_of_trackers(tmp_path, monkeypatch):
     wandb.run = object()
     current_run.set(object())
     told.track([row], "completions", ["wandb", "trackio"])
-    expected = [list(row), [[3, "[user] Hi", "Yes", 0.5, -1.0]]]
+    expected = [list(row), [[3, ["image 1", "image 2"], "[user] Hi", "Yes", 0.5, -1.0]]]
     assert list(tables["completions"]) == list(tables["trackio"]) == expected
 
 

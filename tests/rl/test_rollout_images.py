@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import sys
+
 import pytest
 import torch
 
@@ -103,3 +108,38 @@ def test_engines_without_images_are_refused(tmp_path):
         make(tmp_path, max_staleness=1)
     with pytest.raises((ConfigError, ValueError), match="bad_images='drop' is not supported online"):
         make(tmp_path, bad_images="drop")
+
+
+@pytest.mark.parametrize("with_arrow", [True, False], ids=["parquet", "jsonl"])
+def test_images_of_prompts_are_written_as_files_and_shown_to_trackers(with_arrow, tmp_path, monkeypatch):
+    import PIL.Image
+    from datasets import Dataset, Image, List
+
+    from posttrain.core.logging import samples
+    from posttrain.rl import completions
+
+    tables, image = [], tiny_vision.image(3, 16, 24)
+    monkeypatch.setattr(completions, "show_table", lambda rows, name, report_to: tables.append(rows))
+    if not with_arrow:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    in_parts = [{"type": "image", "image": image}, {"type": "text", "text": "now"}]
+    rows = [*prompts()[:3], {"prompt": [{"role": "user", "content": in_parts}], "images": []}]
+    make(tmp_path, log_completions=True, per_device_eval_batch_size=4).evaluate(rows)
+    (file,) = (tmp_path / "completions").iterdir()
+    assert b"PIL" not in file.read_bytes()
+    if with_arrow:
+        written = Dataset.from_parquet(str(file)).cast_column("images", List(Image()))["images"]
+    else:
+        lines = [json.loads(line)["images"] for line in file.read_text().splitlines()]
+        written = [[PIL.Image.open(io.BytesIO(base64.b64decode(one["bytes"]))) for one in row] for row in lines]
+    assert [len(row) for row in written] == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert written[-1][0].size == image.size and written[-1][0].tobytes() == image.tobytes()
+    (shown,) = tables
+    assert shown[-1]["images"][0].tobytes() == image.tobytes() and shown[-1]["prompt"] == "[user] <image>now"
+    assert "images" not in samples._table(file)[0]  # the page about a run shows text
+
+
+def test_images_are_left_out_where_log_multimodal_is_off(tmp_path):
+    make(tmp_path, log_completions=True, log_multimodal=False, per_device_eval_batch_size=4).evaluate()
+    (file,) = (tmp_path / "completions").iterdir()
+    assert b"images" not in file.read_bytes() and b"PNG" not in file.read_bytes()

@@ -60,6 +60,8 @@ def test_model_config_describes_an_adapter_only_when_asked():
     adapter = config.peft_config()
     assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (4, 32, 0.05)
     assert adapter.target_modules == "all-linear" and adapter.use_rslora and adapter.task_type == "CAUSAL_LM"
+    assert adapter.init_lora_weights is True
+    assert ModelConfig(use_peft=True, init_lora_weights="pissa").peft_config().init_lora_weights == "pissa"
 
 
 def test_model_config_describes_quantization_only_when_asked():

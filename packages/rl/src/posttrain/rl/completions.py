@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import math
@@ -201,7 +203,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = Non
     shown = list(rows)[:limit] if limit is not None else list(rows)
     if not shown:
         return ""
-    columns = list(shown[0])
+    columns = [name for name in shown[0] if name != "images"]
     cells = [[_cell(row.get(column), width) for column in columns] for row in shown]
     widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(columns)]
     lines = ["  ".join(name.ljust(size) for name, size in zip(columns, widths, strict=True))]
@@ -231,7 +233,10 @@ def _message(message: Mapping[str, Any]) -> str:
     calls = "".join(f" {json.dumps(call, default=str)}" for call in message.get("tool_calls") or ())
     thoughts = message.get("reasoning_content") or message.get("thinking")
     thoughts = f"<think>{thoughts}</think> " if thoughts else ""
-    return f"[{message.get('role')}] {thoughts}{message.get('content') or ''}{calls}"
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text") or f"<{part.get('type')}>" for part in content)
+    return f"[{message.get('role')}] {thoughts}{content}{calls}"
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
@@ -258,7 +263,10 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
 def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
     """Send `rows` as the table `name` to trackers with tables and an active run."""
     cells = [
-        {key: value if isinstance(value, (int, float)) else plain_text(value) for key, value in row.items()}
+        {
+            key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
+            for key, value in row.items()
+        }  # fmt: skip
         for row in rows
     ]
     show_table(cells, name, list(report_to))
@@ -277,21 +285,38 @@ def upload(path: Path, repo: str, token: str | None = None) -> None:
 
 
 def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
+def _as_text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _png(image: Any) -> dict[str, Any]:
+    """An image as columns of images hold it in files of Hugging Face's datasets."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
 def _storable(value: Any, with_images: bool) -> Any:
-    """`value` with messages as text of JSON-like parts; images are left out unless `with_images`."""
+    """`value` with messages as text of JSON-like parts, and images as files; parts with an image are left out unless
+    `with_images`.
+    """
     if isinstance(value, float) and math.isnan(value):
         return None
+    if isinstance(value, list) and all(hasattr(one, "save") for one in value):
+        return [_png(image) for image in value]
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         parts = []
         for message in value:
             content = message.get("content")
             if isinstance(content, list) and not with_images:
                 content = [part for part in content if part.get("type") == "text"]
+            elif isinstance(content, list):  # an image itself is in the column `images`
+                content = [{k: v for k, v in part.items() if not hasattr(v, "save")} for part in content]
             parts.append({**message, "content": content})
         return json.dumps(parts, default=str, ensure_ascii=False)
     return value

@@ -116,6 +116,7 @@ class OnlineDPOTrainer(RolloutTrainer):
         reward_processing_classes: Any = None,
         peft_config: Any = None,
         judge: PairwiseJudge | None = None,
+        quantization_config: Any = None,
         **others: Any,
     ) -> None:
         if data_collator is not None:
@@ -128,7 +129,8 @@ class OnlineDPOTrainer(RolloutTrainer):
         self.given_reference = ref_model
         super().__init__(
             model, reward_funcs if judge is None else JudgeReward(judge), args, train_dataset, eval_dataset,
-            processing_class, reward_processing_classes, peft_config=peft_config, **others,
+            processing_class, reward_processing_classes, peft_config=peft_config,
+            quantization_config=quantization_config, **others,
         )  # fmt: skip
 
     def score(self, samples: list[Sample]) -> Scores:

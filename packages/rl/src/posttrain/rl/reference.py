@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,11 @@ class AdapterReference:
         if ADAPTER not in peft_model.peft_config:
             frozen = copy.copy(peft_model.peft_config[active])
             frozen.inference_mode = True  # some kinds have one trainable adapter at most
-            peft_model.add_adapter(ADAPTER, frozen)
+            if hasattr(frozen, "init_lora_weights"):  # PiSSA and others would change the weights below once more
+                frozen.init_lora_weights = True
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(PiSSA|OLoRA|CorDA) changes the base", UserWarning)
+                peft_model.add_adapter(ADAPTER, frozen)
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
@@ -271,17 +276,19 @@ def make_reference(
 
     Args:
         given: a model to use as the reference instead.
-        fresh_adapter: the policy has a newly added adapter; the base without it is the reference.
+        fresh_adapter: the policy has a newly added adapter; the base without it is the reference, unless the adapter
+            took a part of the base over (PiSSA, OLoRA, LoftQ).
         moves: the reference will be synchronized with the policy and needs its own weights.
     """
     if given is not None:
         blank_images.see_alike(given, policy)
         return FrozenReference(given, moves)
     if wrapping.is_peft_model(policy) and len(wrapping.unwrap(policy).active_adapters) == 1:
-        if fresh_adapter and not moves:
+        (config, *_) = wrapping.unwrap(policy).peft_config.values()
+        if fresh_adapter and not moves and not isinstance(vars(config).get("init_lora_weights"), str):
             return AdapterReference(policy)
         if not moves and changes_nothing(policy):
-            return AdapterReference.without_adapter(policy)
+            return AdapterReference(policy) if fresh_adapter else AdapterReference.without_adapter(policy)
         return AdapterReference.copy_of(policy, moves)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
 

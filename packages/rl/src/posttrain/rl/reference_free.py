@@ -31,6 +31,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         peft_config: Any = None,
         compute_metrics: Callable[..., dict[str, float]] | None = None,
+        quantization_config: Any = None,
         **others: Any,
     ) -> None:
         rare: dict[str, Any] = {
@@ -47,6 +48,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             **{name: value for name, value in rare.items() if value is not None},
             **others,

@@ -972,7 +972,7 @@ class RolloutTrainer(Trainer):
         rollout = self._rollout_of(samples)
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        self._shown += records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        self._shown += self._rows_of(samples, scores, advantages)
         rollout = self.complete_rollout(replace(rollout, advantages=advantages), samples)
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
@@ -984,8 +984,14 @@ class RolloutTrainer(Trainer):
     def _report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
         """Show the completions of a rollout if ``log_completions`` is set."""
         if self.args.log_completions:
-            rows = records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
-            self._show(rows, f"Step {self.state.global_step}", "completions")
+            self._show(self._rows_of(samples, scores, advantages), f"Step {self.state.global_step}", "completions")
+
+    def _rows_of(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> list[dict[str, Any]]:
+        rows = records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
+        if self.image_prompts is not None and self.args.log_multimodal:
+            for row, sample in zip(rows, samples, strict=True):
+                row["images"] = self.image_prompts.pictures(sample.row, sample.prompt)
+        return rows
 
     def _show(self, rows: list[dict[str, Any]], title: str, stem: str) -> None:
         """Print, write and track `rows` of all processes."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, check_field, opt
 from posttrain.core.data.images import ImageArguments
+from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.evaluation.generate import unknown_options
 from posttrain.core.old_names import Removed, Renamed
@@ -125,7 +126,13 @@ class GenerationArguments:
             yield "cache_implementation is of transformers' generate, which another engine replaces; leave it out"
         if self.use_transformers_continuous_batching and (problem := sampling_problem(self)):
             yield problem
-        if not self.ds3_gather_for_generation and getattr(self, "deepspeed", None):
+        own: Any = self
+        asked = (
+            shard_settings.read(own.fsdp, own.fsdp_config, own.parallelism_config),
+            shard_settings.from_environment(),
+        )
+        shards = any(settings for settings, _ in asked) or deepspeed.is_asked_for(own.deepspeed)
+        if not self.ds3_gather_for_generation and shards:
             yield (
                 "ds3_gather_for_generation=False, generation with sharded weights, is not supported; leave it True, "
                 "or use use_vllm with a server if the model does not fit on one GPU"
@@ -284,7 +291,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     ref_model_sync_steps: int = opt(512, "Optimizer steps between two syncs of the reference.", min=1)
 
     log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
-    log_multimodal: bool = opt(True, "Keep images in the written prompts; off, they are left out.")
+    log_multimodal: bool = opt(True, "Keep the images of prompts, in a column of files; off, they are left out.")
     num_completions_to_print: int | None = opt(None, "How many are printed; None: all of a rollout.", min=0)
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)

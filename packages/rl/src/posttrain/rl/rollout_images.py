@@ -91,6 +91,10 @@ class ImagePrompts:
             shown.pictured = Pictured(codec.encode(placed, tools), images, ids)
         return ids, shown
 
+    def pictures(self, row: Mapping[str, Any], prompt: Any) -> list[Any]:
+        """The images of a prompt as Pillow's, to show them; without videos."""
+        return [one for one in read_images(_placed(row, prompt)[1], self.reader) if not isinstance(one, list)]
+
     def encode_completion(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, completion: Any) -> list[int]:
         """The tokens of a completion that is given, as `PromptCodec.encode_completion`; its contents become parts."""
         told, images = place_images({"completion": completion}, ("completion",))

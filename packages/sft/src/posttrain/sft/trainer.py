@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import chat_template
 from posttrain.core.data.images import columns_of, has_images
-from posttrain.core.data.pipeline import is_filler
+from posttrain.core.data.pipeline import is_filler, set_seed
 from posttrain.core.data.segments import with_segments, without_padding
 from posttrain.core.data.vision import CountedBatch, check_model
 from posttrain.core.errors import DataError, did_you_mean
@@ -128,6 +128,7 @@ class SFTTrainer(GeneratesText, Trainer):
             auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
         )  # fmt: skip
         self.run_preflight(args, parts)
+        set_seed(args.seed)  # an adapter's first weights are random
         model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
         if self._sees:
             self.signature_columns = (*COLUMNS, PACKED, *columns_of(train_dataset, eval_dataset))
@@ -427,9 +428,8 @@ class SFTTrainer(GeneratesText, Trainer):
         if done.sources:
             self._sources, self.mixture = done.sources, done.mixture
         if self.dist.is_main:
-            for report in done.reports.values():
-                if report.rows_in:
-                    report.tell(logger)
+            for report in (report for report in done.reports.values() if report.rows_in):
+                report.tell(logger)
             if done.mixture is not None:
                 logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
         return done.dataset

@@ -77,12 +77,14 @@ def _rollouts(folder: Path, last_step: int, since: float) -> dict[str, dict[int,
 
 
 def _table(path: Path) -> Sequence[Row]:
+    """The rows of a file of rollouts, without the images of prompts."""
     if path.suffix == ".jsonl":
-        return list(_lines(path))
+        return [{name: value for name, value in row.items() if name != "images"} for row in _lines(path)]
     try:
         from pyarrow import ArrowInvalid, parquet
 
-        return parquet.read_table(path).to_pylist()
+        names = [name for name in parquet.read_schema(path).names if name != "images"]
+        return parquet.read_table(path, columns=names).to_pylist()
     except (ImportError, ArrowInvalid):  # of a run that was killed
         return []
 

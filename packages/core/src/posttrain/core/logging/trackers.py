@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -339,19 +339,22 @@ class _TrackerArguments:
 
 
 def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:
-    """Send `rows` of texts and numbers as the table `name` to trackers with tables and an active run."""
+    """Send `rows` of texts, numbers and lists of images as the table `name` to trackers with tables and a run."""
     columns = list(rows[0]) if rows else []
-    cells = [list(row.values()) for row in rows]
+
+    def cells(image: Callable[[Any], Any]) -> list[list[Any]]:
+        return [[[*map(image, one)] if isinstance(one, list) else one for one in row.values()] for row in rows]
+
     asked = {*report_to}
     wanted = {one: sys.modules.get(one) for one in ("wandb", "trackio", "comet_ml") if {one, "all"} & asked}
     wandb, trackio, comet = wanted.get("wandb"), wanted.get("trackio"), wanted.get("comet_ml")
     if wandb is not None and wandb.run is not None:
-        wandb.log({name: wandb.Table(columns=columns, data=cells)})
+        wandb.log({name: wandb.Table(columns=columns, data=cells(wandb.Image))})
     if trackio is not None and trackio.context_vars.current_run.get() is not None:
         import pandas
 
-        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells, columns=columns))})
+        trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(cells(trackio.Image), columns=columns))})
     if comet is not None and (experiment := comet.get_running_experiment()) is not None:
         import pandas
 
-        experiment.log_table(tabular_data=pandas.DataFrame(cells, columns=columns), filename=f"{name}.csv")
+        experiment.log_table(tabular_data=pandas.DataFrame(cells(str), columns=columns), filename=f"{name}.csv")

@@ -18,12 +18,35 @@ def check_peft_config(peft_config: Any) -> Any:
     """The module peft, after a check of `peft_config`.
 
     Raises:
-        ImportError: it is not installed. TypeError: `peft_config` is none of its configs.
+        ImportError: it is not installed. TypeError: `peft_config` is none of its configs. ValueError: it begins in a
+            way that it alone cannot describe.
     """
     peft = require("peft", "posttrain-core[peft]", why="peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    if vars(peft_config).get("init_lora_weights") == "eva":
+        raise ValueError(
+            "init_lora_weights='eva' begins from activations on data, and without them it is plain LoRA. Call "
+            "peft.get_peft_model and peft.initialize_lora_eva_weights with your data, and pass that model without "
+            "peft_config."
+        )
+    check_base_can_be_found_again(peft_config)
     return peft
+
+
+def check_base_can_be_found_again(peft_config: Any) -> None:
+    """Raise ValueError if the adapter began by changing the weights below by numbers that no checkpoint holds.
+
+    PiSSA, OLoRA and LoftQ compute what they take off these weights from the weights alone, and so does who loads them.
+    """
+    init = str(vars(peft_config).get("init_lora_weights"))
+    if init.startswith("pissa_niter_") or init in ("corda", "lora_ga"):
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the weights below the adapter by numbers that depend on chance or on "
+            "data. A saved adapter holds none of them, so loaded on the model it would compute something else. Set "
+            "'pissa' or 'olora'; or save model.get_base_model() as the new base, and set "
+            "init_lora_weights=True in the adapter's config."
+        )
 
 
 def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = None) -> nn.Module:
@@ -32,7 +55,8 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
     Args:
         train_parts: of a vision-language model, the parts that get adapters; see `parts.adapter_config`.
 
-    On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+    On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314),
+    and modules trained whole in the dtype of the model.
 
     Returns:
         The `peft.PeftModel`.
@@ -59,8 +83,8 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
     if checkpointed and hasattr(model, "enable_input_require_grads"):
         base_model(model).enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
     if is_quantized(model):
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "modules_to_save" not in name:  # they get what layers in `dtype` compute
                 parameter.data = parameter.data.to(torch.bfloat16)
     return adapted
 
@@ -126,6 +150,8 @@ def check_trainable(model: nn.Module) -> None:
     """
     base = base_model(model)
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
+    for config in model.peft_config.values() if is_peft_model(model) else ():  # type: ignore[operator, union-attr]
+        check_base_can_be_found_again(config)
     for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
     if is_quantized(model) and not adapted and not for_training:
         raise ValueError(

@@ -147,6 +147,11 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
     lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
     use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
+    init_lora_weights: str | None = opt(
+        None,
+        "How the LoRA matrices begin: pissa and olora take the largest part of the weights over. None: B at 0.",
+        choices=("gaussian", "olora", "orthogonal", "pissa"),
+    )
     use_dora: bool = opt(False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.")
     load_in_8bit: bool = opt(False, "Load the frozen base in 8 bits (bitsandbytes); needs use_peft.")
     load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
@@ -213,6 +218,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
             target_parameters=self.lora_target_parameters,
             modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,
+            init_lora_weights=self.init_lora_weights or True,
             use_dora=self.use_dora,
             bias="none",
         )

@@ -56,6 +56,12 @@ class OptimizerArguments:
         "Linear layers that GaLore, APOLLO or Muon train: 'all-linear', a regular expression, or names or parts of "
         "them.",
     )
+    loraplus_lr_ratio: float | None = opt(
+        None,
+        "LoRA+: learning rate of the B matrices of LoRA, which begin at 0, as a multiple of learning_rate; papers use "
+        "16.",
+        above=0,
+    )
     max_grad_norm: float | None = opt(
         1.0, "Norm to which larger gradients are scaled down; None or 0: no clipping.", min=0, max=math.inf
     )
@@ -208,13 +214,29 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     ]
 
 
-def parameter_groups(model: nn.Module, decay_names: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of trainable parameters in the order of the model: those that decay, and those that do not."""
+def parameter_groups(
+    model: nn.Module, decay_names: list[str], weight_decay: float, rate_of_b: float | None = None
+) -> list[dict[str, Any]]:
+    """Two groups of trainable parameters in the order of the model: those that decay, and those that do not.
+
+    With `rate_of_b`, a learning rate, the B matrices of LoRA are a third, which decays (LoRA+, Hayou et al. 2024,
+    https://arxiv.org/abs/2402.12354).
+
+    Raises:
+        ConfigError: `rate_of_b` is given, and there are no such matrices.
+    """
     decaying, trainable = set(decay_names), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for n, p in trainable if n in decaying], "weight_decay": weight_decay},
-        {"params": [p for n, p in trainable if n not in decaying], "weight_decay": 0.0},
+    second = {n for n, _ in trainable if rate_of_b is not None and {"lora_B", "lora_embedding_B"} & {*n.split(".")}}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in trainable if n in decaying and n not in second], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable if n not in decaying and n not in second], "weight_decay": 0.0},
     ]
+    if rate_of_b is None:
+        return groups
+    if not second:
+        raise ConfigError("optim", ["loraplus_lr_ratio is for LoRA, and the model has none; pass a peft_config"])
+    params = [p for n, p in trainable if n in second]
+    return [*groups, {"params": params, "weight_decay": weight_decay, "lr": rate_of_b, "name": "lora_B"}]
 
 
 # ------------------------------------------------------------------------------------------------------------- building
@@ -268,12 +290,18 @@ def build(
             args.optim_target_modules,
         )  # fmt: skip
     kwargs = dict(kwargs)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    is_optimizer = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    given = [kwargs.pop(name) for name in ("params", "model", "optimizer_dict") if is_optimizer and name in kwargs]
+    ratio = getattr(args, "loraplus_lr_ratio", None)
+    if ratio is not None and (given or not is_optimizer):
+        what = f"loraplus_lr_ratio={ratio} has no effect on an optimizer that is given its own parameters"
+        raise ConfigError("optim", [f"{what}; leave it out, or set the learning rate of its groups"])
+    if not is_optimizer:
         return optimizer_class()(model, **kwargs)
-    given = [kwargs.pop(name) for name in ("params", "model", "optimizer_dict") if name in kwargs]
     if decay_names is None:
         decay_names = decay_parameter_names(model)
-    params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay)
+    rate_of_b = None if ratio is None else ratio * args.learning_rate
+    params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay, rate_of_b)
     if not given and deepspeed.is_asked_for(getattr(args, "deepspeed", None)):
         params = [group for group in params if group["params"]]  # it drops empty groups, which the schedule counts
     if optimizer_class is torch.optim.AdamW and kwargs.get("fused"):

@@ -1,0 +1,179 @@
+"""However an adapter begins, and whatever it stands on: every trainer trains it, compares with the right reference, and
+writes what peft reads back.
+"""
+
+import inspect
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
+
+from posttrain import rl
+from posttrain.core.errors import ConfigError
+from posttrain.rl import DPOTrainer, GRPOTrainer
+from posttrain.sft import SFTTrainer
+from tests import tiny
+from tests.contract import trainers
+
+IDS = torch.arange(5, 25)[None]
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+#: Every trainer that adds adapters: by its own constructor, with the rows that it takes.
+ADDING = [SFTTrainer, *(getattr(rl, name) for name in rl.__all__ if name.endswith("Trainer"))]
+SAMPLING = (rl.GRPOTrainer, rl.RLOOTrainer, rl.ReinforcePlusPlusTrainer, rl.OnlineDPOTrainer)
+TAUGHT = (rl.DistillationTrainer, rl.GKDTrainer)
+
+
+def make(trainer_class, model, folder, peft_config, **changes):
+    """A run of two steps."""
+    kwargs = {
+        name: changes.pop(name) for name in ("quantization_config", "optimizer_cls_and_kwargs") if name in changes
+    }
+    usual, rows = {"max_steps": 2, "gradient_checkpointing": False}, trainers.preference_rows(16)
+    if issubclass(trainer_class, (*SAMPLING, *TAUGHT)):
+        usual["max_completion_length"] = 4
+    if issubclass(trainer_class, SAMPLING):
+        rows, kwargs["reward_funcs"] = [{"prompt": row["prompt"]} for row in rows], trainers.digit_sum
+        usual["num_generations"] = 2
+    elif issubclass(trainer_class, TAUGHT):
+        rows, kwargs["teacher_model"] = trainers.text_rows(16), tiny.causal_lm(seed=3)
+    elif trainer_class is SFTTrainer:
+        rows = trainers.text_rows(16)
+    args = trainers.arguments(trainer_class.config_class, folder, **(usual | changes))
+    return trainer_class(
+        model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), peft_config=peft_config, **kwargs
+    )
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+def base():
+    return tiny.causal_lm(hidden_size=64, head_dim=16)
+
+
+# ------------------------------------------------------------------------------------------------------ of 4 bits
+
+
+@pytest.mark.parametrize("trainer_class", ADDING, ids=lambda c: c.__name__)
+def test_every_trainer_loads_a_base_of_4_bits_by_name_and_trains_an_adapter_on_it(trainer_class, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    assert "quantization_config" in inspect.signature(trainer_class).parameters
+    of_rewards = trainer_class is rl.RewardTrainer
+    (tiny.reward_model if of_rewards else tiny.causal_lm)(hidden_size=64, head_dim=16).save_pretrained(tmp_path / "4")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    lora = LoraConfig(**LORA | ({"task_type": "SEQ_CLS"} if of_rewards else {}))
+    run = make(trainer_class, str(tmp_path / "4"), tmp_path / "out", lora, quantization_config=config)
+    assert any(type(module).__name__ == "Linear4bit" for module in run.model.modules())
+    before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+    run.train()
+    moved = {name for name, weight in run.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved and all("lora_" in name or "modules_to_save" in name for name in moved)
+
+
+# ------------------------------------------------------------------------------------------------- how it begins
+
+BEGINNINGS = ["gaussian", "olora", "orthogonal", "pissa"]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["peft_config", "PeftModel"])
+@pytest.mark.parametrize("trainer_class", [DPOTrainer, GRPOTrainer])
+@pytest.mark.parametrize("init", BEGINNINGS)
+def test_the_reference_is_the_model_that_the_run_began_with(init, trainer_class, own, tmp_path):
+    """PiSSA and OLoRA take a part of the weights below over, which are then no reference without it."""
+    config = LoraConfig(**LORA, init_lora_weights=init)
+    model = get_peft_model(base(), config) if own else base()
+    run = make(trainer_class, model, tmp_path, None if own else config, beta=0.1)
+    with run.reference.use() as reference:
+        assert torch.allclose(logits(reference), logits(base()), atol=1e-5)
+    assert torch.allclose(logits(run.model), logits(base()), atol=1e-5)
+    run.train()
+    first = run.state.log_history[0]
+    assert first["kl"] == pytest.approx(0, abs=1e-5) if "kl" in first else first["loss"] == pytest.approx(0.693147)
+
+
+@pytest.mark.parametrize("init", BEGINNINGS)
+def test_an_adapter_is_read_back_and_gone_on_with_however_it_began(init, tmp_path):
+    def run(**changes):
+        return make(SFTTrainer, base(), tmp_path, LoraConfig(**LORA, init_lora_weights=init), **changes)
+
+    straight = run(save_strategy="steps", save_steps=1)
+    straight.train()
+    torch.manual_seed(77)
+    read = PeftModel.from_pretrained(base(), tmp_path / "checkpoint-2")
+    assert torch.allclose(logits(read), logits(straight.model), atol=1e-5)
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert torch.equal(logits(resumed.model), logits(straight.model))
+
+
+@pytest.mark.parametrize("trainer_class", ADDING, ids=lambda c: c.__name__)
+def test_the_first_numbers_of_an_adapter_follow_from_the_seed_alone(trainer_class, tmp_path):
+    def begun(drawn):
+        of_rewards = trainer_class is rl.RewardTrainer
+        model, kind = (tiny.reward_model(), "SEQ_CLS") if of_rewards else (tiny.causal_lm(), "CAUSAL_LM")
+        torch.rand(drawn)  # by the script, before
+        model = make(trainer_class, model, tmp_path, LoraConfig(**LORA | {"task_type": kind}), seed=5).model
+        return [p.detach() for name, p in model.named_parameters() if "lora_A" in name]
+
+    assert all(map(torch.equal, begun(1), begun(2)))
+
+
+@pytest.mark.parametrize(("init", "says"), [
+    ("eva", "peft.initialize_lora_eva_weights"), ("pissa_niter_4", "Set 'pissa' or 'olora'"),
+    ("corda", "no|none of them"), ("lora_ga", "depend on chance or on data"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.init_lora_weights.")
+def test_beginnings_that_a_config_alone_cannot_repeat_are_refused(init, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        make(SFTTrainer, base(), tmp_path, LoraConfig(**LORA, init_lora_weights=init))
+
+
+def test_a_model_whose_base_cannot_be_found_again_is_refused_too(tmp_path):
+    model = get_peft_model(base(), LoraConfig(**LORA, init_lora_weights="pissa_niter_4"))
+    with pytest.raises(ValueError, match="pissa_niter_4"):
+        make(SFTTrainer, model, tmp_path, None)
+
+
+@pytest.mark.filterwarnings("ignore:.init_lora_weights.", "ignore:lora with eva")
+def test_eva_is_begun_as_the_message_says(tmp_path):
+    model = get_peft_model(base(), LoraConfig(**LORA, init_lora_weights="eva"))
+    plain = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name}
+    ids = torch.randint(5, 300, (16, 12))
+    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(8)]
+    initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+    run = make(SFTTrainer, model, tmp_path, None, save_strategy="steps", save_steps=2)
+    begun = {name: p for name, p in run.model.named_parameters() if "lora_A" in name}
+    assert all(p.shape != plain[name].shape or not torch.equal(p, plain[name]) for name, p in begun.items())
+    run.train()
+    read = PeftModel.from_pretrained(base(), tmp_path / "checkpoint-2")
+    assert torch.allclose(logits(read), logits(run.model), atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- LoRA+
+
+
+def test_the_second_factors_of_lora_learn_at_their_own_rate(tmp_path):
+    def moved(ratio):
+        run = make(SFTTrainer, base(), tmp_path, LoraConfig(**LORA), loraplus_lr_ratio=ratio, max_steps=1)
+        run.train()
+        return {n: p.detach() for n, p in run.model.named_parameters() if "lora_B" in n}, run
+
+    (plain, _), (faster, run) = moved(None), moved(16)
+    for name, weight in plain.items():  # SGD: a step from 0 is the rate times the gradient
+        assert torch.allclose(faster[name], 16 * weight, rtol=1e-4, atol=1e-9) and weight.any()
+    assert run.state.log_history[0]["learning_rate/lora_B"] == pytest.approx(16 * 0.05)
+    held = [id(p) for group in run.optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in run.model.parameters() if p.requires_grad)
+
+
+def test_a_rate_of_b_that_nothing_follows_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the model has none"):
+        make(SFTTrainer, base(), tmp_path, None, loraplus_lr_ratio=16).train()
+    model = get_peft_model(base(), LoraConfig(**LORA))
+    own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "params": list(model.parameters())})}
+    with pytest.raises(ConfigError, match="given its own parameters"):
+        make(SFTTrainer, model, tmp_path, None, loraplus_lr_ratio=16, **own).train()
