@@ -139,7 +139,8 @@ class Peer:
 
 
 def prompts(number: int) -> list[Settings]:
-    return [{"prompt": prompt} for prompt in online.PROMPTS[:number]]
+    words = online.WORDS
+    return [{"prompt": " ".join(words[i : i + 3 + i % 3])} for i in range(number)]
 
 
 def chats(number: int) -> list[Settings]:
@@ -306,8 +307,7 @@ PEERS = {
             ways("beta", 0.05, 1.0),
             ways("label_smoothing", 0.1),
             ways("simpo_gamma", 0.2),
-            ways("loss_type", "hinge", "ipo", "simpo"),
-            ways("alpha", 0.25),
+            [*ways("loss_type", "hinge", "ipo", "simpo"), {"loss_type": "simpo", "alpha": 0.25}],
         ],
         preference_rows,
         {"cpo_alpha": 0.0},
@@ -465,18 +465,28 @@ class Documented:
     when: Callable[[Settings], bool] = lambda settings: True
 
 
+def accumulates(settings: Settings) -> bool:
+    return settings.get("gradient_accumulation_steps", 1) > 1
+
+
 def split(settings: Settings) -> bool:
     """Whether a record is of several batches."""
-    accumulates, every = settings.get("gradient_accumulation_steps", 1) > 1, settings["logging_steps"]
-    return accumulates or every != 1 or {"logging_strategy", "eval_strategy"} & {*settings} != set()
+    several = {"logging_strategy", "eval_strategy"} & {*settings}
+    return accumulates(settings) or settings["logging_steps"] != 1 or bool(several)
+
+
+def shuffles_anew(settings: Settings) -> bool:
+    """Prompts are shuffled by another seed than `seed`, or for a second epoch."""
+    many = settings["max_steps"] < 0 or settings["per_device_train_batch_size"] == 8 or accumulates(settings)
+    return settings["shuffle_dataset"] and (many or "data_seed" in settings or settings.get("num_generations") == 2)
 
 
 SAMPLING = ["grpo", "rloo", "distillation"]
 DOCUMENTED = [
     Documented([*PEERS], ["metrics"], "Metrics of a record are means over all its tokens or rows", split),
     Documented([*PEERS], ["num_input_tokens_seen"], "`num_input_tokens_seen` counts what the model reads"),
-    Documented([*PEERS], ["order"], "draws from `data_seed`", lambda s: "group_by_length" in s.values()),
-    Documented(SAMPLING, ["order"], "draws from `data_seed`", lambda s: s["shuffle_dataset"] and "data_seed" in s),
+    Documented([*PEERS], ["order"], "is a function of `data_seed`", lambda s: "group_by_length" in s.values()),
+    Documented(SAMPLING, ["order"], "is a function of `data_seed`", shuffles_anew),
     Documented(
         [*PEERS],
         [f"refused: {name}" for name in ("label_smoothing", "train_sampling_strategy", "dataloader_drop_last")],
@@ -485,6 +495,14 @@ DOCUMENTED = [
     Documented(["cpo", "orpo"], ["logits/chosen", "logits/rejected"], "`logits/chosen` and `logits/rejected` of CPO"),
     Documented(["orpo"], ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss"], "ORPO, CPO: the likelihood"),
     Documented(["online-dpo"], ["objective/kl"], "`objective/kl` of online DPO"),
+    Documented(["online-dpo"], ["grad_norm", "order"], "Online DPO takes the mean of the gradients", accumulates),
+    Documented(["tpo"], ["order"], "A `compute_loss` that returns a mean is weighted", accumulates),
+    Documented(["tpo"], ["eval_loss", "entropy"], "TPO: `eval_loss`"),
+    Documented([*PEERS], ["eval_loss"], "`eval_loss` is the exact mean", lambda s: "per_device_eval_batch_size" in s),
+    Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
+    Documented(["grpo"], ["order"], "`top_entropy_quantile`", lambda s: "top_entropy_quantile" in s and accumulates(s)),
+    Documented(["grpo"], ["order"], "GRPO: `bnpo`", lambda s: s.get("loss_type") == "bnpo" and accumulates(s)),
+    Documented(["grpo"], ["order"], "the entropy bonus", lambda s: "entropy_coef" in s and accumulates(s)),
     Documented(["gkd"], ["order", "epoch", "events"], "GKD leaves out the rows that do not fill"),
     Documented(
         ["rloo"],
