@@ -16,7 +16,7 @@ from tests import tiny
 from tests.contract.trainers import arguments, pad
 from tests.programs import together
 
-ROWS = 12
+ROWS, STEPS = 12, 2
 
 
 def override(method):
@@ -154,13 +154,17 @@ def a_script(name):
 
 
 CASES = [name for name in vars(Table) if "__" in name[2:] and not name.startswith("__")]
-#: Rows of a micro-batch and micro-batches of a step, of one process: each step reads all rows.
-CUTS = {"whole": (12, 1), "cut": (4, 3)}
+#: Those that the scale of a loss goes through.
+SCALED = [name for name in CASES if name.startswith(("training_step", "compute_loss", "get_batch_samples"))]
+#: Rows of a micro-batch and micro-batches of a step: each step reads all rows.
+CUTS = {"whole": (12, 1), "cut": (4, 3), "short of memory": (6, 2)}
 
 
 def steps(name, folder, size, accumulation, **changes):
-    """Loss and gradient norm of three steps of the script `name`, which must have run."""
-    options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=3) | changes
+    """Loss and gradient norm of the steps of the script `name`, which must have run."""
+    options = (
+        dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=STEPS) | changes
+    )
     args = arguments(TrainingArguments, folder, train_sampling_strategy="sequential", max_grad_norm=1e9, **options)
     kind = a_script(name)
     trainer = kind(tiny.causal_lm(), args, pad, tiny.token_rows(ROWS))
@@ -173,7 +177,6 @@ def steps(name, folder, size, accumulation, **changes):
 
 def run_short_of_memory(trainer):
     """Micro-batches of more than two rows do not fit."""
-    count = trainer.count_items
     accumulate = trainer.accumulate
 
     def small(model, window, num_items):
@@ -181,16 +184,16 @@ def run_short_of_memory(trainer):
             raise torch.OutOfMemoryError("not enough")
         return accumulate(model, window, num_items)
 
-    trainer.accumulate, trainer.count_items = small, count
+    trainer.accumulate = small
 
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The same three steps without a trainer."""
+    """The same steps without a trainer."""
     model, rows, found = tiny.causal_lm(), tiny.token_rows(ROWS), []
     batch = pad(rows)
     count = (batch["labels"][:, 1:] != -100).sum()
-    for step in range(3):
+    for step in range(STEPS):
         loss = with_its_own_count(None, model, batch) / count
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
@@ -198,25 +201,22 @@ def by_hand():
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.05 * (1 - step / 3) * parameter.grad
+                    parameter -= 0.05 * (1 - step / STEPS) * parameter.grad
                     parameter.grad = None
     return found
 
 
-@pytest.mark.parametrize("cut", [*CUTS, "short of memory"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "cut"), [(name, cut) for cut in CUTS for name in (CASES if cut == "cut" else SCALED)])
 def test_an_override_runs_and_a_step_is_that_of_a_loop_by_hand(name, cut, by_hand, tmp_path):
-    changes = {"auto_find_batch_size": True} if cut == "short of memory" else {}
-    found = steps(name, tmp_path, *CUTS.get(cut, (6, 2)), **changes)
+    found = steps(name, tmp_path, *CUTS[cut], auto_find_batch_size=cut == "short of memory")
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_hand), rtol=2e-5, atol=0)
 
 
-@pytest.mark.parametrize("half", [0, 1], ids=["of 6 x 1", "of 2 x 3"])
-def test_two_processes_make_the_steps_of_a_loop_by_hand(half, by_hand, tmp_path):
-    done = together(2, [__file__, str(tmp_path), str(half)])
+def test_two_processes_make_the_steps_of_a_loop_by_hand(by_hand, tmp_path):
+    done = together(2, [__file__, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert list(found) == CASES
+    assert list(found) == SCALED
     for name, of_case in found.items():
         torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
 
@@ -243,8 +243,8 @@ def test_a_target_of_minus_100_is_a_number(size, accumulation, tmp_path):
 
 if __name__ == "__main__":  # two processes, started by the test above
     torch.set_num_threads(1)
-    folder, shape = Path(sys.argv[1]), ((6, 1), (2, 3))[int(sys.argv[2])]
-    found = {name: steps(name, folder / name, *shape) for name in CASES}
+    folder = Path(sys.argv[1])
+    found = {name: steps(name, folder / name, 2, 3) for name in SCALED}
     if torch.distributed.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -27,6 +27,7 @@ from posttrain.core.models.wrapping import unwrap
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
 DATA = ("train_dataset", "eval_dataset")
+PLAIN = (torch.Tensor, nn.Parameter)  # what has memory of its own
 MOVED = 2**20  # parameters of more elements stay where they are: what is moved is copied
 # Of a loss in 32 bits and in 16, how far its ratio may be from 1/2 or from 1.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -84,7 +85,10 @@ def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str 
 
 
 def _move(model: nn.Module) -> None:
-    """Change the small parameters that are trained, norms and adapters among them."""
+    """Change the small parameters that are trained, norms and adapters among them; not those that FSDP shards, which
+    may stay gathered, as they are now, until the next forward pass."""
+    if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
+        return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.numel() <= MOVED and parameter.element_size() > 1:
             parameter.mul_(1.1).add_(0.01)
@@ -139,15 +143,12 @@ class _Writes(TorchDispatchMode):
         self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in tensors:
-            tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded one, the part that is here
-            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided:
+            tensor = _local(tensor)
+            if type(tensor) in PLAIN and tensor.layout == torch.strided:
                 self.known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
                 self.places.append((tensor, tensor.data))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor that is made of others comes first: what is done to those is seen in its turn.
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented
         kwargs = kwargs or {}
         for number, argument in enumerate(getattr(getattr(func, "_schema", None), "arguments", ())):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -158,7 +159,8 @@ class _Writes(TorchDispatchMode):
     def keep(self, written: Iterable[Any]) -> None:
         """Copy those of the known tensors whose memory one of `written` has."""
         for tensor in written:
-            if isinstance(tensor, torch.Tensor):
+            tensor = _local(tensor)
+            if type(tensor) in PLAIN and tensor.layout == torch.strided:
                 same = self.known.pop(tensor.untyped_storage().data_ptr(), [])
                 self.copies += [(one, one.detach().clone()) for one in same]
 
@@ -170,6 +172,11 @@ class _Writes(TorchDispatchMode):
                     tensor.data = before
             for tensor, copied in self.copies:
                 tensor.copy_(copied)
+
+
+def _local(tensor: Any) -> Any:
+    """Of a sharded tensor the part that is here."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _contents(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
