@@ -34,6 +34,7 @@ from posttrain.rl.generation.engines import FOLDED, REFUSED
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
+from posttrain.rl.generation.weights import Weights
 from tests import tiny
 from tests.rl import test_generation_vllm_colocated as colocated
 from tests.rl.test_generation_vllm import OpenAI, Server
@@ -266,7 +267,6 @@ def product():
     for trainer in ("grpo", "rloo"):
         for engine, settings in ENGINES.items():
             for name, parameters in ROPES.items():
-                # transformers' paged cache keeps what it turned by the angles of shorter texts
                 row = {"trainer": trainer, "model": rope(**parameters), "max_completion_length": 20, "rows": EVEN}
                 yield pytest.param(row | settings, id=f"{trainer} {engine} {name}")
         for name, model in TUNERS.items():
@@ -375,6 +375,13 @@ def test_a_reference_that_is_not_the_policy_at_the_start_is_refused(tmp_path, tr
     }
     with pytest.raises(ValueError, match="policy and reference already differ by up to"):
         make(tmp_path, trainer=trainer, peft_config=configs[kind]).train()
+
+
+def test_virtual_tokens_are_refused_where_an_engine_has_the_weights_alone(tmp_path):
+    with pytest.raises(ValueError, match="without the virtual tokens of PromptTuningConfig"):
+        make(tmp_path, model=TUNERS["prompt"], beta=0.0, **ENGINES["continuous"]).train()
+    with pytest.raises(ValueError, match="vLLM generates with the model's weights alone"):
+        Weights(TUNERS["p-tuning"]())
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

@@ -20,6 +20,7 @@ from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, filters
 from posttrain.rl.generation.transformers import cut, evaluating, is_float32, rope_limit
+from posttrain.rl.generation.weights import refuse_virtual_tokens
 
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
@@ -49,7 +50,12 @@ class ContinuousGenerator:
         self.model: nn.Module | None = None
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Generate with `model` itself, so there is nothing to copy."""
+        """Generate with `model` itself, so there is nothing to copy.
+
+        Raises:
+            ValueError: an adapter puts virtual tokens before each text.
+        """
+        refuse_virtual_tokens(model, "transformers' continuous batching")
         self.model = unwrap(model)
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
+from posttrain.rl.generation.routes import Routes
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.transformers import (
     TransformersGenerator,
@@ -119,7 +120,7 @@ class LocalGenerator:
             if not self.with_routes:
                 return run.completions(*room)
             with Recorder(self.model) as recorder:
-                run.routes = _Routes(recorder, prompts, n, sampling.max_new_tokens)
+                run.routes = Routes(recorder, prompts, n, sampling.max_new_tokens)
                 return run.completions(*room)
 
 
@@ -145,7 +146,7 @@ class _Run:
         self.shifts = self.prompts_read.shifts(n, self.device)
         self.decoding = Decoding(self.device, max_new=longest)
         self.step, self.is_exact = _step_of(model), is_float32(model) and rope_limit(model) == math.inf
-        self.routes: _Routes | None = None  # None: nobody wants them
+        self.routes: Routes | None = None  # None: nobody wants them
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()
@@ -248,36 +249,6 @@ class _Run:
                 self.finished[row] = True
                 return True
         return False
-
-
-class _Routes:
-    """The experts with which prompts and completions were read."""
-
-    def __init__(self, recorder: Recorder, prompts: Sequence[Sequence[int]], n: int, longest: int) -> None:
-        self.recorder, self.n = recorder, n
-        self.prompts: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
-        self.longest = longest
-        self.tokens: torch.Tensor | None = None
-
-    def of_prompts(self, numbers: list[int], lengths: list[int]) -> None:
-        """Take down those of the prompts that were read together, one after the other."""
-        for number, routes in zip(numbers, self.recorder.take().split(lengths), strict=True):
-            self.prompts[number] = routes
-
-    def of_tokens(self, rows: torch.Tensor, steps: torch.Tensor) -> None:
-        """Take down those of one token of each of these completions."""
-        found = self.recorder.take()
-        if self.tokens is None:
-            self.tokens = found.new_empty(len(self.prompts) * self.n, self.longest, *found.shape[1:])
-        self.tokens[rows, steps] = found
-
-    def of(self, lengths: list[int]) -> list[torch.Tensor]:
-        """Those of each completion of so many tokens behind its prompt, on the CPU."""
-        prompts = [routes.cpu() for routes in self.prompts]
-        if self.tokens is None:  # no completion has more than one token, which nobody reads
-            return [prompts[row // self.n] for row in range(len(lengths))]
-        tokens = self.tokens.cpu()
-        return [torch.cat([prompts[row // self.n], tokens[row, : n - 1]]) for row, n in enumerate(lengths)]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

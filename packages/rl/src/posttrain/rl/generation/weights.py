@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating, is_float32
 
@@ -81,6 +81,7 @@ class Weights(OneByOne):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_virtual_tokens(model, "vLLM")
         self.base = base_model(model)
         self._parts = _each_once(_parts(self.base))
         shapes = {part.name: _shape_of(part.weight) for part in self._parts}
@@ -120,6 +121,17 @@ class Weights(OneByOne):
             if merged is None or merged[0] is not part.layer:  # those of one layer are adjacent
                 merged = part.layer, _merged(part.layer)
             yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
+
+
+def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
+    """Raise ValueError if `model` has an adapter that is no change of its weights, which `engine` would leave out."""
+    configs = getattr(unwrap(model), "peft_config", {}).values() if is_peft_model(model) else ()
+    names = [type(config).__name__ for config in configs if config.is_prompt_learning]
+    if names:
+        raise ValueError(
+            f"{engine} generates with the model's weights alone, without the virtual tokens of "
+            f"{names[0]}. Use the local engine, or an adapter such as LoRA."
+        )
 
 
 def as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
