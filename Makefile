@@ -23,7 +23,7 @@ DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
 DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
                    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
 
-.PHONY: help setup quickstart test test-all test-vllm test-deepspeed gpu lint types check docs dist-check clean
+.PHONY: help setup quickstart test test-all test-vllm test-deepspeed gpu figures lint types check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -48,6 +48,9 @@ test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine o
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
 	$(PY) benchmarks/gpu.py $(if $(PART),--part $(PART))
+
+figures: $(STAMP) ## Take the figures of README and docs/speed.md again, with the commit: hours. RUN="imports counts": these.
+	$(PY) benchmarks/figures.py $(RUN)
 
 lint: $(STAMP) ## Check style and formatting; change nothing.
 	$(PY) -m ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -42,11 +43,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """The commit that is measured, with a + where files differ from it."""
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
 def write(name: str, figures: dict) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     machine = {"processor": processor(), "instructions": vectors(), "cores": os.cpu_count()}
     machine["python"] = platform.python_version()
-    record = {"date": date.today().isoformat(), "machine": machine, "versions": versions(), **figures}
+    record = {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine,
+        "versions": versions(),
+        **figures,
+    }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path

@@ -335,16 +335,34 @@ HEAVY = """
     datasets peft pandas bitsandbytes deepspeed transformers.modeling_utils transformers.trainer
     transformers.training_args trl wandb tensorboard mlflow matplotlib
 """.split()
-
-
-@pytest.mark.parametrize(
-    "statement", ["from posttrain.core import Trainer, TrainingArguments", "import posttrain.core.cli"]
+#: The packages that importing a trainer may load beside torch, and as many modules of the standard library at most.
+LIGHT, STANDARD = {"posttrain", "numpy", "huggingface_hub", "safetensors", "xxhash", "packaging"}, 30
+TRAINERS = (
+    "from posttrain.core import Trainer, TrainingArguments",
+    "from posttrain.sft import SFTTrainer",
+    "from posttrain.rl import DPOTrainer, RewardTrainer, GRPOTrainer, DistillationTrainer, OnlineDPOTrainer",
+    "from posttrain.seq2seq import Seq2SeqTrainer",
 )
-def test_importing_is_cheap(statement):
-    code = f"import sys\n{statement}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+
+
+def loaded(statement: str) -> set[str]:
+    """The modules that a new interpreter loads by a statement beyond those of ``import torch``."""
+    code = f"import sys, torch\nbefore = {{*sys.modules}}\n{statement}\nprint(*({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    return {*done.stdout.split()}
+
+
+@pytest.mark.parametrize("statement", TRAINERS)
+def test_importing_a_trainer_loads_what_is_light_and_no_more_of_torch(statement):
+    """The rest of torch, such as torch._dynamo with sympy, doubles the time that `import torch` takes."""
+    found = {name.partition(".")[0] for name in loaded(statement)} - LIGHT
+    found = {name for name in found if not name.startswith(("_cython", "cython_runtime"))}
+    assert found <= sys.stdlib_module_names and len(found) <= STANDARD
+
+
+def test_importing_the_command_line_is_cheap():
+    assert not loaded("import posttrain.core.cli") & {*HEAVY}
 
 
 # What each class of arguments may define for itself; see `posttrain.core.training.preflight`.

@@ -14,6 +14,7 @@ import torch
 from posttrain.core.checkpoint import codec, manifest
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.errors import CheckpointError
+from posttrain.core.models.loading import load_causal_lm
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import TRAINERS
@@ -151,11 +152,17 @@ def test_an_index_leads_no_model_out_of_its_folder(name, tmp_path):
     shutil.move(folder / "model.safetensors", outside / "x.safetensors")
     tensors = list(tiny.causal_lm().state_dict())
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, name)})
-    for kind in ("model.safetensors", "pytorch_model.bin"):
-        (folder / f"{kind}.index.json").write_text(index)
-        with pytest.raises(CheckpointError, match=rf"{kind}.index.json names"):
+    for kind in ("model.safetensors.index", "pytorch_model.bin.index", "model.safetensors.index.fp16"):
+        (folder / f"{kind}.json").write_text(index)
+        with pytest.raises(CheckpointError, match=rf"{kind}.json names"):
             SFTTrainer(str(folder), SFTConfig(str(tmp_path / "out"), use_cpu=True), train_dataset=[{"text": "a b c"}])
-        (folder / f"{kind}.index.json").unlink()
+        with pytest.raises(CheckpointError, match=rf"{kind}.json names"):
+            load_causal_lm(tmp_path, {"subfolder": "model"})
+        (adapter := tmp_path / "adapter").mkdir(exist_ok=True)
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+        with pytest.raises(CheckpointError, match=rf"{kind}.json names"):
+            load_causal_lm(adapter)
+        (folder / f"{kind}.json").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="names"):
         weight_files.load_weights(tiny.causal_lm(), folder)

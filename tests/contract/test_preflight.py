@@ -289,6 +289,13 @@ def test_a_backend_and_a_mode_of_the_compiler_are_checked_with_the_arguments():
     TrainingArguments("out", torch_compile_mode="reduce-overhead", torch_compile_backend="eager")
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_mode_that_records_cuda_graphs_of_changing_shapes_is_refused_on_a_gpu(mode, make, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=f"{mode}.*records CUDA graphs.*max-autotune-no-cudagraphs"):
+        make(Trainer, torch_compile_mode=mode)
+
+
 def test_bfloat16_on_a_gpu_without_it_is_refused(make, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_, **__: False)

@@ -1,3 +1,4 @@
+import contextlib
 import shutil
 import time
 
@@ -8,10 +9,12 @@ from datasets import Dataset, Features, List, Value
 
 from posttrain.core.data.segments import Segments, with_segments, without_padding
 from posttrain.core.errors import DataError
+from posttrain.core.models.document_positions import check_packing
 from posttrain.core.models.varlen_attention import enable_segments
+from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak, pack, pack_dataset, pack_stream
-from tests.tiny import causal_lm
+from tests.tiny import causal_lm, tokenizer
 
 ARCHITECTURES = ["qwen3", "llama", "mistral", "gemma", "gpt2"]
 
@@ -233,6 +236,58 @@ def test_packing_changes_neither_the_number_of_trained_tokens_nor_their_loss(arc
     plain, packed = summed_loss(collate(list(dataset))), summed_loss(collate(list(pack_dataset(dataset, 40))))
     assert plain[1] == packed[1]
     torch.testing.assert_close(plain[0], packed[0])
+
+
+SHORT, LONG, THETA = [1.0, 1.1, 1.2, 1.3], [4.0, 5.0, 6.0, 7.0], {"rope_theta": 1e4}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 4.0, "original_max_position_embeddings": 16, "short_factor": SHORT, "long_factor": LONG
+    },
+    "llama3": {
+        "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0
+    },
+    "proportional": {},
+}  # fmt: skip
+
+
+def test_every_rope_of_transformers_is_tried():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert {*ROPE_INIT_FUNCTIONS} <= {*ROPES}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rope_whose_frequencies_depend_on_the_longest_document_is_refused_exactly_where_it_leaks(kind):
+    rule = {"rope_type": kind, **THETA, **ROPES[kind]}
+    model = causal_lm(rope_parameters=rule, max_position_embeddings=16).eval()
+    enable_segments(model)
+    document, alone = list(range(7, 13)), torch.arange(7, 13)[None]
+
+    def change(before):
+        """How far a document of 6 behind one of so many tokens is from itself alone."""
+        row, segments = [*range(20, 20 + before), *document], Segments.documents([before, 6])
+        with torch.no_grad():
+            packed = model(input_ids=torch.tensor([row]), **segments.model_inputs((1, len(row)))).logits[0, before:]
+            return (packed - model(input_ids=alone).logits[0]).abs().max().item()
+
+    assert change(16) < 1e-4
+    check_packing(model, 16)
+    for longest in (40, None):
+        with pytest.raises(ValueError, match=kind) if change(40) > 1e-3 else contextlib.nullcontext():
+            check_packing(model, longest)
+
+
+@pytest.mark.parametrize("layout", ["packing", "padding_free", "eval_packing"])
+def test_a_run_that_would_pack_such_documents_is_refused(layout, tmp_path):
+    model = causal_lm(rope_parameters={"rope_type": "longrope", **THETA, **ROPES["longrope"]})
+    rows = [{"input_ids": [5, 6, 7]}] * 2
+    args = {"max_length": 64, "use_cpu": True, "report_to": "none", layout: True}
+    with pytest.raises(ValueError, match="is longrope: one document of more than 16 .* max_length=16 in place of 64"):
+        SFTTrainer(model, SFTConfig(str(tmp_path), **args), train_dataset=rows, processing_class=tokenizer())
 
 
 def test_models_that_let_documents_see_each_other_are_found_out():

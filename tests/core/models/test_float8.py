@@ -1,5 +1,8 @@
 """Products in float8: refused where no kernel is, and close to those of float32 where torchao computes them."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -64,6 +67,16 @@ def test_layers_of_transformers_multiply_in_float8_and_keep_their_weights():
     loss.backward()
     assert loss.item() == pytest.approx(before.item(), rel=0.02) and loss.item() != before.item()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_float8_without_the_compiler_is_warned_of(compiled, caplog, monkeypatch):
+    torchao = types.ModuleType("torchao.float8")
+    torchao.Float8LinearConfig, torchao.convert_to_float8_training = dict, lambda *args, **kwargs: None
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    float8.use_float8(torch.nn.Sequential(torch.nn.Linear(16, 16)), emulate=True, compiled=compiled)
+    assert ("Set torch_compile=True too" in caplog.text) is not compiled
 
 
 def test_adapters_stay_as_they_are():

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from posttrain.core.data.segments import Segments, shared_beginning, without_padding
-from posttrain.core.models import varlen_attention
+from posttrain.core.models import document_kernels, varlen_attention
 from posttrain.core.models.block_mask import block_mask
 from posttrain.core.models.varlen_attention import enable_segments, segment_attention, segments_problem
 from posttrain.core.models.wrapping import base_model
@@ -252,6 +252,45 @@ def test_blocks_are_found_without_a_tensor_of_all_pairs():
     with Largest() as largest:
         block_mask(segments, None, torch.device("cpu"))
     assert largest.numel < segments.num_tokens**2 / 100
+
+
+def test_flash_attn_4_alone_is_no_flash_attn(tmp_path, monkeypatch):
+    """It is a folder flash_attn/cute without flash_attn/__init__.py."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert not document_kernels._has_flash_attn()
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", importlib.import_module("flash_attn")
+    )  # as another library imports it
+    assert not document_kernels._has_flash_attn()
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert document_kernels._has_flash_attn()
+
+
+def test_a_kernel_whose_package_is_broken_is_not_passed_over(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ImportError("libcudart.so.12 is missing", name="flash_attn")
+
+    monkeypatch.setattr(varlen_attention, "segment_attention", broken)
+    with pytest.raises(ImportError, match="libcudart"):
+        segments_problem(causal_lm())
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "cuda"])
+def test_every_accelerator_is_given_flex_attention(device, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given = []
+    monkeypatch.setattr(varlen_attention, "_flex_attention", lambda kind: lambda q, k, v, **options: given.append(q))
+    monkeypatch.setattr(varlen_attention, "block_mask", lambda *args: None)
+    monkeypatch.setattr(document_kernels.torch.cuda, "get_device_capability", lambda: (7, 0))
+    with FakeTensorMode():
+        heads = [torch.empty(1, 2, 8, 4, device=device) for _ in range(3)]
+        segment_attention(*heads, Segments.documents([5, 3]), scale=1.0)
+    assert [one.device.type for one in given] == [device]
 
 
 @pytest.mark.parametrize("rule", ON_A_GPU, ids=str)

@@ -158,12 +158,11 @@ class SFTTrainer(GeneratesText, Trainer):
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
         if problem := flash_attention.precision_problem(self.model, self.dist.precision):
             raise ValueError(problem)
+        self._packs = args.packing or args.eval_packing or args.padding_free
+        document_positions.check_packing(self.model, args.max_length if self._packs else 0)
         self._reads_segments = self._enable_segments()
-        if args.packing or args.eval_packing or args.padding_free:
-            if problem := document_positions.packing_problem(self.model, args.max_length):
-                raise ValueError(problem)
-            if not self._reads_segments:
-                self._refuse_leaks()
+        if self._packs and not self._reads_segments:
+            self._refuse_leaks()
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train", args.packing)
         if eval_dataset is not None:
@@ -210,8 +209,7 @@ class SFTTrainer(GeneratesText, Trainer):
             loss, outputs, found = self._loss_in_head(model, inputs, sources)
             loss = loss / count
         if self._aux_loss_coef:
-            # The load-balancing loss of a micro-batch, weighted by its share of the window's trained tokens.
-            loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)
+            loss = loss + self._aux_loss_coef * outputs.aux_loss * (items / count)  # its share of the trained tokens
         if is_real:
             self._log_statistics(found, outputs, items)
         return (loss, outputs) if return_outputs else loss
@@ -326,10 +324,9 @@ class SFTTrainer(GeneratesText, Trainer):
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
-        packs = self.args.packing or self.args.eval_packing or self.args.padding_free
         example = None if self._image_rows is None else self._image_rows.vision.example()
         with self.dist.autocast():  # kernels differ by precision
-            problem = PADDED if example and not packs else varlen_attention.segments_problem(self.model, example)
+            problem = PADDED if example and not self._packs else varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False

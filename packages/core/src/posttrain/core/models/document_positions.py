@@ -29,8 +29,8 @@ class DocumentPositions:
         return plain if self._axes is None else torch.cat([plain, self._axes(document)[:, :-1]])
 
 
-def packing_problem(model: nn.Module, max_length: int | None) -> str | None:
-    """Why documents of up to `max_length` tokens (None: any number) cannot share a row, as a sentence, or None.
+def check_packing(model: nn.Module, max_length: int | None) -> None:
+    """Raise ValueError if documents of up to `max_length` tokens (None: any number) cannot share a row of `model`.
 
     RoPE of the types longrope and dynamic takes its frequencies by the longest document of a batch, for all of them.
     """
@@ -44,9 +44,8 @@ def packing_problem(model: nn.Module, max_length: int | None) -> str | None:
     }
     for rule in rules:
         if (kind := rule.get("rope_type")) in limits and (max_length is None or max_length > limits[kind](rule)):
-            return (
+            raise ValueError(
                 f"The RoPE of {type(base).__name__} is {kind}: one document of more than {limits[kind](rule)} tokens "
                 "changes the frequencies, and so the logits, of all documents in its row. Set max_length="
                 f"{limits[kind](rule)} in place of {max_length}, or packing=False and padding_free=False."
             )
-    return None

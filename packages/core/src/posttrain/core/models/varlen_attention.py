@@ -403,7 +403,12 @@ def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
 def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
     """Documents in 16 bits by flash-attn or torch's own kernel, all else by flex attention. Not yet run on a GPU."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if half and query.is_cuda and max(segments.parents) < 0 and (kernel := document_kernel(bool(softcap))) is not None:
+    if (
+        half
+        and query.device.type not in ("xpu", "mps")
+        and max(segments.parents) < 0
+        and (kernel := document_kernel(bool(softcap))) is not None
+    ):
         bounds, longest = bounds_of(segments, query.device), max(segments.lengths)
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)
