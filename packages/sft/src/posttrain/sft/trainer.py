@@ -79,17 +79,12 @@ class SFTTrainer(GeneratesText, Trainer):
     The other arguments are those of `Trainer`.
     """
 
+    logs_num_tokens = True
     config_class = SFTConfig
     args: SFTConfig
     tag_names = ("trl", "sft")
-    evaluation_metrics = (
-        "mean_token_accuracy",
-        "entropy",
-        "aux_loss",
-        "num_tokens",
-        "perplexity",
-        "loss/*",
-        "token_share/*",
+    evaluation_metrics = tuple(
+        "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )
     fixed_at_construction = (
         "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
