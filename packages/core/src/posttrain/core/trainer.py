@@ -41,7 +41,17 @@ from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
 from posttrain.core.logging import report, run_record, trackers
 from posttrain.core.logging.input_counter import InputCounter
-from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, clock_of, is_performance, means, speed_metrics
+from posttrain.core.logging.metrics import (
+    FLOPS,
+    TOKENS,
+    Clock,
+    Metrics,
+    clock_of,
+    is_performance,
+    means,
+    num_tokens_in,
+    speed_metrics,
+)  # fmt: skip
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.models import (
     adapters,
@@ -120,6 +130,8 @@ class Trainer(HFCompat):
     loss_is_scaled_for_ga: bool | str | None = None
     #: What the Hub finds models of this trainer by.
     tag_names: tuple[str, ...] = ()
+    #: Whether records of training and of evaluations say how many tokens were trained on so far, as trl's do.
+    logs_num_tokens = False
     #: What became of the rows of each dataset, by its name, in trainers that prepare rows.
     data_reports: Mapping[str, Any] = MappingProxyType({})
 
@@ -786,6 +798,8 @@ class Trainer(HFCompat):
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        if self.logs_num_tokens and (name := num_tokens_in(logs)) is not None:
+            logs[name] = self.state.num_input_tokens_seen
         history = {name: value for name, value in logs.items() if not is_performance(name)}
         self.state.log_history.append({**history, "step": self.state.global_step})
         self._fire("on_log", logs=logs)
@@ -1465,6 +1479,8 @@ class Trainer(HFCompat):
         seconds, size = time.perf_counter() - started, self.args.eval_batch_size * self.dist.world_size
         output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
         output.metrics.update(memory)
+        if self.logs_num_tokens:
+            self.store_flos()
         return output
 
     @contextlib.contextmanager

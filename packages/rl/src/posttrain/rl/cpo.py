@@ -97,15 +97,20 @@ class CPOTrainer(ReferenceFreeTrainer):
         """The loss of each pair, (B,). The likelihood is that of a token of the chosen completion, on average."""
         args, margin = self.args, self.score_of(chosen) - self.score_of(rejected)
         losses = LOSSES[args.loss_type](margin, args.beta, args.label_smoothing, args.simpo_gamma)
-        self.metrics.add_sum("nll_loss", -chosen.mean_logp.detach().sum(), len(losses))
+        nll = -chosen.mean_logp.detach().sum() if args.cpo_alpha else 0.0  # which is not in the loss
+        self.metrics.add_sum("nll_loss", nll, len(losses))
         return losses - args.cpo_alpha * chosen.mean_logp
 
+    def compared_logp(self, side: Completions) -> torch.Tensor:
+        """(B,) log-probability of a completion, per token if the loss needs that."""
+        return side.mean_logp if self.args.loss_type in OF_THE_MEAN else side.logp
+
     def score_of(self, side: Completions) -> torch.Tensor:
-        r"""(B,) log-probability of a completion, per token if the loss needs that.
+        r"""(B,) what is compared, transformed if ``alpha`` is set.
 
         AlphaPO, Gupta et al. 2025, https://arxiv.org/abs/2501.03884, eq. 8: :math:`(1 - p^{-\alpha}) / \alpha`.
         """
-        logp = side.mean_logp if self.args.loss_type in OF_THE_MEAN else side.logp
+        logp = self.compared_logp(side)
         return alpha_score(logp, 1 - self.args.alpha) if self.args.alpha else logp
 
     def rewards(self, side: Completions) -> torch.Tensor:

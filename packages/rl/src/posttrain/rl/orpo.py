@@ -64,6 +64,10 @@ class ORPOTrainer(ReferenceFreeTrainer):
             self.metrics.add_sum("log_odds_chosen", difference.sum(), pairs)
         return -chosen.mean_logp + self.args.beta * ratio
 
+    def compared_logp(self, side: Completions) -> torch.Tensor:
+        """(B,) the log-probability of a token, on average."""
+        return side.mean_logp
+
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) beta times the log-probability of a token."""
         return self.args.beta * side.mean_logp

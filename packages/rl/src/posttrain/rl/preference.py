@@ -27,13 +27,7 @@ from posttrain.core.logging import samples as written
 from posttrain.core.models import adapters, embeddings, lm_head, loading, regularization, varlen_attention, wrapping
 from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.state import TrainOutput
-from posttrain.core.training.preflight import (
-    Parts,
-    Problem,
-    model_type_problems,
-    no_dataset_problems,
-    tokenizer_problems,
-)
+from posttrain.core.training import preflight as checks
 from posttrain.rl import precomputed, side_by_side
 from posttrain.rl import reference as references
 from posttrain.rl.overrides import PREFERENCE_METHODS, has_own_loss
@@ -59,6 +53,7 @@ class PreferenceTrainer(Trainer):
     config_class = PreferenceConfig
     args: PreferenceConfig
     evaluation_metrics = None
+    logs_num_tokens = True
     signature_columns: tuple[str, ...] | None = (
         "prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps",
     )  # fmt: skip
@@ -101,7 +96,7 @@ class PreferenceTrainer(Trainer):
         args = as_config(type(self), args, old_names)
         self._sees = self.reads_images and data_collator is None and any(map(has_images, (train_dataset, eval_dataset)))
         self._auto_classes = loading.SEEING if self._sees else loading.READING
-        parts = Parts.of(
+        parts = checks.Parts.of(
             old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -154,11 +149,11 @@ class PreferenceTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ for algorithms
 
     @classmethod
-    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        yield from model_type_problems(parts, "pass a language model, or the name of one.")
+    def preflight(cls, args: TrainingArguments, parts: checks.Parts) -> Iterator[checks.Problem]:
+        yield from checks.model_type_problems(parts, "pass a language model, or the name of one.")
         yield from super().preflight(args, parts)
-        yield from no_dataset_problems(parts)
-        yield from tokenizer_problems(args, parts)
+        yield from checks.no_dataset_problems(parts)
+        yield from checks.tokenizer_problems(args, parts)
 
     @property
     def token_stats(self) -> tuple[str, ...]:
@@ -251,7 +246,7 @@ class PreferenceTrainer(Trainer):
         loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
         if not pipeline.is_filler(inputs):
-            for name, total, count in pair_metrics(chosen, rejected, rewards):
+            for name, total, count in pair_metrics(chosen, rejected, rewards, self.compared_logp):
                 self.metrics.add_sum(name, total, count)
             if aux_loss is not None:
                 self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
@@ -289,6 +284,10 @@ class PreferenceTrainer(Trainer):
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
             chosen, rejected = self.completion_logp(score_completions(asked, inputs)).chunk(2)
             return chosen, rejected
+
+    def compared_logp(self, side: Completions) -> torch.Tensor:
+        """(B,) what of the log-probability of a completion is compared and logged: of the whole, or of a token."""
+        return side.logp
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) implicit rewards of the policy, for the log."""

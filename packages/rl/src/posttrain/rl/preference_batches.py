@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,18 @@ class Completions:
 
 
 def pair_metrics(
-    chosen: Completions, rejected: Completions, rewards: torch.Tensor
+    chosen: Completions, rejected: Completions, rewards: torch.Tensor, logp_of: Callable[[Completions], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | int]]:
-    """(name, sum, count) of what is logged of B pairs, whose rewards are (B, 2). The token statistics are those of
+    """(name, sum, count) of what is logged of B pairs with rewards (B, 2). The token statistics are those of
     `posttrain.rl.preference.PreferenceTrainer`.
+
+    Args:
+        logp_of: gives the log-probabilities that are logged of a side, (B,).
     """
     pairs, totals = len(rewards), rewards.sum(0)
     for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
         yield f"rewards/{name}", totals[i], pairs
-        yield f"logps/{name}", side.logp.detach().sum(), pairs
+        yield f"logps/{name}", logp_of(side).detach().sum(), pairs
         tokens = side.lengths.sum()
         yield f"logits/{name}", side.tokens.stats["mean_logit"].sum(), tokens
         yield "entropy", side.tokens.stats["entropy"].sum(), tokens

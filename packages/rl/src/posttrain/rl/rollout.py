@@ -27,7 +27,7 @@ from posttrain.core.data.vision import Shown
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging import terminal
-from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import loading, router_replay, varlen_attention, wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.argument_attributes import reads_from_arguments
@@ -537,6 +537,8 @@ class RolloutTrainer(Trainer):
         """Logs; warns if a record shows that nothing was learned."""
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
+        if (name := num_tokens_in(logs)) == "eval_num_tokens":
+            logs[name] = self._num_tokens
         super().log(logs, start_time)
         problem = records.learning_problem(logs, self.learns_from_rewards)
         if problem is not None and self.dist.is_main:

@@ -78,7 +78,7 @@ class TPOTrainer(ReferenceFreeTrainer):
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """Eq. 8 of each row, (B,)."""
-        args, margin = self.args, self.score_of(chosen) - self.score_of(rejected)
+        args, margin = self.args, self.compared_logp(chosen) - self.compared_logp(rejected)
         losses = LOSSES[args.loss_type](margin, args.beta, args.label_smoothing, args.tpo_l_gamma)
         if not args.tpo_alpha:
             return losses
@@ -89,13 +89,13 @@ class TPOTrainer(ReferenceFreeTrainer):
             return losses - args.tpo_alpha * gold.mean_logp
         return losses - args.tpo_alpha * own * self._rows_per_token  # whose mean over rows is one over tokens
 
-    def score_of(self, side: Completions) -> torch.Tensor:
+    def compared_logp(self, side: Completions) -> torch.Tensor:
         """(B,) log-probability of a completion, per token if the loss needs that."""
         return side.mean_logp if self.args.loss_type in OF_THE_MEAN else side.logp
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) beta times what the loss compares."""
-        return self.args.beta * self.score_of(side)
+        return self.args.beta * self.compared_logp(side)
 
     _rows_per_token: torch.Tensor | None = None
 

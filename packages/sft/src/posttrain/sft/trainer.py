@@ -79,6 +79,7 @@ class SFTTrainer(GeneratesText, Trainer):
     The other arguments are those of `Trainer`.
     """
 
+    logs_num_tokens = True
     config_class = SFTConfig
     args: SFTConfig
     INSTEAD = {"_prepare_dataset": "pass formatting_func, or dataset_kwargs={'skip_prepare_dataset': True}"}

@@ -368,6 +368,13 @@ def save_metrics(directory: Path, split: str, metrics: dict[str, Any], combined:
         path.write_text(json.dumps(strict(values), indent=4, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def num_tokens_in(logs: Mapping[str, float]) -> str | None:
+    """The name of the tokens trained on so far in a record of training or of an evaluation; None in others."""
+    if "loss" in logs:
+        return "num_tokens"
+    return "eval_num_tokens" if any(name.startswith("eval_") and name.endswith("loss") for name in logs) else None
+
+
 def is_performance(name: str) -> bool:
     """Whether a logged value measures speed: callbacks get it, the history of the run excludes it."""
     return name.startswith("perf/") or name == "step_time"
