@@ -230,6 +230,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
+            logging.getLogger(__name__).warning(
+                "save_steps=%s saves no step but the last: a run that is ended before has no checkpoint. Set a number "
+                "of steps, or save_strategy='no' if none is wanted.", self.save_steps,
+            )  # fmt: skip
             self.save_steps = NEVER
         for name, strategy, unused in (
             ("logging_steps", self.logging_strategy, 500),

@@ -1608,6 +1608,8 @@ class Trainer(HFCompat):
         metrics |= {"total_flos": float(state.total_flos), "train_loss": train_loss}
         metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
         metrics |= run.memory
+        for data_report in self.data_reports.values():
+            data_report.tell_more(logger)
         self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
         self._keep_averages()
         self._restore_best_model()

@@ -184,7 +184,10 @@ class PreferenceTrainer(Trainer):
         """As the core's; what became of rows with images goes into their data report."""
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, PreferenceReport(name)).add_read(facts, logger)
+            report = self.data_reports.setdefault(name, PreferenceReport(name))
+            known = set(report.dropped)
+            report.add(facts)
+            report.judge(self.args.on_bad_rows, logger, known)
         return super().prepare_inputs(inputs)
 
     def load(
@@ -417,6 +420,7 @@ class PreferenceTrainer(Trainer):
                 faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
                 limits=embeddings.id_limits(self.model),
+                on_bad_rows=self.args.on_bad_rows,
                 name=name,
             )
         self.data_reports[name] = report

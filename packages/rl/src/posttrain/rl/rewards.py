@@ -72,7 +72,7 @@ class RewardArguments:
     )  # fmt: skip
     reward_error_value: float = opt(0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.")
     reward_timeout: float | None = opt(
-        None, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
+        600.0, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
     )
     reward_on_none: str = opt(
         "skip",
@@ -202,6 +202,8 @@ class Rewards:
         except Exception as error:
             values, failed = [None] * size, [True] * size
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
             if self.options.reward_on_error == "raise":
                 raise RewardError(self._message(name, problem, given, failed)) from error
         if any(failed):
@@ -215,7 +217,8 @@ class Rewards:
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
         """What `function` returned, as `size` floats or Nones."""
         timer = threading.Timer(SLOW, logger.warning, (
-            "The reward function %r has been running for %g seconds. Set reward_timeout to bound it.", name, SLOW,
+            "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.", name, SLOW,
+            self.options.reward_timeout,
         ))  # fmt: skip
         timer.daemon = True
         timer.start()

@@ -391,7 +391,10 @@ class SFTTrainer(GeneratesText, Trainer):
         """As the core's; what became of rows with images goes into their data report."""
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, DataReport(name)).add_read(**facts, logger=logger)
+            report = self.data_reports.setdefault(name, DataReport(name))
+            known = set(report.dropped)
+            report.add(**facts)
+            report.judge(self.args.on_bad_rows, logger, known)
         return super().prepare_inputs(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
