@@ -68,6 +68,10 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "xpu_backend": Renamed("ddp_backend"),
     "push_to_hub_token": Renamed("hub_token"),
     "push_to_hub_model_id": Renamed("hub_model_id"),
+    **{
+        name: Removed(f"it is set in a dict, parallelism_config={{{name!r}: ...}}", (None, 1))
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size")
+    },
     "push_to_hub_organization": Removed("name the organization in the model id, hub_model_id='organization/name'"),
     "use_mps_device": Removed("Apple's GPU is used wherever there is one; set use_cpu=True to keep off it", None),
     "save_safetensors": Removed("weights are always written as safetensors, never as a pickle", (None, True)),

@@ -514,6 +514,7 @@ class Trainer(HFCompat):
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
+        pipeline.check_dataset(test_dataset, "test_dataset")
         return self.make_dataloader(test_dataset, "test", self.eval_batch_size)
 
     def make_dataloader(
@@ -1275,7 +1276,8 @@ class Trainer(HFCompat):
             if self.state.global_step == 0:
                 raise DataError(
                     "The training data gave not one batch, so nothing was trained. See whether the stream is empty or "
-                    "used up, or whether every row of it was dropped."
+                    "used up, or whether every row of it was dropped.\n"
+                    + "\n".join(line for report in self.data_reports.values() for line in report.lines())
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True

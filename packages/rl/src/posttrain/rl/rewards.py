@@ -298,7 +298,7 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
         if parameter.name not in available and parameter.default is parameter.empty:
             raise DataError(
                 f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
-                f"dataset{did_you_mean(parameter.name, available)}. There are: {', '.join(sorted(available))}."
+                f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}."
             )
     return {p.name: available[p.name] for p in named if p.name in available}
 

@@ -43,8 +43,8 @@ def tokenize(
     columns = list(dataset.column_names or next(iter(dataset), {}))
     for column in (source, target):
         if columns and column.split(".")[0] not in columns:
-            near = did_you_mean(column, columns)
-            raise DataError(f"There is no column {column!r}{near}. The rows have {', '.join(columns)}.")
+            near = did_you_mean(column, columns, ".")
+            raise DataError(f"There is no column {column!r}{near} The rows have {', '.join(columns)}.")
     report = RowReport(name)
 
     def usable(rows: dict[str, list[Any]], numbers: Iterable[int]) -> list[int]:

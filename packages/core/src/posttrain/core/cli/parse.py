@@ -70,8 +70,8 @@ def read_yaml(path: str | Path, problems: list[str]) -> dict[str, Setting]:
         problems.append(f"{path}: {error.strerror or error}")
         return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not valid YAML: {_yaml_problem(error)}")
-        return {}
+        # Alone: what else is wrong, such as a name that is missing, may be in the rest of the file.
+        raise ConfigError("posttrain", [f"{path} is not valid YAML: {_yaml_problem(error)}"]) from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
