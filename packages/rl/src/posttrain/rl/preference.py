@@ -185,9 +185,7 @@ class PreferenceTrainer(Trainer):
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
             report = self.data_reports.setdefault(name, PreferenceReport(name))
-            known = set(report.dropped)
-            report.add(facts)
-            report.judge(self.args.on_bad_rows, logger, known)
+            report.add_read({"facts": facts}, self.args.on_bad_rows, logger)
         return super().prepare_inputs(inputs)
 
     def load(

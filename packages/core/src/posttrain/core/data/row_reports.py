@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from posttrain.core.errors import DataError
 
@@ -25,6 +25,8 @@ class RowReport:
 
     #: What to do about rows that were dropped, by a part of the reason.
     remedies: ClassVar[Mapping[str, str]] = {}
+    #: Counts a batch of prepared rows.
+    add: ClassVar[Callable[..., None]]
 
     name: str = "train"
     rows_in: int = 0
@@ -37,6 +39,12 @@ class RowReport:
         """Add `rows` to those of `reason`."""
         (number, first), more = faults.get(reason, (0, [])), list(rows)
         faults[reason] = (number + len(more), [*first, *more][:ROWS_SHOWN])
+
+    def add_read(self, facts: Mapping[str, Any], on_bad_rows: str, logger: logging.Logger) -> None:
+        """``add(**facts)`` of rows that are prepared while batches are made, and `judge`."""
+        known = set(self.dropped)
+        self.add(**facts)
+        self.judge(on_bad_rows, logger, known)
 
     def clear(self) -> None:
         """Forget all rows."""
