@@ -31,7 +31,7 @@ LAYERS = {
         data.completion_only models.special_tokens models.wrapping
         optim.greedy_lr optim.lr_scheduler training.allocator training.memory training.nonfinite
         training.argument_attributes training.override_checks training.plan training.durations training.loss_spikes
-        data.host_copies
+        data.host_copies data.row_reports
     """.split(),
     1: """
         arguments callbacks checkpoint distributed hub optim cli.registry data.chat_template data.pipeline

@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import arguments, embeddings
 from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
@@ -595,3 +596,21 @@ def test_a_classifier_is_refused_where_next_tokens_are_needed(trainer, tmp_path)
     refused(TypeError, "Qwen3ForSequenceClassification", "causal language model",
             run=lambda: trainer(tiny.reward_model(), args=args, train_dataset=rows,
                                 processing_class=tiny.tokenizer(), **rewards))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "parts"),
+    [
+        (lambda out: TrainingArguments(str(out), tp_size=2), ConfigError, ["tp_size=2", "parallelism_config={"]),
+        (lambda out: base(out, tiny.token_rows(2)).predict([]), DataError, ["test_dataset has no rows"]),
+        (
+            lambda out: sft(out, Dataset.from_list([{"text": None}] * 256).to_iterable_dataset()).train(), DataError,
+            ["gave not one batch", "dropped 256: text is null (rows 0, 1, 2, 3, 4, ...)"],
+        ),
+        (lambda out: eval_loop.named_metric({"eval_acc": 1.0}, "eval_ac"), KeyError, ["'eval_acc'? Return it"]),
+    ],
+)  # fmt: skip
+def test_a_sentence_says_where_to_look(run, error, parts, tmp_path):
+    with pytest.raises(error) as caught:
+        run(tmp_path)
+    assert [part for part in parts if part not in str(caught.value)] == []

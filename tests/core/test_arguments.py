@@ -22,6 +22,7 @@ from posttrain.core.cli import parse, registry
 from posttrain.core.config import check, field_types, opt
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.arguments import ModelConfig
+from posttrain.core.training.plan import NEVER
 from tests import programs
 
 # Defaults that differ from transformers' on purpose, each with its reason.
@@ -690,3 +691,8 @@ def test_a_setter_that_fails_changes_nothing():
 def test_the_whole_run_is_the_largest_share_below_one():
     assert math.ceil(10**9 * math.nextafter(1.0, 0)) == 10**9
     assert typing.get_type_hints(TrainingArguments)["warmup_steps"] == float | str
+
+
+def test_a_run_without_checkpoints_along_the_way_is_pointed_out(caplog):
+    assert TrainingArguments("out", save_steps=0, use_cpu=True).save_steps == NEVER
+    assert "save_steps=0 saves no step but the last" in caplog.text

@@ -717,7 +717,9 @@ def test_a_batch_that_is_late_is_waited_for_unless_order_does_not_matter(in_orde
 @pytest.mark.parametrize("whole", [True, False])
 def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
     def compute(prediction):
-        shapes.append(prediction.predictions.shape if whole else [part.shape for part in prediction.predictions])
+        predictions, labels = prediction  # as scripts write it
+        assert whole or len(labels) == len(predictions)
+        shapes.append(predictions.shape if whole else [part.shape for part in predictions])
         return {}
 
     shapes = []

@@ -2,20 +2,21 @@
 
 import pytest
 import torch
+from datasets import Dataset
 
 from posttrain.core import Trainer, TrainingArguments, testing
 from tests import tiny
 from tests.contract.trainers import pad
 
 
-def maker(trainer_class, max_steps=6):
+def maker(trainer_class, max_steps=6, rows=None):
     def make(folder):
         args = TrainingArguments(
             folder, max_steps=max_steps, per_device_train_batch_size=2, use_cpu=True, report_to="none",
             disable_tqdm=True, logging_steps=1,
         )  # fmt: skip
-        rows = tiny.token_rows(9)
-        return trainer_class(testing.causal_lm(), args, data_collator=pad, train_dataset=rows)
+        given = tiny.token_rows(9) if rows is None else rows()
+        return trainer_class(testing.causal_lm(), args, data_collator=pad, train_dataset=given)
 
     return make
 
@@ -34,6 +35,13 @@ def test_a_trainer_that_keeps_all_its_state_resumes_and_one_that_does_not_is_tol
     testing.assert_resumes(maker(Trainer), tmp_path / "whole")
     with pytest.raises(AssertionError, match=r"The resumed run is another run\. weights: .* by up to .*state_dict"):
         testing.assert_resumes(maker(Forgetful), tmp_path / "forgetful")
+
+
+def test_a_stream_of_several_shards_resumes(tmp_path):
+    def shards():
+        return Dataset.from_list(tiny.token_rows(24)).to_iterable_dataset(num_shards=4)
+
+    testing.assert_resumes(maker(Trainer, rows=shards), tmp_path)
 
 
 def test_a_run_without_a_step_to_resume_is_refused(tmp_path):

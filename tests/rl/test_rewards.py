@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import signal
 import sys
 import time
 
@@ -146,9 +147,23 @@ def test_a_function_that_hangs_is_left_behind():
         time.sleep(30)
 
     started = time.perf_counter()
-    with pytest.raises(RewardError, match="'hangs'.*TimeoutError: no answer after 0.05 seconds"):
+    with pytest.raises(RewardError, match="'hangs'.*TimeoutError: no answer after 0.05 seconds.*set reward_timeout to"):
         score(hangs, reward_timeout=0.05)
+    with pytest.raises(RewardError, match="'hangs'.*TimeoutError: no answer after 0.05 seconds"):
+        score(hangs, length, reward_timeout=0.05, reward_concurrency=2)  # in other threads
     assert time.perf_counter() - started < 5
+
+
+def test_a_function_has_a_limit_of_minutes_and_may_set_alarms_of_its_own():
+    before = signal.getsignal(signal.SIGURG)
+
+    def alarms(completions):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # which only the main thread may
+        return [1.0] * len(completions)
+
+    assert 60 < rw.RewardArguments().reward_timeout <= 1800
+    assert score(alarms, reward_timeout=rw.RewardArguments().reward_timeout).rewards.sum() == 2
+    assert signal.getsignal(signal.SIGURG) == before
 
 
 def test_async_functions_run_side_by_side():

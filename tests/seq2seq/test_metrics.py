@@ -80,9 +80,13 @@ def test_a_column_may_hold_texts_by_language():
     assert found[0]["labels"] == tiny.tokenizer()(TEXTS[1])["input_ids"]
 
 
-def test_a_missing_column_and_a_row_without_text_are_named():
+def test_a_missing_column_and_a_row_without_text_are_named(caplog):
     rows = Dataset.from_list([{"sources": "a", "target": "b"}, {"sources": "a", "target": None}])
     with pytest.raises(DataError, match="no column 'source', did you mean 'sources'"):
         tokenize(rows, tiny.tokenizer())
-    with pytest.raises(DataError, match="'target' holds None in row 1"):
-        tokenize(rows, tiny.tokenizer(), "sources")
+    with pytest.raises(DataError, match="1 of 2 rows cannot be trained on.*\n.*'target' is null.*rows 1"):
+        tokenize(rows, tiny.tokenizer(), "sources", on_bad_rows="raise")
+    for given in (rows, rows.to_iterable_dataset()):
+        caplog.clear()
+        assert len(list(tokenize(given, tiny.tokenizer(), "sources"))) == 1
+        assert "'target' is null" in caplog.text

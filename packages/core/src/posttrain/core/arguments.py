@@ -69,6 +69,10 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "xpu_backend": Renamed("ddp_backend"),
     "push_to_hub_token": Renamed("hub_token"),
     "push_to_hub_model_id": Renamed("hub_model_id"),
+    **{
+        name: Removed(f"it is set in a dict, parallelism_config={{{name!r}: ...}}", (None, 1))
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size")
+    },
     "push_to_hub_organization": Removed("name the organization in the model id, hub_model_id='organization/name'"),
     "use_mps_device": Removed("Apple's GPU is used wherever there is one; set use_cpu=True to keep off it", None),
     "save_safetensors": Removed("weights are always written as safetensors, never as a pickle", (None, True)),
@@ -248,6 +252,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
+            logging.getLogger(__name__).warning(
+                "save_steps=%s saves no step but the last: a run that is ended before has no checkpoint. Set a number "
+                "of steps, or save_strategy='no' if none is wanted.", self.save_steps,
+            )  # fmt: skip
             self.save_steps = NEVER
         for name, strategy, unused in (
             ("logging_steps", self.logging_strategy, 500),

@@ -296,10 +296,8 @@ def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
     if isinstance(answer, dict):
         for name, value in answer.items():
             if name not in FLAGS:
-                near = did_you_mean(name, FLAGS)
-                raise ValueError(
-                    f"{where} returned {answer!r}: unknown key {name!r}{near or '.'} Valid: {', '.join(FLAGS)}."
-                )
+                near = did_you_mean(name, FLAGS, ".")
+                raise ValueError(f"{where} returned {answer!r}: unknown key {name!r}{near} Valid: {', '.join(FLAGS)}.")
             setattr(control, name, bool(value))
         return control
     if all(hasattr(answer, flag) for flag in FLAGS):

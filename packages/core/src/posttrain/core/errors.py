@@ -50,10 +50,10 @@ class LossSpikeError(ArithmeticError):
     """A loss was far above those before it, and the run was to stop there (``on_loss_spike='stop'``)."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'learning_rate'?"`` for a near miss, else an empty string."""
+def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:
+    """``", did you mean 'learning_rate'?"`` for a near miss, else `end`: the full stop, where a sentence ends here."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f", did you mean {near[0]!r}?" if near else ""
+    return f", did you mean {near[0]!r}?" if near else end
 
 
 def wrong_args(args: object, config_class: type) -> TypeError:

@@ -541,6 +541,7 @@ class Trainer(HFCompat):
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
+        pipeline.check_dataset(test_dataset, "test_dataset")
         return self.make_dataloader(test_dataset, "test", self.eval_batch_size)
 
     def make_dataloader(
@@ -1326,7 +1327,8 @@ class Trainer(HFCompat):
             if self.state.global_step == 0:
                 raise DataError(
                     "The training data gave not one batch, so nothing was trained. See whether the stream is empty or "
-                    "used up, or whether every row of it was dropped."
+                    "used up, or whether every row of it was dropped.\n"
+                    + "\n".join(line for report in self.data_reports.values() for line in report.lines())
                 )
             logger.warning("The training data gave no batch in epoch %d; training stops here.", progress.epoch)
             self.control.should_training_stop = True
@@ -1677,6 +1679,8 @@ class Trainer(HFCompat):
         metrics |= {"total_flos": float(state.total_flos), "train_loss": train_loss}
         metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
         metrics |= run.memory
+        for data_report in self.data_reports.values():
+            data_report.tell_more(logger)
         self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
         self._keep_averages()
         self._restore_best_model()

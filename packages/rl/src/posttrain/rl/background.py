@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import signal
+import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -37,13 +40,45 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
     """``function()``, awaited where it is async.
 
     Args:
-        timeout: seconds. A function that takes longer keeps running in its thread, and its result is dropped.
+        timeout: seconds. In the main thread, a function that takes longer is interrupted. Elsewhere it keeps running,
+            and its result is dropped.
 
     Raises:
         TimeoutError: after `timeout`.
     """
-    result = call_with_limit(function, timeout) if timeout is not None else function()
+    if timeout is None:
+        result = function()
+    elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
+        with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
+            result = function()
+    else:
+        result = call_with_limit(function, timeout)
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in this context, which must be in the main thread, once it has taken so long."""
+    is_running = True
+
+    def stop(*_: Any) -> None:
+        if is_running:
+            raise TimeoutError(_too_long(seconds))
+
+    before = signal.signal(signal.SIGURG, stop)  # which nothing else uses, and which is ignored where none is set
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGURG))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        is_running = False
+        timer.cancel()
+        signal.signal(signal.SIGURG, before or signal.SIG_DFL)
+
+
+def _too_long(seconds: float) -> str:
+    return f"no answer after {seconds:g} seconds"
 
 
 def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
@@ -71,7 +106,7 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     try:
         result, error = results.get(timeout=timeout)
     except Empty:
-        raise TimeoutError(f"no answer after {timeout:g} seconds") from None
+        raise TimeoutError(_too_long(timeout)) from None
     if error is not None:
         raise error
     return result

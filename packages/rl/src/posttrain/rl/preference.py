@@ -183,7 +183,8 @@ class PreferenceTrainer(Trainer):
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
             rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
-            self.data_reports.setdefault(name, PreferenceReport(name)).add_read(facts, logger, rows)
+            report = self.data_reports.setdefault(name, PreferenceReport(name))
+            report.add_read({"facts": facts}, self.args.on_bad_rows, logger, rows)
         return super().prepare_inputs(inputs)
 
     def load(
@@ -425,6 +426,7 @@ class PreferenceTrainer(Trainer):
                 faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
                 limits=embeddings.id_limits(self.model),
+                on_bad_rows=self.args.on_bad_rows,
                 name=name,
             )
         self.data_reports[name] = report

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from posttrain.core.data import chat_template
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.row_reports import Faults, RowReport
 from posttrain.core.errors import DataError
 from posttrain.rl.preference_rows import (
     COMPLETIONS,
@@ -33,34 +34,28 @@ REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 KEPT_COLUMNS = (*REFERENCE_COLUMNS, "ref_logps", "ref_kl_logps", "margin")
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
-ROWS_SHOWN = 5
 #: Columns of a prepared row for the report, dropped afterwards.
 FACTS = ("row", "fault", "oddity", "truncated", "prompt_cut", "prompt_tokens", "completion_tokens", "longest")
 
 
-#: The remedy of a fault, by a part of its name.
-REMEDIES = {
-    "the prompt alone fills": ": raise max_length, or set truncation_mode=keep_end to cut prompts at their beginning",
-    "longer than max_length": ": raise max_length, or set long_rows=truncate",
-    "after truncation": ": they differ beyond max_length; raise it",
-}
-
-
 @dataclass
-class PreferenceReport:
+class PreferenceReport(RowReport):
     """Counts of kept, truncated and dropped rows of a dataset.
 
-    rows_in: rows read. rows_kept: rows to train on. dropped, kept: fault -> (count, first rows), of rows dropped for
-    the fault or kept in spite of it. truncated: rows cut to the maximum length. prompts_cut: truncated rows that lost
-    the beginning of their prompt. prompt_tokens, completion_tokens: of the kept rows. longest: tokens of the longest
-    prompt with its completion.
+    kept: fault -> (count, first rows), of rows kept in spite of it. truncated: rows cut to the maximum length.
+    prompts_cut: truncated rows that lost the beginning of their prompt. prompt_tokens, completion_tokens: of the kept
+    rows. longest: tokens of the longest prompt with its completion.
     """
 
-    name: str = "train"
-    rows_in: int = 0
-    rows_kept: int = 0
-    dropped: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    kept: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    remedies: ClassVar[Mapping[str, str]] = {
+        "the prompt alone fills": (
+            ": raise max_length, or set truncation_mode=keep_end to cut prompts at their beginning"
+        ),
+        "longer than max_length": ": raise max_length, or set long_rows=truncate",
+        "after truncation": ": they differ beyond max_length; raise it",
+    }
+
+    kept: Faults = field(default_factory=dict)
     truncated: int = 0
     prompts_cut: int = 0
     prompt_tokens: int = 0
@@ -76,35 +71,12 @@ class PreferenceReport:
             self.truncated += truncated
             self.prompts_cut += prompt_cut
             if fault or oddity:
-                faults = self.dropped if fault else self.kept
-                number, first = faults.get(fault or oddity, (0, []))
-                faults[fault or oddity] = (number + 1, [*first, row][:ROWS_SHOWN])
+                self.count(self.dropped if fault else self.kept, fault or oddity, [row])
             if not fault:
                 self.rows_kept += 1
                 self.prompt_tokens += prompt
                 self.completion_tokens += completions
                 self.longest = max(self.longest, longest)
-
-    def add_read(self, facts: Mapping[str, Sequence[Any]], logger: logging.Logger, rows: int | None = None) -> None:
-        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning.
-
-        Args:
-            rows: of the dataset; None: an unknown number.
-
-        Raises:
-            DataError: all of them, or of the first `ROWS_PER_STREAMED_BATCH`, were dropped.
-        """
-        known = set(self.dropped)
-        self.add(facts)
-        for reason in self.dropped.keys() - known:
-            first = self.dropped[reason][1]
-            logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first[0], reason)
-        if self.rows_kept == 0 and self.rows_in >= min(rows or ROWS_PER_STREAMED_BATCH, ROWS_PER_STREAMED_BATCH):
-            raise DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:]]))
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        vars(self).update(vars(PreferenceReport(self.name)))
 
     def lines(self) -> list[str]:
         """The report as sentences for the log."""
@@ -117,16 +89,11 @@ class PreferenceReport:
         if self.truncated:
             cut = f", of which {self.prompts_cut:,} lost the beginning of their prompt" if self.prompts_cut else ""
             lines.append(f"  truncated to max_length: {self.truncated:,} rows{cut}")
-        for what, faults in (("dropped", self.dropped), ("kept", self.kept)):
-            for fault, (count, first) in faults.items():
-                more = ", ..." if count > len(first) else ""
-                remedy = next((text for part, text in REMEDIES.items() if part in fault), "")
-                lines.append(f"  {what} {count:,}: {fault} (rows {', '.join(map(str, first))}{more}){remedy}")
-        return lines
+        return [*lines, *self.lines_of("dropped"), *self.lines_of("kept", self.kept)]
 
-    def tell(self, logger: logging.Logger) -> None:
-        """Write the report to the log, as a warning if rows were faulty."""
-        logger.log(logging.WARNING if self.dropped or self.kept else logging.INFO, "%s", "\n".join(self.lines()))
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.dropped or self.kept)
 
 
 def prepare_preferences(
@@ -141,6 +108,7 @@ def prepare_preferences(
     chat_template_kwargs: dict[str, Any] | None = None,
     num_proc: int | None = None,
     limits: Mapping[str, int] | None = None,
+    on_bad_rows: str = "drop",
     name: str = "train",
 ) -> tuple[Any, PreferenceReport]:
     """Tokenize a dataset of pairs, or of labelled completions.
@@ -158,6 +126,7 @@ def prepare_preferences(
             long is dropped where completions are to be cut.
         faulty_rows: how a pair of equal completions or an empty completion is handled: "drop", "keep" or "error".
         limits: of the model's token ids, see `posttrain.core.models.embeddings.id_limits`.
+        on_bad_rows: "drop" rows that cannot be trained on, or "raise".
         name: the dataset's, in the report.
 
     Returns:
@@ -165,7 +134,8 @@ def prepare_preferences(
         of `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
 
     Raises:
-        DataError: no rows, unknown columns, no row to train on, or a token outside the model's vocabulary.
+        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", or a
+            token outside the model's vocabulary.
     """
     import datasets
     from torch.utils.data import IterableDataset
@@ -182,12 +152,13 @@ def prepare_preferences(
     if isinstance(dataset, IterableDataset):
         if not isinstance(dataset, datasets.IterableDataset):
             dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
-        return _prepare_stream(dataset, prepare, report, limits or {}), report
+        return _prepare_stream(dataset, prepare, report, limits or {}, on_bad_rows), report
     if not isinstance(dataset, datasets.Dataset):
         dataset = _from_list([dataset[i] for i in range(len(dataset))], name)
     dataset = _of_kind(dataset.with_format(None), kind, name)
     prepared = _prepare_arrow(dataset, prepare, limits or {}, num_proc, name)
     report.add({fact: prepared[fact][:] for fact in FACTS})
+    report.judge(on_bad_rows)
     if report.rows_kept == 0:
         raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
     if report.dropped:
@@ -325,7 +296,7 @@ def _prepare_arrow(
 
 
 def _prepare_stream(
-    dataset: Any, prepare: PreferencePreparation, report: PreferenceReport, limits: Mapping[str, int]
+    dataset: Any, prepare: PreferencePreparation, report: PreferenceReport, limits: Mapping[str, int], on_bad_rows: str
 ) -> Any:
     columns_in = dataset.column_names or list(next(iter(dataset), {}))
     if not columns_in:
@@ -345,6 +316,7 @@ def _prepare_stream(
         columns = _columns(prepare(rows, indices), prepare.kind, limits, report.name)
         columns |= {name: [row[name] for row in rows] for name in brought}
         report.add(columns)
+        report.judge(on_bad_rows)
         if len(report.dropped) > known:  # a new reason
             report.tell(logger)
         if report.rows_kept == 0 and report.rows_in >= ROWS_PER_BATCH:

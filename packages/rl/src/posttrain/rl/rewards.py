@@ -72,7 +72,7 @@ class RewardArguments:
     )  # fmt: skip
     reward_error_value: float = opt(0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.")
     reward_timeout: float | None = opt(
-        None, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
+        600.0, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
     )
     reward_on_none: str = opt(
         "skip",
@@ -203,6 +203,8 @@ class Rewards:
         except Exception as error:
             values, failed = [None] * size, [True] * size
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
             if self.options.reward_on_error == "raise":
                 raise RewardError(self._message(name, problem, given, failed)) from error
         if any(failed):
@@ -216,7 +218,8 @@ class Rewards:
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
         """What `function` returned, as `size` floats or Nones."""
         timer = threading.Timer(SLOW, logger.warning, (
-            "The reward function %r has been running for %g seconds. Set reward_timeout to bound it.", name, SLOW,
+            "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.", name, SLOW,
+            self.options.reward_timeout,
         ))  # fmt: skip
         timer.daemon = True
         timer.start()
@@ -296,7 +299,7 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
         if parameter.name not in available and parameter.default is parameter.empty:
             raise DataError(
                 f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
-                f"dataset{did_you_mean(parameter.name, available) or '.'} There are: {', '.join(sorted(available))}."
+                f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}."
             )
     return {p.name: available[p.name] for p in named if p.name in available}
 

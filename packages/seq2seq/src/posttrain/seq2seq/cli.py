@@ -35,7 +35,7 @@ def run(run: Run) -> None:
         adapter.task_type = "SEQ_2_SEQ_LM" if encodes else "CAUSAL_LM"
         model = adapters.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
-    text |= {"max_target_length": config.max_target_length}
+    text |= {"max_target_length": config.max_target_length, "on_bad_rows": config.on_bad_rows}
     columns = (config.source_column, config.target_column)
     resume = {"true": True, "false": None}.get(
         str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
@@ -44,7 +44,7 @@ def run(run: Run) -> None:
         model=model,
         args=dataclasses.replace(config, resume_from_checkpoint=None),
         train_dataset=tokenize(train_rows, tokenizer, *columns, **text),
-        eval_dataset=None if eval_rows is None else tokenize(eval_rows, tokenizer, *columns, **text),
+        eval_dataset=None if eval_rows is None else tokenize(eval_rows, tokenizer, *columns, **text, name="eval"),
         processing_class=tokenizer,
         compute_metrics=text_metrics(tokenizer, config.text_metrics) if config.predict_with_generate else None,
     )

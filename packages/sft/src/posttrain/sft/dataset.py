@@ -46,6 +46,7 @@ def prepare_dataset(
     chat_template_kwargs: dict[str, Any] | None = None,
     num_proc: int | None = None,
     limits: Mapping[str, int] | None = None,
+    on_bad_rows: str = "drop",
     name: str = "train",
 ) -> tuple[Any, DataReport]:
     """Tokenize and label a dataset.
@@ -68,6 +69,7 @@ def prepare_dataset(
         chat_template_kwargs: variables for the chat template; a row's own column of that name takes precedence.
         num_proc: processes for a `datasets.Dataset`; one already uses all the threads of a fast tokenizer.
         limits: of the model's token ids, see `posttrain.core.models.embeddings.id_limits`.
+        on_bad_rows: "drop" rows that cannot be trained on, or "raise".
         name: the dataset's, in the report.
 
     Returns:
@@ -76,7 +78,8 @@ def prepare_dataset(
         itself; other processes wait for the first to finish.
 
     Raises:
-        DataError: no rows, unknown columns, no row to train on, or a token outside the model's vocabulary.
+        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", or a
+            token outside the model's vocabulary.
     """
     prepare = Preparation(
         tokenizer,
@@ -104,7 +107,7 @@ def prepare_dataset(
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, datasets.IterableDataset):
         dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
     if isinstance(dataset, datasets.IterableDataset):
-        return _prepare_stream(dataset, prepare, report, limits or {}), report
+        return _prepare_stream(dataset, prepare, report, limits or {}, on_bad_rows), report
     if isinstance(dataset, datasets.Dataset):
         prepared = _prepare_arrow(dataset, prepare, report, num_proc)
     else:
@@ -112,6 +115,7 @@ def prepare_dataset(
     for batch in prepared.with_format("arrow").iter(100_000):
         report.add(*_facts(batch))
         _check_numbers(batch, limits or {}, name)
+    report.judge(on_bad_rows)
     if report.rows_kept == 0:
         raise _nothing_left(report, dataset[0])
     if report.dropped:
@@ -276,7 +280,9 @@ def _prepare_list(rows: Any, prepare: Preparation, name: str) -> Any:
     return Dataset(pa.concat_tables(tables).cast(_features().arrow_schema))
 
 
-def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limits: Mapping[str, int]) -> Any:
+def _prepare_stream(
+    dataset: Any, prepare: Preparation, report: DataReport, limits: Mapping[str, int], on_bad_rows: str
+) -> Any:
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns:
         raise DataError(f"{report.name}_dataset has no rows. If it was filtered, see what the filter kept.")
@@ -289,6 +295,7 @@ def _prepare_stream(dataset: Any, prepare: Preparation, report: DataReport, limi
             report.clear()
         table, dropped_before = _table(drafts), len(report.dropped)
         report.add(*_facts(table))
+        report.judge(on_bad_rows)
         _check_numbers(table, limits, report.name)
         if len(report.dropped) > dropped_before:  # a new reason
             report.tell(logger)

@@ -87,6 +87,7 @@ def prepare_rows(
             formatting_func=formatting_func,
             num_proc=args.dataset_num_proc,
             limits=limits,
+            on_bad_rows=args.on_bad_rows,
             name=label,
         )
     done = Prepared(next(iter(parts.values())), reports)

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-INDICES_SHOWN = 5
+from posttrain.core.data.row_reports import RowReport
+
 ENOUGH_ENDINGS = 0.5
 
 FACTS = ("row", "fault", "truncated", "split", "doubled_bos", "cut", "ends", "trained")
 """Columns of a prepared row for the report: its row, why it was dropped ("" if kept), and so on."""
 
 
-#: What to do about rows that were dropped, by a part of the reason.
-REMEDIES = {
-    "after truncation": ": max_length cut off all trained tokens; raise it, or set truncation_mode or too_long",
-    "longer than max_length": ": raise max_length, or set too_long=truncate or split",
-}
-
-
 @dataclass
-class DataReport:
+class DataReport(RowReport):
     """What became of the rows of a dataset.
 
-    rows_in: rows read. rows_kept: rows to train on (more than were read where rows are split).
-    dropped: reason -> (count, first row indices). truncated: rows cut to the maximum length.
+    rows_kept: more than were read where rows are split. truncated: rows cut to the maximum length.
     split: rows cut into several.
     tokens: of the kept rows. trained_tokens: those that the loss predicts. longest: tokens of the longest kept row.
     eos_share: share of kept rows whose last trained token ends a text or a turn; without it a model does not stop.
@@ -37,10 +29,11 @@ class DataReport:
     notes: further remarks, as sentences.
     """
 
-    name: str = "train"
-    rows_in: int = 0
-    rows_kept: int = 0
-    dropped: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    remedies: ClassVar[Mapping[str, str]] = {
+        "after truncation": ": max_length cut off all trained tokens; raise it, or set truncation_mode or too_long",
+        "longer than max_length": ": raise max_length, or set too_long=truncate or split",
+    }
+
     truncated: int = 0
     split: int = 0
     tokens: int = 0
@@ -77,9 +70,7 @@ class DataReport:
         self.rows_in += len(np.unique(facts["row"]))
         self.rows_kept += int(kept.sum())
         for reason in dict.fromkeys(facts["fault"][~kept].tolist()):
-            rows = facts["row"][facts["fault"] == reason]
-            count, first = self.dropped.get(reason, (0, []))
-            self.dropped[reason] = (count + len(rows), (first + rows.tolist())[:INDICES_SHOWN])
+            self.count(self.dropped, reason, facts["row"][facts["fault"] == reason].tolist())
         self.truncated += int(facts["truncated"].sum())
         self.split += int(facts["split"].sum())
         self.tokens += int(lengths[kept].sum())
@@ -88,18 +79,6 @@ class DataReport:
         self.longest = max(self.longest, int(lengths[kept].max(initial=0)))
         self.doubled_bos += int(facts["doubled_bos"].sum())
         self.cut += int(facts["cut"].sum())
-
-    def add_read(self, facts: Mapping[str, np.ndarray], lengths: np.ndarray, logger: logging.Logger) -> None:
-        """As `add`, of rows that are prepared while batches are made; a new reason to drop rows is a warning."""
-        known = set(self.dropped)
-        self.add(facts, lengths)
-        for reason in self.dropped.keys() - known:
-            first = self.dropped[reason][1]
-            logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first[0], reason)
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        vars(self).update(vars(type(self)(self.name)))
 
     def lines(self) -> list[str]:
         """The report as sentences for the log."""
@@ -113,19 +92,13 @@ class DataReport:
             lines.append(f"  truncated to max_length: {self.truncated:,} rows")
         if self.split:
             lines.append(f"  split: {self.split:,} rows")
-        for reason, (count, first) in self.dropped.items():
-            more = ", ..." if count > len(first) else ""
-            remedy = next((text for part, text in REMEDIES.items() if part in reason), "")
-            lines.append(f"  dropped {count:,}: {reason} (rows {', '.join(map(str, first))}{more}){remedy}")
-        return lines + [f"  note: {note}" for note in self.notes]
+        return [*lines, *self.lines_of("dropped"), *(f"  note: {note}" for note in self.notes)]
 
-    def tell(self, logger: logging.Logger) -> None:
-        """Write the report to the log, as a warning where rows were dropped or something looks wrong."""
-        is_wrong = self.dropped or self.doubled_bos or (self.rows_kept and self.eos_share < ENOUGH_ENDINGS)
-        level = logging.WARNING if is_wrong else logging.INFO
-        logger.log(level, "%s", "\n".join(self.lines()))
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.dropped or self.doubled_bos or (self.rows_kept and self.eos_share < ENOUGH_ENDINGS))
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
-        counts = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("ended", "cut")}
+        counts = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("ended", "cut", "_told")}
         return counts | {"eos_share": self.eos_share, "notes": self.notes}

@@ -388,7 +388,7 @@ class SFTTrainer(GeneratesText, Trainer):
         """As the core's; what became of rows with images goes into their data report."""
         if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
             name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, DataReport(name)).add_read(**facts, logger=logger)
+            self.data_reports.setdefault(name, DataReport(name)).add_read(facts, self.args.on_bad_rows, logger)
         return super().prepare_inputs(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -75,8 +75,8 @@ def read_file(path: str | Path, problems: list[str]) -> dict[str, Setting]:
         return {}
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         kind = "TOML" if path.suffix == ".toml" else "YAML"
-        problems.append(f"{path} is not valid {kind}: {_yaml_problem(error)}")
-        return {}
+        # Alone: what else is wrong, such as a name that is missing, may be in the rest of the file.
+        raise ConfigError("posttrain", [f"{path} is not valid {kind}: {_yaml_problem(error)}"]) from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):

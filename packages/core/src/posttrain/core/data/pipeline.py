@@ -68,6 +68,12 @@ class DataArguments:
         "exactly.",
     )
     remove_unused_columns: bool = opt(True, "Drop the columns that neither the model's forward nor the labels name.")
+    on_bad_rows: str = opt(
+        "drop",
+        "Rows that cannot be trained on: drop leaves them out, counts them and names the first in the log; raise stops "
+        "with their numbers. Trainers that prepare no rows, and online ones, always raise.",
+        choices=("drop", "raise"),
+    )
     label_names: list[str] | None = opt(
         None, "Inputs that are labels; None: those parameters of forward named like labels."
     )

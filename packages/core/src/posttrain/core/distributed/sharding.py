@@ -183,10 +183,10 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
     found = [module for module in model.modules() if module is not model and type(module).__name__ in names]
     if settings.layer_classes and (absent := names - {type(module).__name__ for module in found}):
         kinds = sorted({type(module).__name__ for module in model.modules()})
-        near = did_you_mean(sorted(absent)[0], kinds)
+        near = did_you_mean(sorted(absent)[0], kinds, ".")
         raise ValueError(
             f"transformer_layer_cls_to_wrap names {', '.join(sorted(absent))}, and {type(base).__name__} has no such "
-            f"module{near or '.'} It has {', '.join(kinds)}."
+            f"module{near} It has {', '.join(kinds)}."
         )
     if not found:
         logger.warning(

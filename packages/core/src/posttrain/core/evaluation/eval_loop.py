@@ -376,7 +376,7 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
     if key not in metrics:
         raise KeyError(
             f"metric_for_best_model={name!r} is not among the metrics of the evaluation: {', '.join(sorted(metrics))}"
-            f"{did_you_mean(key, metrics) or '.'} Return it from compute_metrics, or name one of these."
+            f"{did_you_mean(key, metrics, '.')} Return it from compute_metrics, or name one of these."
         )
     return metrics[key]
 

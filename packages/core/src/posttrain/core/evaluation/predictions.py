@@ -42,10 +42,13 @@ class Kept:
         self.blocks += self.small
         self.small.clear()
         if not self.blocks:
-            return (None, None, None, None) if self.concatenate else ([], [], [], [])
+            return (None, None, None, None) if self.concatenate else ([], [], None, None)
         if self.concatenate:
             return self._join(self.blocks)
-        predictions, labels, inputs, losses = map(list, zip(*self.blocks, strict=True))
+        columns = map(list, zip(*self.blocks, strict=True))
+        predictions, labels, inputs, losses = (
+            None if all(part is None for part in column) else column for column in columns
+        )
         return predictions, labels, inputs, losses
 
     def _join(self, entries: list[Any]) -> tuple[Any, Any, Any, Any]:

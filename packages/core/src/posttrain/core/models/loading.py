@@ -250,7 +250,7 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(name, torch.dtype) or name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
         return name
     raise ValueError(
-        f"dtype={dtype!r} is not a type of torch{did_you_mean(name, DTYPES) or '.'} Set one of {', '.join(DTYPES)}."
+        f"dtype={dtype!r} is not a type of torch{did_you_mean(name, DTYPES, '.')} Set one of {', '.join(DTYPES)}."
     )
 
 

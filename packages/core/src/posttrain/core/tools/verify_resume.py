@@ -72,7 +72,7 @@ def compare(one: Path, other: Path) -> dict[str, str]:
         found[part] = _trees(_tree(one, part), _tree(other, part), part)
     left, right = (_tree(folder, "rank-0") or {} for folder in (one, other))
     found["random numbers"] = _trees(left.get("rng"), right.get("rng"), "rng")
-    found["data, metrics, own state"] = _trees(left.get("trainer"), right.get("trainer"), "trainer")
+    found["data, metrics, own state"] = _trees(_own_state(left), _own_state(right), "trainer")
     logs = [
         json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         for folder in (one, other)
@@ -82,6 +82,13 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     )
     found["log"] = _trees(before, after, "log")
     return found
+
+
+def _own_state(position: dict[str, Any]) -> dict[str, Any]:
+    """The state of the trainer without that of a stream, which one place has several of: a resumed one counts from
+    where it was resumed. The rows that were given say where it stands, and weights and log which they were."""
+    state = dict(position.get("trainer") or {})
+    return state | {"loader": {k: v for k, v in (state.get("loader") or {}).items() if k != "dataset"}}
 
 
 def die_at(step: int) -> None:

@@ -1,0 +1,112 @@
+"""Counts the rows of a dataset that cannot be trained on, and names them by their numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from posttrain.core.errors import DataError
+
+ROWS_SHOWN = 5
+#: Rows, all of them dropped, after which a dataset that is read along the way is given up.
+ENOUGH = 256
+#: Parts of the reasons for which rows are left out as another argument says, and not for a fault of theirs.
+ASKED_FOR = ("longer than max_length", "in a piece of a row that was split")
+
+Faults = dict[str, tuple[int, list[int]]]
+
+
+@dataclass
+class RowReport:
+    """What became of the rows of a dataset; extended by the trainers that prepare rows.
+
+    rows_in: rows read. rows_kept: rows to train on. dropped: reason -> (count, first rows).
+    """
+
+    #: What to do about rows that were dropped, by a part of the reason.
+    remedies: ClassVar[Mapping[str, str]] = {}
+    #: Counts a batch of prepared rows.
+    add: ClassVar[Callable[..., None]]
+
+    name: str = "train"
+    rows_in: int = 0
+    rows_kept: int = 0
+    dropped: Faults = field(default_factory=dict)
+    _told: int = field(default=0, repr=False)
+
+    @staticmethod
+    def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
+        """Add `rows` to those of `reason`."""
+        (number, first), more = faults.get(reason, (0, [])), list(rows)
+        faults[reason] = (number + len(more), [*first, *more][:ROWS_SHOWN])
+
+    def add_read(
+        self, facts: Mapping[str, Any], on_bad_rows: str, logger: logging.Logger, rows: int | None = None
+    ) -> None:
+        """``add(**facts)`` of rows that are prepared while batches are made, and `judge`.
+
+        Args:
+            rows: of the dataset; None: an unknown number.
+
+        Raises:
+            DataError: all of them, or the first `ENOUGH`, were dropped.
+        """
+        known = set(self.dropped)
+        self.add(**facts)
+        self.judge(on_bad_rows, logger, known)
+        if self.rows_kept == 0 and self.rows_in >= min(rows or ENOUGH, ENOUGH):
+            raise DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:]]))
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        vars(self).update(vars(type(self)(self.name)))
+
+    def lines(self) -> list[str]:
+        """The report as sentences for the log."""
+        return [f"{self.name}: {self.rows_in:,} rows read, {self.rows_kept:,} kept", *self.lines_of("dropped")]
+
+    def lines_of(self, what: str, faults: Faults | None = None) -> list[str]:
+        """A line for each reason in `faults`, by default of the dropped rows."""
+        lines = []
+        for reason, (count, first) in (self.dropped if faults is None else faults).items():
+            more = ", ..." if count > len(first) else ""
+            remedy = next((text for part, text in self.remedies.items() if part in reason), "")
+            lines.append(f"  {what} {count:,}: {reason} (rows {', '.join(map(str, first))}{more}){remedy}")
+        return lines
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the user should look at it."""
+        return bool(self.dropped)
+
+    def tell(self, logger: logging.Logger) -> None:
+        """Write the report to the log, as a warning where rows were dropped or something looks wrong."""
+        self._told = self._num_dropped
+        logger.log(logging.WARNING if self.is_wrong else logging.INFO, "%s", "\n".join(self.lines()))
+
+    def tell_more(self, logger: logging.Logger) -> None:
+        """As `tell`, where more rows were dropped since: those of streams and images are read while training."""
+        if self._num_dropped > self._told:
+            self.tell(logger)
+
+    def judge(self, on_bad_rows: str, logger: logging.Logger | None = None, known: Iterable[str] = ()) -> None:
+        """Refuse rows that were dropped for a fault, if they are to be; else warn of reasons that are not `known`.
+
+        Raises:
+            DataError: naming the first rows of each reason.
+        """
+        bad = {why: rows for why, rows in self.dropped.items() if not any(part in why for part in ASKED_FOR)}
+        if bad and on_bad_rows == "raise":
+            total = f"{sum(count for count, _ in bad.values()):,} of {self.rows_in:,} rows"
+            told = f"{self.name}: {total} cannot be trained on, and on_bad_rows=raise. Correct or filter such rows."
+            raise DataError("\n".join([told, *self.lines_of("refused", bad)]))
+        if logger is not None:
+            for reason in self.dropped.keys() - set(known):
+                first = self.dropped[reason][1][0]
+                logger.warning("%s: row %d is dropped, as others will be for this reason: %s", self.name, first, reason)
+
+    @property
+    def _num_dropped(self) -> int:
+        return sum(count for count, _ in self.dropped.values())

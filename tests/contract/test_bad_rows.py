@@ -1,0 +1,86 @@
+"""A row that cannot be trained on is counted and named with its number by every trainer that prepares rows, and refused
+with `on_bad_rows="raise"`."""
+
+import pytest
+from datasets import Dataset
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.rl import (
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+from posttrain.sft import SFTConfig, SFTTrainer
+from tests import tiny
+
+WORDS = tiny.CORPUS[0].split()
+PAIR = {"prompt": "What is", "chosen": " four", "rejected": " two and two"}
+TEXT = {"prompt": "What is", "completion": " two and two"}
+#: trainer, its config, a good row, bad rows
+KINDS = {
+    "sft": (SFTTrainer, SFTConfig, TEXT, [{"completion": None}, {"completion": ""}]),
+    "dpo": (DPOTrainer, DPOConfig, PAIR, [{"chosen": None}, {"chosen": PAIR["rejected"]}, {"rejected": ""}]),
+    "orpo": (ORPOTrainer, ORPOConfig, PAIR, [{"chosen": None}]),
+    "cpo": (CPOTrainer, CPOConfig, PAIR, [{"chosen": None}]),
+    "reward": (RewardTrainer, RewardConfig, PAIR, [{"rejected": None}]),
+    "kto": (KTOTrainer, KTOConfig, TEXT | {"label": True}, [{"completion": None}, {"label": None}]),
+}
+
+
+def rows_of(kind):
+    good, bad = KINDS[kind][2:]
+    rows = [dict(good) for _ in range(6)]
+    if kind == "kto":
+        rows = [row | {"label": bool(number % 2)} for number, row in enumerate(rows)]
+    return rows + [good | change for change in bad]
+
+
+def make(kind, folder, rows, **changes):
+    trainer, config, *_ = KINDS[kind]
+    usual = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False}
+    model = tiny.reward_model() if kind == "reward" else tiny.causal_lm()
+    args = config(output_dir=str(folder), per_device_train_batch_size=2, max_steps=2, **(usual | changes))
+    return trainer(model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_cannot_be_used_is_named_or_refused(kind, tmp_path, caplog):
+    rows = rows_of(kind)
+    numbers = list(range(6, len(rows)))
+    made = make(kind, tmp_path, rows)
+    assert len(made.train_dataset) == 6
+    assert sorted(n for _, first in made.data_reports["train"].dropped.values() for n in first) == numbers
+    assert all(f"rows {', '.join(map(str, first))}" in caplog.text
+               for _, first in made.data_reports["train"].dropped.values())  # fmt: skip
+    with pytest.raises(DataError, match=f"{len(numbers)} of {len(rows)} rows cannot be trained on.*(?s:.*rows 6)"):
+        make(kind, tmp_path, rows, on_bad_rows="raise")
+    assert len(make(kind, tmp_path, rows[:6], on_bad_rows="raise").train_dataset) == 6
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+def test_rows_of_a_stream_are_named_again_with_their_number_at_the_end(kind, tmp_path, caplog):
+    def stream():
+        return Dataset.from_list(rows_of(kind)).to_iterable_dataset()
+
+    make(kind, tmp_path, stream()).train()
+    assert "(rows 6" in caplog.text
+    with pytest.raises(DataError, match="cannot be trained on"):
+        make(kind, tmp_path, stream(), on_bad_rows="raise").train()
+
+
+def test_rows_that_another_argument_leaves_out_are_not_refused(tmp_path):
+    long = {"text": " ".join(WORDS * 20)}
+    made = make("sft", tmp_path, [{"text": "a b c d"}, long], max_length=16, too_long="drop", on_bad_rows="raise")
+    assert len(made.train_dataset) == 1
+
+
+def test_an_unknown_answer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="on_bad_rows"):
+        SFTConfig(str(tmp_path), on_bad_rows="ignore")
