@@ -58,7 +58,7 @@ def test_the_page_draws_what_was_logged_and_needs_no_network(tmp_path):
     assert {step: value for step, value in lines["best"].items() if value is not None} == {best: evaluated[best]}
     text = text_of(path)
     assert "finished after 4 of 4 steps" in text and "0.003" in text and "8 rows" in text
-    assert re.search(r"forward and backward \d.*optimizer \d", text, re.DOTALL)
+    assert re.search(r"forward \d.*backward \d.*optimizer \d", text, re.DOTALL)
     assert "<h2>Time</h2>" in path.read_text()
     assert not re.search(r'(src|href)="?https?:', path.read_text())
 

@@ -93,6 +93,36 @@ def test_what_cannot_be_cut_is_said_and_how_to_make_it_fit(tmp_path):
         packed.train()
 
 
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 48}, {"padding_free": True}], ids=str)
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_packed_row_is_cut_between_its_documents(options, texts, tmp_path):
+    """Also rows of texts, whose first token of each document has a label that nothing predicts."""
+
+    def make(folder, **changes):
+        size = 1 if "packing" in options else 4  # several packed rows are cut by rows
+        trainer = sft(**options)(tmp_path / folder, max_steps=2, per_device_train_batch_size=size, **changes)
+        if texts:
+            trainer.train_dataset = trainer.train_dataset.map(lambda row: {"labels": row["input_ids"]})
+        return trainer
+
+    straight, split = make("straight"), make("split", auto_find_batch_size=True)
+    whole, sizes = split.training_step, []
+
+    def small(model, inputs, num_items_in_batch=None):
+        sizes.append(inputs["input_ids"].numel())
+        if sizes[-1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, inputs, num_items_in_batch)
+
+    split.training_step = small
+    straight.train(), split.train()
+    assert max(sizes) > 40 and sizes[-1] <= 40
+    for name, value in weights(straight).items():
+        torch.testing.assert_close(weights(split)[name], value, rtol=0, atol=1e-6, msg=name)
+    losses = [[r["loss"] for r in t.state.log_history if "loss" in r] for t in (split, straight)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["dpo-padded", "reward", "sft-images"])
 def test_pairs_and_images_stay_together_when_a_step_is_made_in_smaller_parts(name, tmp_path):
     def make(**changes):

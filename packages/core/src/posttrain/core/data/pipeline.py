@@ -143,26 +143,13 @@ def build_train_loader(
         device_type: where batches will go: memory is pinned only for devices that gain by it.
     """
     check_dataset(dataset, "train_dataset")
-    most = args.overfit_batches or args.limit_train_batches
-    if most is not None and is_stream(dataset):
+    if (args.overfit_batches or args.limit_train_batches) and is_stream(dataset):
         raise DataError(
             "limit_train_batches and overfit_batches are for rows by index, and the training data is a stream. Set "
             "max_steps, or take the first rows of the stream: train_dataset.take(n)."
         )
     return _build(
-        dataset,
-        batch_size,
-        collate_fn,
-        sampler,
-        args,
-        seed,
-        rank,
-        world_size,
-        device_type,
-        True,
-        limits,
-        any_rank,
-        most,
+        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, limits, any_rank
     )
 
 
@@ -197,9 +184,8 @@ def build_eval_loader(
 
 
 def _build(
-    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank,
-    most=None,
-) -> Loader:  # fmt: skip
+    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank
+) -> Loader:
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -212,7 +198,7 @@ def _build(
         advance=is_training,
         limits=limits,
         any_rank=any_rank,
-        most=most,
+        most=(args.overfit_batches or args.limit_train_batches) if is_training else None,
         repeats=is_training and args.overfit_batches is not None,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),

@@ -43,14 +43,15 @@ def free_memory() -> int | None:
 
 
 def halves(batch: Any) -> tuple[Any, Any]:
-    """The first and second half of the rows of `batch`, with the same types.
+    """The first and second half of the rows of `batch`, with the same types; of one packed row, of its documents.
 
     Args:
         batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves. One
             whose rows do not lie one below the other has a method ``halves`` of its own.
 
     Raises:
-        ValueError: it has one row, or its values have different numbers of rows.
+        ValueError: it has one row that is not packed or has one document, or its values have different numbers of
+            rows.
     """
     if hasattr(batch, "halves"):
         return batch.halves()
@@ -63,9 +64,32 @@ def halves(batch: Any) -> tuple[Any, Any]:
         raise ValueError(f"the batch holds {found}, and cannot be cut by rows")
     [rows] = set(sizes.values())
     if rows < 2:
-        raise ValueError("the batch has one row, and cannot be cut any more")
+        return _between_documents(batch)
     middle = (rows + 1) // 2
     return _cut(batch, slice(0, middle)), _cut(batch, slice(middle, rows))
+
+
+def _between_documents(batch: Any) -> tuple[Any, Any]:
+    """The halves of a batch of one row, (1, N), which holds documents of ``seq_lengths`` tokens, (1, K)."""
+    lengths = batch["seq_lengths"][0].tolist() if isinstance(batch, Mapping) and "seq_lengths" in batch else []
+    lengths = lengths[: len(lengths) - next((i for i, length in enumerate(reversed(lengths)) if length), 0)]
+    if len(lengths) < 2:
+        raise ValueError("the batch has one row, and cannot be cut any more")
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
+    count = min(range(1, len(lengths)), key=lambda k: abs(2 * ends[k - 1] - ends[-1]))  # documents of the first half
+    width = batch["input_ids"].shape[1]
+    sizes = [tuple(v.shape) if isinstance(v, torch.Tensor) else () for n, v in batch.items() if n != "seq_lengths"]
+    if set(sizes) != {(1, width)}:
+        raise ValueError(
+            "the batch has one packed row, and more than tokens in it, and cannot be cut between documents"
+        )
+
+    def part(tokens: slice, documents: slice) -> Any:
+        found = {n: v[:, documents if n == "seq_lengths" else tokens] for n, v in batch.items()}
+        return found if type(batch) is dict else type(batch)(found)
+
+    end = ends[count - 1]
+    return part(slice(0, end), slice(0, count)), part(slice(end, ends[-1]), slice(count, len(lengths)))
 
 
 def _columns(batch: Any, name: str = "") -> list[tuple[str, Any]]:
