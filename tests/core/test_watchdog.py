@@ -38,9 +38,13 @@ def test_a_wait_that_is_too_long_writes_the_stacks_and_ends_the_process(tmp_path
     left = []
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10))
     watchdog = Watchdog(store, 0, 1, seconds=0.2, folder=tmp_path, leave=left.append)
+    with watchdog("the forward pass"):
+        pass
+    watchdog.step, watchdog.batches = 3, 8
     watchdog.start()
     with watchdog("a sum"):
         watchdog.join(timeout=20)
     assert left == [1]
     assert "waited in a sum" in (tmp_path / "rank-0.txt").read_text()
-    assert "rank 0 has waited 0.2 s for the others in a sum" in capfd.readouterr().err
+    said = "rank 0 has waited 0.2 s for the others in a sum (step 3, from batch 8 of its epoch, wait number 2)"
+    assert said in capfd.readouterr().err

@@ -47,7 +47,8 @@ def test_a_process_that_hangs_is_found_by_the_others(mode, tmp_path):
     assert "it did not wait for the others" in stacks[1] and "in is_stuck" in stacks[1]
     assert "it waited in" in stacks[0] and "in train_on_window" in stacks[0]
     place = (
-        r"rank 1 did not wait for the others \(step 2\): it is at is_stuck \(distributed/faulty.py:\d+\), called by "
+        r"rank 1 did not wait for the others \(step 2, from batch 2 of its epoch, wait number \d+\): it is at is_stuck "
+        r"\(distributed/faulty.py:\d+\), called by "
     )
     place += r"on_step_begin \(distributed/faulty.py:\d+\)"
     for text in (done.stderr, root_cause(done.stderr)):

@@ -124,6 +124,12 @@ def test_pieces_of_a_document_are_documents_of_their_own(strategy):
     assert sum(len(row["input_ids"]) for row in packed) == 42
 
 
+def test_the_log_says_how_full_the_packed_rows_are(caplog):
+    caplog.set_level("INFO", logger="posttrain")
+    pack_dataset(prepared([6, 6, 4]), 12, name="eval")
+    assert "eval: packed into 2 rows, 66.7% full." in caplog.text
+
+
 def test_a_selection_of_a_dataset_is_packed_as_selected():
     dataset = prepared([4, 5, 6, 7]).select([3, 1])
     packed = pack_dataset(dataset, 12)

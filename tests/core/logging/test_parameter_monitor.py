@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.core import ParameterMonitorCallback, TrainerCallback
+from posttrain.core import ActivationMonitorCallback, ParameterMonitorCallback, TrainerCallback, UtilizationCallback
 from posttrain.core.logging.parameter_monitor import norm, parts
 from tests import tiny
 from tests.contract.trainers import causal_lm
@@ -64,3 +64,39 @@ def test_callbacks_log_the_mean_over_the_steps_of_a_record(tmp_path):
     assert records[0]["count"] == 1.5 and records[0]["substeps"] == 1.0
     with pytest.raises(RuntimeError, match="outside of an event.*on_step_end"):
         Counts().log_metric("step", 1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activations_of_each_layer_are_those_that_a_forward_pass_gives(checkpointed, tmp_path):
+    kept: dict[str, list[torch.Tensor]] = {"0": [], "1": []}
+
+    class Keeps(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for name, layer in enumerate(model.model.layers):
+                layer.register_forward_hook(lambda m, i, out, name=str(name): kept[name].append(out.detach().clone()))
+
+    monitor = ActivationMonitorCallback(every=2)
+    trainer, (first, second) = trained(tmp_path, Keeps(), monitor, gradient_checkpointing=checkpointed)
+    for name, outputs in kept.items():
+        assert first[f"activation_rms/model.layers.{name}"] == pytest.approx(outputs[0].square().mean().sqrt().item())
+        assert first[f"activation_max/model.layers.{name}"] == pytest.approx(outputs[0].abs().max().item())
+    assert {name for name in first if "activation" in name} == {
+        f"activation_{what}/model.layers.{i}" for what in ("rms", "max") for i in (0, 1)
+    }
+    assert not any("activation" in name for name in second)  # every second step
+    assert len(trainer.model.model.layers[0]._forward_hooks) == 1  # the test's own: the callback took its off
+    with pytest.raises(ValueError, match="every=0 must be >= 1"):
+        ActivationMonitorCallback(every=0)
+
+
+def test_utilization_is_a_share_and_no_part_of_the_history(tmp_path):
+    class Reads(TrainerCallback):
+        records: list[dict] = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.records.append(dict(logs))
+
+    _, history = trained(tmp_path, UtilizationCallback(), Reads())
+    shares = [record["perf/cpu_utilization"] for record in Reads.records if "loss" in record]
+    assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+    assert not any("utilization" in name for record in history for name in record)

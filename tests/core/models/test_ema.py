@@ -28,6 +28,20 @@ def test_an_average_is_the_one_computed_by_hand():
     assert model.weight.item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("every", "start", "averaged"), [(1, 0, [2, 3, 4, 5, 6, 7]), (2, 2, [5, 7]), (2, 3, [5, 7])])
+def test_a_decay_of_1_is_the_mean_that_torch_computes(every, start, averaged):
+    model = nn.Linear(1, 1, bias=False)
+    ema, swa = EMA(model, decay=1, every=every, start=start), torch.optim.swa_utils.AveragedModel(model)
+    for step, value in enumerate([2.0, 3.0, 4.0, 5.0, 6.0, 7.0], start=1):
+        model.weight.data.fill_(value)
+        ema.update(step)
+        if value in averaged:
+            swa.update_parameters(model)
+    ema.copy_to_model()
+    assert model.weight.item() == pytest.approx(sum(averaged) / len(averaged))
+    assert model.weight.item() == pytest.approx(swa.module.weight.item())
+
+
 def test_small_changes_are_not_lost_in_weights_of_16_bits():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     model.weight.data.fill_(1.0)

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
     from posttrain.core.evaluation.win_rate import WinRateCallback
-    from posttrain.core.logging.parameter_monitor import ParameterMonitorCallback
-    from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback
+    from posttrain.core.logging.parameter_monitor import ActivationMonitorCallback, ParameterMonitorCallback
+    from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback, UtilizationCallback
     from posttrain.core.logging.rich_progress import RichProgressCallback
     from posttrain.core.models.arguments import ModelConfig
     from posttrain.core.models.bema import BEMACallback
@@ -107,8 +107,8 @@ _HOMES = {
     "config": ("opt",),
     "models.arguments": ("ModelConfig",),
     "models.clone_template": ("clone_chat_template", "setup_chat_format"),
-    "logging.parameter_monitor": ("ParameterMonitorCallback",),
-    "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback"),
+    "logging.parameter_monitor": ("ActivationMonitorCallback", "ParameterMonitorCallback"),
+    "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback", "UtilizationCallback"),
     "logging.rich_progress": ("RichProgressCallback",),
     "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
     "cli.scripts": (

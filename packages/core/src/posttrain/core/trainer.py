@@ -1408,7 +1408,7 @@ class Trainer(HFCompat):
                 self._save_checkpoint(model, trial)
         if self.args.save_on_exception:
             self.checkpoints.boundary = copy.deepcopy(self._contents().position())
-        self.dist.enter_step(self.state.global_step + 1)
+        self.dist.enter_step(self.state.global_step + 1, self.batches_given())
         self.run.pace.resume()
 
     def _log_training(self) -> None:

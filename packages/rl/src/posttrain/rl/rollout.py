@@ -974,7 +974,7 @@ class RolloutTrainer(Trainer):
         rollout = self._rollout_of(samples)
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        self._shown += self._rows_of(samples, scores, advantages)
+        self._shown += self._shown_rows(samples, scores, advantages)
         rollout = self.complete_rollout(replace(rollout, advantages=advantages), samples)
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
@@ -986,9 +986,9 @@ class RolloutTrainer(Trainer):
     def _report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> None:
         """Show the completions of a rollout if ``log_completions`` is set."""
         if self.args.log_completions:
-            self._show(self._rows_of(samples, scores, advantages), f"Step {self.state.global_step}", "completions")
+            self._show(self._shown_rows(samples, scores, advantages), f"Step {self.state.global_step}", "completions")
 
-    def _rows_of(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> list[dict[str, Any]]:
+    def _shown_rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor) -> list[dict[str, Any]]:
         rows = records.rows(samples, self.reward_func_names, scores, advantages, self.state.global_step)
         if self.image_prompts is not None and self.args.log_multimodal:
             for row, sample in zip(rows, samples, strict=True):

@@ -6,6 +6,7 @@ document predicts the next one.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,6 +23,8 @@ from posttrain.sft.collators import SFTCollator
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 BINS_PER_BATCH = 256
@@ -69,6 +72,10 @@ class Packing:
     def fill(self) -> float:
         """The share of all bins' capacity that holds tokens."""
         return float((self.stops - self.starts).sum() / max(1, len(self) * self.capacity))
+
+    def tell(self, name: str) -> None:
+        """Write to the log how full the bins of the dataset `name` are."""
+        logger.info("%s: packed into %s rows, %.1f%% full.", name, f"{len(self):,}", 100 * self.fill)
 
 
 def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
@@ -164,13 +171,14 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Dataset:
+def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd", name: str = "train") -> Dataset:
     """Pack a prepared dataset.
 
     Args:
         dataset: rows of ``input_ids`` and ``labels``, and of ``source`` where several datasets are mixed.
         capacity: tokens of a packed row; usually ``max_length``.
         strategy: see `pack`. Under "bfd_split" and "wrapped" rows should not have been truncated before.
+        name: of the dataset, for the log.
 
     Returns:
         Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
@@ -181,6 +189,7 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd") -> Data
 
     tokens = _TokenRows(dataset.with_format("arrow")[:])
     packing = pack(tokens.lengths, capacity, strategy)
+    packing.tell(name)
     features = _packed_features(tokens.sources is not None)
     cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy)
     bins = Dataset.from_dict({"bin": np.arange(len(packing))})

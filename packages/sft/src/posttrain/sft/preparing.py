@@ -101,5 +101,5 @@ def prepare_rows(
     if not hasattr(done.dataset, "__len__"):
         done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
         return done
-    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy)
+    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name)
     return done

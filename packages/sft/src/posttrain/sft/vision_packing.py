@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ from posttrain.sft.packing import Packing, pack
 from posttrain.sft.preparing import shuffled
 from posttrain.sft.rows import Draft
 from posttrain.sft.vision import PACKED, VisionCollator, VisionDraft, VisionPreparation
-
-logger = logging.getLogger(__name__)
 
 PADDED = "Rows with images are padded. With packing=True it goes over each document alone."
 
@@ -103,7 +100,7 @@ def pack_rows(dataset: Any, prepare: VisionPreparation, capacity: int, name: str
             "Give rows by index, or set packing=False."
         )
     packing = pack(np.array(row_lengths(dataset, prepare)), capacity)
-    logger.info("%s: packed into %d rows, %.1f%% full.", name, len(packing), 100 * packing.fill)
+    packing.tell(name)
     return PackedRows(dataset, packing)
 
 

@@ -223,10 +223,10 @@ class Distributed:
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
-    def enter_step(self, step: int) -> None:
-        """Optimizer step `step` begins, from 1: where the processes hang, each says which one it is in."""
+    def enter_step(self, step: int, batches: int) -> None:
+        """Optimizer step `step` begins, from 1, `batches` into the epoch: where the processes hang, each says so."""
         if isinstance(self._waiting, Watchdog):
-            self._waiting.step = step
+            self._waiting.step, self._waiting.batches = step, batches
 
     def seconds_waited(self) -> float:
         """How long this process has waited for the others so far, within steps and evaluations."""

@@ -36,6 +36,8 @@ class Watchdog(threading.Thread):
 
     Attributes:
         step: the optimizer step that this process is in, from 1; 0 before the first.
+        batches: micro-batches of its epoch that this process had read when the step began.
+        waits: how often it has waited for the others.
         waited: seconds that the main thread has waited for the other processes so far.
     """
 
@@ -48,7 +50,7 @@ class Watchdog(threading.Thread):
         self.seconds, self.folder, self.leave = seconds, Path(folder), leave
         self._waits: tuple[str, float] | None = None
         self._what = ""
-        self.step, self.waited = 0, 0.0
+        self.step, self.batches, self.waits, self.waited = 0, 0, 0, 0.0
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
 
@@ -58,6 +60,7 @@ class Watchdog(threading.Thread):
         return self
 
     def __enter__(self) -> None:
+        self.waits += 1
         self._waits = (self._what, time.monotonic())
 
     def __exit__(self, *error: object) -> None:
@@ -116,7 +119,8 @@ class Watchdog(threading.Thread):
             self.leave(1)
 
     def _at(self) -> str:
-        return f" (step {self.step})" if self.step else ""
+        step = f"step {self.step}, from batch {self.batches} of its epoch, " if self.step else ""
+        return f" ({step}wait number {self.waits})"
 
     def _place(self) -> str:
         """Where the main thread is: its innermost lines, the innermost first."""

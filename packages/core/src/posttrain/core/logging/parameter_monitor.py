@@ -1,7 +1,8 @@
-"""A callback that logs how large gradients, weights and updates are, by part of the model."""
+"""Callbacks that log how large gradients, weights, updates and activations are, by part of the model."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 
 
 class ParameterMonitorCallback(TrainerCallback):
@@ -48,6 +49,49 @@ class ParameterMonitorCallback(TrainerCallback):
         for part, parameters in parts(model).items() if before else ():
             changes = [p.detach() - old for p, old in zip(parameters, before[part], strict=True)]
             self.log_metric(f"update_ratio/{part}", norm(changes) / norm(before[part]).clamp(min=1e-30))
+
+
+class ActivationMonitorCallback(ClosingCallback):
+    """Logs ``activation_rms/<layer>`` and ``activation_max/<layer>`` of what each layer (``model.layers.0``) gives on.
+
+    The first is the root of the mean of the squares, the second the mean over forward passes of the largest absolute
+    value; padding counts. A maximum that grows from record to record overflows in float16 at 65,504. Nothing waits for
+    the device before the record.
+
+    Args:
+        every: optimizer steps between two measurements; a record holds their mean.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        if every < 1:
+            raise ValueError(f"ActivationMonitorCallback: every={every} must be >= 1.")
+        self.every, self._measures = every, False
+        self._hooks: list[Any] = []
+        self._found: list[tuple[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.close()
+        layers = [(name, module) for name, module in model.named_modules() if re.fullmatch(r"\D+\.\d+", name)]
+        self._hooks = [layer.register_forward_hook(functools.partial(self._measure, name)) for name, layer in layers]
+
+    def _measure(self, name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._measures and layer.training:
+            given = (outputs[0] if isinstance(outputs, tuple) else outputs).detach().float()
+            self._found.append((f"activation_rms/{name}", given.square().mean().sqrt()))
+            self._found.append((f"activation_max/{name}", given.abs().amax()))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._measures = state.global_step % self.every == 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        found, self._found, self._measures = self._found, [], False
+        for name, value in found:
+            self.log_metric(name, value)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Callbacks that record where the time of some optimizer steps goes, and what holds memory."""
+"""Callbacks that record where the time of some optimizer steps goes, what holds memory, and how busy the machine is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from posttrain.core.callbacks import ClosingCallback
+from posttrain.core.callbacks import ClosingCallback, TrainerCallback
+from posttrain.core.errors import require
 from posttrain.core.training import memory
 
 logger = logging.getLogger(__name__)
@@ -139,3 +140,22 @@ class MemorySnapshotCallback(ClosingCallback):
         else:
             path.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
         self._parts = (None, None)
+
+
+class UtilizationCallback(TrainerCallback):
+    """Logs ``perf/cpu_utilization`` and, on a CUDA device, ``perf/gpu_utilization``: shares between 0 and 1.
+
+    The first is of all cores of the machine, with other programs and the workers of the data loader, over each step.
+    The second is the share of the last moments in which the driver saw a kernel run; it needs the package nvidia-ml-py.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._psutil = require("psutil", "psutil", why="UtilizationCallback")
+        if torch.cuda.is_available():
+            require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
+        self._psutil.cpu_percent()  # which gives what was since its last call
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
+        if torch.cuda.is_available():
+            self.log_metric("perf/gpu_utilization", torch.cuda.utilization() / 100)

@@ -27,8 +27,9 @@ class EMAArguments:
     """The arguments of weight averaging."""
 
     ema_decay: float | None = opt(
-        None, "Decay of the average of the weights; nearer 1 it spans more optimizer steps. None: no average.",
-        above=0, below=1,
+        None, "Decay of the average of the weights; nearer 1 it spans more optimizer steps, and 1 is SWA, the plain "
+        "mean of the weights since ema_start_step. None: no average.",
+        above=0, max=1,
     )  # fmt: skip
     ema_update_steps: int = opt(1, "Optimizer steps between steps of the average; more cost less time.", min=1)
     ema_start_step: int = opt(
@@ -78,11 +79,12 @@ class EMA:
     r"""The average :math:`\bar w_t = d \bar w_{t-1} + (1 - d) w_t` of the trainable parameters of a model.
 
     Polyak & Juditsky 1992; with a constant decay as in Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780.
-    Buffers are not averaged.
+    With d = 1 the plain mean of what was averaged, as in stochastic weight averaging: Izmailov et al. 2018,
+    https://arxiv.org/abs/1803.05407. Buffers are not averaged.
 
     Args:
         model: its trainable parameters are averaged.
-        decay: d, between 0 and 1.
+        decay: d, above 0 and at most 1.
         every: optimizer steps between steps of the average.
         start: optimizer steps before averaging begins.
     """
@@ -106,6 +108,8 @@ class EMA:
         if step % self.every:
             return
         weight = 1 - self.decay if step > self.start else 1.0
+        if self.decay == 1:
+            weight = 1 / max(1, step // self.every - self.start // self.every)
         averages, parameters = self._plain
         if averages:
             torch._foreach_lerp_(averages, parameters, weight)
