@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from posttrain.core.models.image_positions import ImageExample
@@ -13,12 +12,6 @@ from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.generation.transformers import TransformersGenerator
 
 logger = logging.getLogger(__name__)
-
-#: Arguments that a server is given where it is started.
-OF_THE_SERVER = (
-    "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-)  # fmt: skip
 
 
 def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = None) -> Generator:
@@ -64,8 +57,6 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
     if args.vllm_mode == "server":
         from posttrain.rl.generation.vllm import VLLMServerGenerator
 
-        if given := list(_changed(args, OF_THE_SERVER)):
-            logger.warning("Give %s to the vLLM server, where it is started; here they do nothing.", ", ".join(given))
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerGenerator(
             url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer, folder=args.vllm_weight_folder,
@@ -84,9 +75,3 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
-
-
-def _changed(args: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Those of `names` that differ from their defaults."""
-    fields = type(args).__dataclass_fields__
-    return (name for name in names if getattr(args, name) != fields[name].default)
