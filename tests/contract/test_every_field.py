@@ -19,6 +19,7 @@ from posttrain.core.config import field_types
 from posttrain.core.distributed import accelerator_config, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.adapters import add_adapter
+from posttrain.core.models.loading import load_causal_lm
 from posttrain.core.tools.launch import LaunchArguments
 from posttrain.rl import (
     CPOConfig,
@@ -26,6 +27,7 @@ from posttrain.rl import (
     DPOConfig,
     GKDConfig,
     GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
@@ -37,6 +39,7 @@ from posttrain.rl import (
 from posttrain.seq2seq import Seq2SeqConfig
 from posttrain.sft import SFTConfig
 from tests import tiny
+from tests.contract.trainers import arguments
 from tests.test_architecture import sources, tree
 
 CONFIGS = [
@@ -314,3 +317,44 @@ def test_every_field_of_a_lora_config_changes_the_adapter_or_is_named(name):
 def test_a_name_in_a_lora_config_that_matches_nothing_is_said(name):
     said = adapter(**{name: ASTRAY[name]})[-1]
     assert name in said and ("nothing" in said or "7" in said)
+
+
+@pytest.mark.parametrize(("kwargs", "seen"), [
+    ({"dtype": "bfloat16"}, lambda model: model.dtype == torch.bfloat16),
+    ({"torch_dtype": "float16"}, lambda model: model.dtype == torch.float16),
+    ({"attn_implementation": "eager"}, lambda model: model.config._attn_implementation == "eager"),
+    ({"use_cache": False}, lambda model: model.config.use_cache is False),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+     lambda model: model.config.rope_parameters["rope_theta"] == 77.0),
+    ({"dtipe": "bfloat16"}, "dtipe"), ({"output_looding_info": True}, "output_looding_info"),
+], ids=str)  # fmt: skip
+def test_every_key_of_model_init_kwargs_reaches_the_model_or_is_refused(kwargs, seen, tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path)
+    if isinstance(seen, str):
+        with pytest.raises((TypeError, ValueError), match=seen):
+            load_causal_lm(str(tmp_path), kwargs)
+    else:
+        assert seen(load_causal_lm(str(tmp_path), kwargs)) and not seen(load_causal_lm(str(tmp_path)))
+
+
+#: Fields of GenerationConfig that a trainer's own arguments stand for, with a value that differs from them.
+SAMPLED = {
+    "temperature": 0.3, "top_k": 3, "top_p": 0.4, "min_p": 0.2, "repetition_penalty": 1.7, "max_new_tokens": 3,
+    "max_length": 9, "do_sample": False, "num_beams": 3, "eos_token_id": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_key_of_generation_kwargs_that_the_arguments_stand_for_is_followed_or_refused(name, tmp_path):
+    def sampling(**changes):
+        args = arguments(
+            GRPOConfig, tmp_path, num_generations=2, max_completion_length=5, per_device_train_batch_size=2, **changes
+        )
+        rows = [{"prompt": "How many ?"}] * 2
+        trainer = GRPOTrainer(tiny.causal_lm(), len, args, rows, processing_class=tiny.tokenizer())
+        return trainer.sampling()
+
+    try:
+        assert sampling(generation_kwargs={name: SAMPLED[name]}) != sampling()
+    except ConfigError as error:
+        assert name in str(error)
