@@ -288,11 +288,7 @@ PEERS = {
         "trl",
         "posttrain.rl",
         "RLOO",
-        [
-            *SAMPLED,
-            ways("normalize_advantages", True),
-            ways("reward_clip_range", (0.2, 0.6)),
-        ],
+        [*SAMPLED, ways("normalize_advantages", True), ways("reward_clip_range", (0.2, 0.6))],
         prompts,
         {"per_device_train_batch_size": 4, **ROLLOUTS},
         lambda *_: {"reward_funcs": online.digit_sum},
