@@ -1,18 +1,25 @@
 """No argument is accepted and ignored: product code reads every field of every config, or a sentence below says why
-not.
+not. What stands within a dict, and what another field decides over, changes something or is named.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import warnings
 from functools import cache
 
 import pytest
+import torch
 
 from posttrain.core import ModelConfig, TrainingArguments
 from posttrain.core.cli.mixture import CommandSource
 from posttrain.core.cli.scripts import ScriptArguments
+from posttrain.core.config import field_types
+from posttrain.core.distributed import accelerator_config, shard_settings
+from posttrain.core.errors import ConfigError
+from posttrain.core.models.adapters import add_adapter
+from posttrain.core.models.loading import load_causal_lm
 from posttrain.core.tools.launch import LaunchArguments
 from posttrain.rl import (
     CPOConfig,
@@ -20,6 +27,7 @@ from posttrain.rl import (
     DPOConfig,
     GKDConfig,
     GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
@@ -30,6 +38,8 @@ from posttrain.rl import (
 )
 from posttrain.seq2seq import Seq2SeqConfig
 from posttrain.sft import SFTConfig
+from tests import tiny
+from tests.contract.trainers import arguments
 from tests.test_architecture import sources, tree
 
 CONFIGS = [
@@ -114,3 +124,237 @@ def test_the_search_sees_what_is_only_checked():
         )
     )
     assert reads.names == {"c", "d"}
+
+
+# ---------------------------------------------------------------- fields that others decide over
+
+
+def conditional() -> list[tuple[type, dataclasses.Field, str]]:
+    """(config, field, what it needs) of every field that has an effect beside some values of others alone."""
+    known: dict[tuple[str, str], tuple[type, dataclasses.Field, str]] = {}
+    for config_class in CONFIGS:
+        for field in dataclasses.fields(config_class):
+            if needs := getattr(field.metadata.get("help"), "bounds", {}).get("needs"):
+                known.setdefault((field.name, needs), (config_class, field, needs))
+    return list(known.values())
+
+
+#: A value other than the default, where the half or the double of a number will not do.
+OTHER = {
+    "vllm_mode": "server", "vllm_model_impl": "auto", "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_min": 0.5, "ema_use": "eval", "packing_strategy": "wrapped",
+    "transformers_continuous_batching_config": {"block_size": 16}, "eval_steps": 7, "log_multimodal": False,
+    "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
+    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5,
+}  # fmt: skip
+
+
+def another(config_class: type, field: dataclasses.Field) -> object:
+    """A value of `field` that is not its default."""
+    if field.name in OTHER:
+        return OTHER[field.name]
+    if isinstance(field.default, bool):
+        return not field.default
+    if field.default is None:
+        return "x" if str in field_types(config_class)[field.name] else 3
+    return "x" if isinstance(field.default, str) else type(field.default)(field.default * 0.75 + 2)
+
+
+def told(make) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "field", "needs"), conditional(), ids=lambda value: getattr(value, "name", "")
+)
+def test_a_field_that_others_leave_without_effect_is_named(config_class, field, needs):
+    usual = {"output_dir": "out", "use_cpu": True, "use_vllm": False}
+    usual = {name: value for name, value in usual.items() if name in {f.name for f in dataclasses.fields(config_class)}}
+    value = another(config_class, field)
+    for need in needs.split():
+        name, _, values = need.partition("=")
+        off = values.split(",")[0] == "False" if values in ("True", "False") else None
+        declared = {f.name: f for f in dataclasses.fields(config_class)}[name]
+        if off is None and values:
+            choices = [c for c in declared.metadata["help"].bounds["choices"] if c not in values.split(",")]
+            wrong = [choices[0]] if list in field_types(config_class)[name] else choices[0]
+        else:
+            wrong = True if off else None if declared.default is None else type(declared.default)(0)
+        changes = {name: wrong}
+        if name == "use_transformers_continuous_batching":
+            changes["use_vllm"] = False
+        said = told(lambda changes=changes: config_class(**usual | changes | {field.name: value}))
+        assert f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said or need in said, said
+        assert f"{field.name}=" not in told(lambda changes=changes: config_class(**usual | changes)), field.name
+
+
+def test_what_a_field_needs_is_a_field():
+    for config_class, field, needs in conditional():
+        for need in needs.split():
+            name = need.partition("=")[0]
+            assert any(name == f.name for f in dataclasses.fields(config_class)), f"{field.name} needs {need}"
+
+
+# ---------------------------------------------------------------- keys within dicts
+
+#: A value of each option of ``fsdp_config`` that is not its default, with what it needs.
+FSDP = {
+    "version": {"version": 1}, "reshard_after_forward": {"reshard_after_forward": False},
+    "sharding_strategy": {"sharding_strategy": "SHARD_GRAD_OP"}, "cpu_offload": {"cpu_offload": True},
+    "offload_params": {"offload_params": True}, "activation_checkpointing": {"activation_checkpointing": True},
+    "cpu_ram_efficient_loading": {"cpu_ram_efficient_loading": True},
+    "state_dict_type": {"state_dict_type": "SHARDED_STATE_DICT"},
+    "auto_wrap_policy": {"auto_wrap_policy": "NO_WRAP"},
+    "transformer_layer_cls_to_wrap": {"transformer_layer_cls_to_wrap": "A"},
+    "transformer_cls_names_to_wrap": {"transformer_cls_names_to_wrap": ["A"]},
+    "transformer_cls_to_wrap": {"transformer_cls_to_wrap": "A"},
+    "min_num_params": {"min_num_params": 5},
+    "mixed_precision_policy": {"mixed_precision_policy": "bf16"}, "xla": {"xla": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*shard_settings.NAMES, *shard_settings.WITHOUT_EFFECT])
+def test_every_option_of_fsdp_config_changes_something_or_is_named(name):
+    plain, _ = shard_settings.read("full_shard", None)
+    settings, problems = shard_settings.read("full_shard", FSDP.get(name, {name: True}))
+    said = " ".join([*problems, *settings.notes])
+    changed = dataclasses.replace(settings, notes=()) != dataclasses.replace(plain, notes=())
+    assert changed or name in said or (name == "version" and "version 1" in said)
+    if name != "reshard_after_forward":  # False, as others are where nothing is asked for
+        assert any(name in problem for problem in shard_settings.read(None, FSDP.get(name, {name: True}))[1])
+
+
+@pytest.mark.parametrize(("fsdp", "config", "said"), [
+    ("full_shard", {"min_num_params": 5, "auto_wrap_policy": "NO_WRAP"}, "min_num_params"),
+    ("full_shard", {"auto_wrap_policy": "NO_WRAP", "transformer_cls_to_wrap": "A"}, "transformer_layer_cls_to_wrap"),
+    ("full_shard", {"mixed_precision_policy": {"param_dtype": "bf16", "output_dtype": "fp32"}}, "output_dtype"),
+    ("full_shard", {"mixed_precision_policy": {"cast_forward_inputs": False}}, "cast_forward_inputs"),
+    (None, {"cpu_offload": True}, "cpu_offload"),
+], ids=str)  # fmt: skip
+def test_options_of_fsdp_that_shadow_one_another_are_named(fsdp, config, said):
+    assert any(said in problem for problem in shard_settings.read(fsdp, config)[1])
+    assert shard_settings.read(None, {"min_num_params": 0, "xla": False, "version": None}) == (None, [])
+
+
+@pytest.mark.parametrize("name", ["tp_sise", "cp_sise", "sp_sise", "dp_size"])
+def test_a_misspelled_size_is_named(name):
+    problems: list[str] = []
+    shard_settings.parallel_sizes({name: 2}, problems)
+    assert any(name in problem for problem in problems)
+
+
+#: Options of `accelerator_config` that change something, and where a test sees it: the others are refused by name.
+ACCELERATOR = {
+    "split_batches": "train_batch_size is a share", "even_batches": "rows are never repeated, with and without it",
+    "non_blocking": "args.non_blocking", "gradient_accumulation_kwargs": "args.gradient_accumulation_steps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", accelerator_config.DEFAULTS)
+def test_every_option_of_accelerator_config_changes_something_or_is_refused(name):
+    usual = {"output_dir": "out", "use_cpu": True}
+    value = {"gradient_accumulation_kwargs": {"num_steps": 3}}.get(name, not accelerator_config.DEFAULTS[name])
+    if name not in ACCELERATOR:
+        with pytest.raises(ConfigError, match=f"{name}=.* has no effect"):
+            TrainingArguments(**usual, accelerator_config={name: value})
+        return
+    made = TrainingArguments(**usual, accelerator_config={name: value})
+    plain = TrainingArguments(**usual)
+    if name == "gradient_accumulation_kwargs":
+        assert (made.gradient_accumulation_steps, plain.gradient_accumulation_steps) == (3, 1)
+    elif name == "non_blocking":
+        assert made.non_blocking != plain.non_blocking
+
+
+#: A value of each field of peft's LoraConfig that changes the adapter, or of which something is said.
+LORA = {
+    "r": 3, "target_modules": ["v_proj"], "exclude_modules": ["v_proj"], "lora_alpha": 3, "lora_dropout": 0.5,
+    "bias": "lora_only", "use_rslora": True, "modules_to_save": ["lm_head"], "init_lora_weights": False,
+    "layers_to_transform": [0], "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 3},
+    "trainable_token_indices": [3], "use_dora": True, "lora_bias": True, "target_parameters": ["gate_proj.weight"],
+    "ensure_weight_tying": True, "fan_in_fan_out": True,
+}  # fmt: skip
+#: Names that match nothing.
+ASTRAY = {
+    "target_modules": ["q_proj", "nothing"], "target_parameters": ["nothing.weight"], "modules_to_save": ["nothing"],
+    "exclude_modules": ["nothing"], "rank_pattern": {"nothing": 3}, "alpha_pattern": {"nothing": 3},
+    "layers_to_transform": [0, 7],
+}  # fmt: skip
+
+
+def adapter(**changes):
+    """What an adapter trains and computes, and what was said about it."""
+    from peft import LoraConfig
+
+    usual = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    model = tiny.causal_lm("qwen2")  # whose q_proj has a bias
+    torch.manual_seed(0)
+    made = []
+    said = told(lambda: made.append(add_adapter(model, LoraConfig(**usual | changes))))
+    trained = {name: p for name, p in made[0].named_parameters() if p.requires_grad}
+    start = [(name, p.detach().clone()) for name, p in trained.items()]
+    with torch.no_grad():
+        for number, p in enumerate(trained.values()):
+            p.add_(0.01 * (1 + number))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        logits = made[0].train()(input_ids=torch.arange(2, 10)[None]).logits
+    return [name for name, _ in start], torch.cat([p.flatten() for _, p in start]), logits, said
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_every_field_of_a_lora_config_changes_the_adapter_or_is_named(name):
+    names, start, logits, _ = adapter()
+    other, begun, computed, said = adapter(**{name: LORA[name]})
+    same = other == names and torch.equal(begun, start) and torch.equal(computed, logits)
+    assert not same or name in said
+
+
+@pytest.mark.parametrize("name", ASTRAY)
+def test_a_name_in_a_lora_config_that_matches_nothing_is_said(name):
+    said = adapter(**{name: ASTRAY[name]})[-1]
+    assert name in said and ("nothing" in said or "7" in said)
+
+
+@pytest.mark.parametrize(("kwargs", "seen"), [
+    ({"dtype": "bfloat16"}, lambda model: model.dtype == torch.bfloat16),
+    ({"torch_dtype": "float16"}, lambda model: model.dtype == torch.float16),
+    ({"attn_implementation": "eager"}, lambda model: model.config._attn_implementation == "eager"),
+    ({"use_cache": False}, lambda model: model.config.use_cache is False),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+     lambda model: model.config.rope_parameters["rope_theta"] == 77.0),
+    ({"dtipe": "bfloat16"}, "dtipe"), ({"output_looding_info": True}, "output_looding_info"),
+], ids=str)  # fmt: skip
+def test_every_key_of_model_init_kwargs_reaches_the_model_or_is_refused(kwargs, seen, tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path)
+    if isinstance(seen, str):
+        with pytest.raises((TypeError, ValueError), match=seen):
+            load_causal_lm(str(tmp_path), kwargs)
+    else:
+        assert seen(load_causal_lm(str(tmp_path), kwargs)) and not seen(load_causal_lm(str(tmp_path)))
+
+
+#: Fields of GenerationConfig that a trainer's own arguments stand for, with a value that differs from them.
+SAMPLED = {
+    "temperature": 0.3, "top_k": 3, "top_p": 0.4, "min_p": 0.2, "repetition_penalty": 1.7, "max_new_tokens": 3,
+    "max_length": 9, "do_sample": False, "eos_token_id": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_key_of_generation_kwargs_that_the_arguments_stand_for_is_followed_or_refused(name, tmp_path):
+    def sampling(**changes):
+        args = arguments(
+            GRPOConfig, tmp_path, num_generations=2, max_completion_length=5, per_device_train_batch_size=2, **changes
+        )
+        rows = [{"prompt": "How many ?"}] * 2
+        trainer = GRPOTrainer(tiny.causal_lm(), len, args, rows, processing_class=tiny.tokenizer())
+        return trainer.sampling()
+
+    try:
+        assert sampling(generation_kwargs={name: SAMPLED[name]}) != sampling()
+    except ConfigError as error:
+        assert name in str(error)

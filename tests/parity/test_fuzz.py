@@ -288,11 +288,7 @@ PEERS = {
         "trl",
         "posttrain.rl",
         "RLOO",
-        [
-            *SAMPLED,
-            ways("normalize_advantages", True),
-            ways("reward_clip_range", (0.2, 0.6)),
-        ],
+        [*SAMPLED, ways("normalize_advantages", True), ways("reward_clip_range", (0.2, 0.6))],
         prompts,
         {"per_device_train_batch_size": 4, **ROLLOUTS},
         lambda *_: {"reward_funcs": online.digit_sum},
@@ -425,7 +421,8 @@ def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Pa
     module = importlib.import_module(peer.theirs if is_theirs else peer.ours)
     auto = AutoModelForSequenceClassification if peer.model == "reward" else AutoModelForCausalLM
     # Where the loss is a mean over rows, trl takes the mean of micro-batches' means: equal ones are compared.
-    rows = 22 if settings.get("gradient_accumulation_steps", 1) == 1 or name in ("trainer", "sft") else 24
+    means = accumulates(settings) and name not in ("trainer", "sft")
+    rows = 24 if means or name in ONLINE else 22
     try:
         args = peer.config(module)(str(output), **(USUAL | peer.usual | settings))
         torch.manual_seed(0)
@@ -481,6 +478,12 @@ def shuffles_anew(settings: Settings) -> bool:
     return settings["shuffle_dataset"] and (many or "data_seed" in settings or settings.get("num_generations") == 2)
 
 
+def leaves_rows_out(settings: Settings) -> bool:
+    return 24 % (settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)) > 0
+
+
+#: Those whose peers read the rows as they are, and not a rollout at a time.
+ONLINE = ["gkd", "online-dpo"]
 SAMPLING = ["grpo", "rloo", "distillation"]
 DOCUMENTED = [
     Documented([*PEERS], ["metrics"], "Metrics of a record are means over all its tokens or rows", split),
@@ -503,7 +506,7 @@ DOCUMENTED = [
     Documented(["grpo"], ["order"], "`top_entropy_quantile`", lambda s: "top_entropy_quantile" in s and accumulates(s)),
     Documented(["grpo"], ["order"], "GRPO: `bnpo`", lambda s: s.get("loss_type") == "bnpo" and accumulates(s)),
     Documented(["grpo"], ["order"], "the entropy bonus", lambda s: "entropy_coef" in s and accumulates(s)),
-    Documented(["gkd"], ["order", "epoch", "events"], "GKD leaves out the rows that do not fill"),
+    Documented(ONLINE, ["order", "epoch", "events"], "leave out the rows that do not fill", leaves_rows_out),
     Documented(
         ["rloo"],
         ["loss", "train_loss"],
@@ -547,7 +550,9 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         return {} if known else {"refused": str(ours.error)}
     found = {}
     # In bfloat16 another order of additions is another rounding, and each step adds to it.
-    near, first = ({"rel": 5e-2, "abs": 2e-2}, 1) if settings.get("bf16") else ({"rel": 1e-3, "abs": 1e-4}, None)
+    rounded, near = settings.get("bf16"), {"rel": 1e-3, "abs": 1e-4}
+    first = None if not rounded else 0 if split(everything) else 1
+    near = {"rel": 5e-2, "abs": 2e-2} if rounded else near
     for key in sorted({key for record in theirs.log for key in record}):
         if any(part in key for part in CLOCK) or explained(name, key, everything):
             continue

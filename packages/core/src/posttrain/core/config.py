@@ -84,6 +84,7 @@ def opt(
     aliases: Iterable[str] = (),
     flag: str | bool | None = None,
     old_flags: Iterable[str] = (),
+    needs: str | None = None,
 ) -> Any:
     """One field of a config dataclass.
 
@@ -95,9 +96,11 @@ def opt(
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
         old_flags: names in the ``OLD_NAMES`` of a config that the command line accepts for this field.
+        needs: fields without which this one has no effect, such as ``"packing"`` or ``"use_vllm vllm_mode=server"``;
+            several values with commas. A value other than the default is warned of where they are not so.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
-    metadata: dict[str, Any] = {"help": Help(help, **bounds)}
+    metadata: dict[str, Any] = {"help": Help(help, needs=needs, **bounds)}
     if aliases:
         metadata["aliases"] = [f"--{name}" for name in aliases]
     if flag is not None:
@@ -335,6 +338,26 @@ def validate(config: Any) -> None:
         raise ConfigError(type(config).__name__, dict.fromkeys(problems))
     if failures:
         raise failures[0]
+    if without_effect := list(unused(config)):
+        warnings.warn(f"{type(config).__name__}: {'; '.join(without_effect)}.", stacklevel=4)
+
+
+def unused(config: Any) -> Iterator[str]:
+    """The fields of `config` that are set and that others leave without effect, as sentences."""
+    for field in dataclasses.fields(config):
+        needs = getattr(field.metadata.get("help"), "bounds", {}).get("needs", "").split()
+        missing = [need for need in needs if not _holds(config, need)]
+        if missing and (value := getattr(config, field.name)) != field.default:
+            yield f"{field.name}={shown(field.name, value)} has no effect without {' and '.join(missing)}"
+
+
+def _holds(config: Any, need: str) -> bool:
+    """Whether a field is on, or has one of the values that `need` names; one that `config` lacks is not asked for."""
+    name, _, values = need.partition("=")
+    value = vars(config).get(name, True)
+    if name not in vars(config) or not values:
+        return bool(value)
+    return any(str(one) in values.split(",") for one in (value if isinstance(value, list) else [value]))
 
 
 def accepted_names(config_class: type) -> tuple[set[str], bool]:

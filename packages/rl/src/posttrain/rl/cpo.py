@@ -60,7 +60,7 @@ class CPOConfig(PreferenceConfig):
     loss_type: str = opt("sigmoid", "A loss in `posttrain.rl.cpo.LOSSES`.", choices=tuple(LOSSES))
     label_smoothing: float = opt(0.0, "Assumed share of mislabelled pairs.", min=0, below=0.5)
     cpo_alpha: float = opt(1.0, "Weight of the likelihood of the chosen completion; 0 for SimPO as published.", min=0)
-    simpo_gamma: float = opt(0.5, "SimPO's target margin.", min=0)
+    simpo_gamma: float = opt(0.5, "SimPO's target margin.", min=0, needs="loss_type=simpo")
     alpha: float = opt(
         0.0, "AlphaPO's transformation of the reward: log-probabilities p become (1 - p^-alpha) / alpha. 0: no change."
     )

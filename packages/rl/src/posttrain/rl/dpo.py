@@ -269,12 +269,16 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     f_divergence_type: str = opt(
         "reverse_kl", "Divergence from the reference that is held small.", choices=tuple(DIVERGENCES)
     )
-    f_alpha_divergence_coef: float = opt(0.5, "The alpha of alpha_divergence; near 1 it is reverse_kl.")
+    f_alpha_divergence_coef: float = opt(
+        0.5, "The alpha of alpha_divergence; near 1 it is reverse_kl.", needs="f_divergence_type=alpha_divergence"
+    )
     ld_alpha: float | None = opt(
         None, "Weight of the tokens beyond the shorter completion of a pair (LD-DPO); None: 1.", min=0, max=1
     )
     use_weighting: bool = opt(False, "Weigh each pair by how probable the policy finds its completions (WPO).")
-    discopop_tau: float = opt(0.05, "Width of the change from one loss to the other in discopop.", above=0)
+    discopop_tau: float = opt(
+        0.05, "Width of the change from one loss to the other in discopop.", above=0, needs="loss_type=discopop"
+    )
 
     OLD_NAMES = WITH_REFERENCE | {
         "reference_free": Removed("losses without a reference are those of CPOTrainer.", harmless=(None, False)),

@@ -59,24 +59,30 @@ class GRPOConfig(RolloutConfig):
     delta: float | None = opt(
         None, "Upper bound of the ratio for tokens with a negative advantage; None: no bound.", above=0, max=math.inf
     )
-    sapo_temperature_neg: float = opt(1.05, "Steepness of SAPO's gate for bad tokens.", above=0)
-    sapo_temperature_pos: float = opt(1.0, "Steepness of SAPO's gate for good tokens.", above=0)
-    vespo_k_pos: float = opt(2.0, "VESPO's exponent k for good completions.", min=0)
-    vespo_lambda_pos: float = opt(3.0, "VESPO's rate lambda for good completions.", min=0)
-    vespo_k_neg: float = opt(3.0, "VESPO's exponent k for bad completions.", min=0)
-    vespo_lambda_neg: float = opt(2.0, "VESPO's rate lambda for bad completions.", min=0)
+    sapo_temperature_neg: float = opt(1.05, "Steepness of SAPO's gate for bad tokens.", above=0, needs="loss_type=sapo")
+    sapo_temperature_pos: float = opt(1.0, "Steepness of SAPO's gate for good tokens.", above=0, needs="loss_type=sapo")
+    vespo_k_pos: float = opt(2.0, "VESPO's exponent k for good completions.", min=0, needs="loss_type=vespo")
+    vespo_lambda_pos: float = opt(3.0, "VESPO's rate lambda for good completions.", min=0, needs="loss_type=vespo")
+    vespo_k_neg: float = opt(3.0, "VESPO's exponent k for bad completions.", min=0, needs="loss_type=vespo")
+    vespo_lambda_neg: float = opt(2.0, "VESPO's rate lambda for bad completions.", min=0, needs="loss_type=vespo")
     use_bias_correction_kl: bool = opt(
-        True, "Multiply the KL term by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2)."
+        True,
+        "Multiply the KL term by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2).",
+        needs="beta",
     )
     top_entropy_quantile: float = opt(
         1.0, "Train only on this share of the tokens, those with the highest entropy.", above=0, max=1
     )
     entropy_coef: float = opt(0.0, "Weight of the entropy bonus; needs the whole logits in memory.", min=0)
     use_adaptive_entropy: bool = opt(False, "Adapt entropy_coef to keep the entropy near entropy_target.")
-    entropy_coef_min: float = opt(0.0, "Lower bound of the adapted entropy_coef.", min=0)
-    entropy_coef_max: float = opt(1.0, "Upper bound of the adapted entropy_coef.", min=0)
-    entropy_coef_delta: float = opt(0.005, "Change of entropy_coef in an optimizer step.", min=0)
-    entropy_target: float = opt(0.2, "Entropy in nats per token below which the bonus applies.", min=0)
+    entropy_coef_min: float = opt(0.0, "Lower bound of the adapted entropy_coef.", min=0, needs="use_adaptive_entropy")
+    entropy_coef_max: float = opt(1.0, "Upper bound of the adapted entropy_coef.", min=0, needs="use_adaptive_entropy")
+    entropy_coef_delta: float = opt(
+        0.005, "Change of entropy_coef in an optimizer step.", min=0, needs="use_adaptive_entropy"
+    )
+    entropy_target: float = opt(
+        0.2, "Entropy in nats per token below which the bonus applies.", min=0, needs="use_adaptive_entropy"
+    )
     off_policy_mask_threshold: float | None = opt(
         None,
         "Leave out completions with a negative advantage whose mean log-ratio to the sampling policy exceeds this.",

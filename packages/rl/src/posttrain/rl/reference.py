@@ -37,13 +37,22 @@ class ReferenceArguments:
         False, "Compute the reference's log-probabilities once, before training, and keep no reference model."
     )
     precompute_ref_batch_size: int | None = opt(
-        None, "Rows at a time when they are computed before training; None: as in training.", min=1
+        None,
+        "Rows at a time when they are computed before training; None: as in training.",
+        min=1,
+        needs="precompute_ref_log_probs",
     )
     sync_ref_model: bool = opt(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
     ref_model_mixup_alpha: float = opt(
-        0.6, "Share of the policy in the reference after a move; at 1 the reference becomes the policy.", above=0, max=1
+        0.6,
+        "Share of the policy in the reference after a move; at 1 the reference becomes the policy.",
+        above=0,
+        max=1,
+        needs="sync_ref_model",
     )
-    ref_model_sync_steps: int = opt(512, "Optimizer steps between syncs of the reference.", min=1)
+    ref_model_sync_steps: int = opt(
+        512, "Optimizer steps between syncs of the reference.", min=1, needs="sync_ref_model"
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.sync_ref_model and self.precompute_ref_log_probs:

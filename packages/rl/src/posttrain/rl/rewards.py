@@ -70,7 +70,9 @@ class RewardArguments:
             "completions `reward_error_value`, mask leaves the function out for them.",
             choices=("raise", "value", "mask"),
     )  # fmt: skip
-    reward_error_value: float = opt(0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.")
+    reward_error_value: float = opt(
+        0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.", needs="reward_on_error=value"
+    )
     reward_timeout: float | None = opt(
         600.0, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
     )

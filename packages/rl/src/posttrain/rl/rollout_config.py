@@ -41,6 +41,9 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 #: Arguments that are objects, and may be written as JSON.
+#: What some fields need to have an effect.
+SERVER, HERE = "use_vllm vllm_mode=server", "use_vllm vllm_mode=colocate"
+LOCAL, CORRECTS = "use_vllm=False use_transformers_continuous_batching=False", "vllm_importance_sampling_correction"
 OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
 
@@ -69,43 +72,65 @@ class GenerationArguments:
     )
     chat_template_kwargs: JSONObject = opt(None, "Variables given to the chat template.")
     generation_max_rows: int = opt(
-        MAX_ROWS, "Completions that the local engine writes at once: memory grows with them, and the rest wait.", min=1
+        MAX_ROWS,
+        "Completions that the local engine writes at once: memory grows with them, and the rest wait.",
+        min=1,
+        needs=LOCAL,
     )
     generation_cache_tokens: int | None = opt(
         None,
         "Tokens in the local engine's cache at most: a prompt counts once for all its completions, and each of these "
         "with max_completion_length; None: those of generation_max_rows.",
         min=1,
+        needs=LOCAL,
     )
     cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
     use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
-    transformers_continuous_batching_config: JSONObject = opt(None, "Settings of transformers' continuous batching.")
+    transformers_continuous_batching_config: JSONObject = opt(
+        None, "Settings of transformers' continuous batching.", needs="use_transformers_continuous_batching"
+    )
     use_vllm: bool = opt(False, "Generate with vLLM, in this process or on a server.")
     vllm_mode: str = opt(
-        "colocate", "vLLM in the processes of the trainer, or on a server.", choices=("colocate", "server")
+        "colocate",
+        "vLLM in the processes of the trainer, or on a server.",
+        choices=("colocate", "server"),
+        needs="use_vllm",
     )
-    vllm_model_impl: str = opt("vllm", "Whose model code vLLM runs.", choices=("vllm", "transformers", "auto"))
-    vllm_enable_sleep_mode: bool = opt(False, "Give vLLM's memory back while training; waking it takes time.")
+    vllm_model_impl: str = opt(
+        "vllm", "Whose model code vLLM runs.", choices=("vllm", "transformers", "auto"), needs=HERE
+    )
+    vllm_enable_sleep_mode: bool = opt(
+        False, "Give vLLM's memory back while training; waking it takes time.", needs=HERE
+    )
     vllm_structured_outputs_regex: str | None = opt(None, "Pattern that each completion must follow.")
     vllm_server_base_url: str | None = opt(
-        None, "Address of the server, instead of host and port; several with commas between them share the prompts."
+        None,
+        "Address of the server, instead of host and port; several with commas between them share the prompts.",
+        needs=SERVER,
     )
-    vllm_server_host: str = opt("0.0.0.0", "Host of the server.")
-    vllm_server_port: int = opt(8000, "Port of the server.", min=1, max=65535)
-    vllm_server_timeout: float = opt(240.0, "Seconds to wait for the server to come up.", above=0)
-    vllm_request_timeout: float = opt(1800.0, "Seconds within which the server must answer a request.", above=0)
+    vllm_server_host: str = opt("0.0.0.0", "Host of the server.", needs=SERVER)
+    vllm_server_port: int = opt(8000, "Port of the server.", min=1, max=65535, needs=SERVER)
+    vllm_server_timeout: float = opt(240.0, "Seconds to wait for the server to come up.", above=0, needs=SERVER)
+    vllm_request_timeout: float = opt(
+        1800.0, "Seconds within which the server must answer a request.", above=0, needs=SERVER
+    )
     vllm_group_port: int = opt(
         51216,
         "Port on which weights are sent to the server; 0: any that is free, for the backend gloo.",
         min=0,
         max=65535,
+        needs=SERVER,
     )
     vllm_weight_folder: str | None = opt(
-        None, "Folder that trainer and server share, in which weights are written for the server to read."
+        None, "Folder that trainer and server share, in which weights are written for the server to read.", needs=SERVER
     )
-    vllm_gpu_memory_utilization: float = opt(0.3, "Share of the GPU's memory for a colocated vLLM.", above=0, max=1)
-    vllm_max_model_length: int | None = opt(None, "Longest prompt and completion together; None: the model's.", min=1)
-    vllm_tensor_parallel_size: int = opt(1, "GPUs over which a colocated vLLM splits the model.", min=1)
+    vllm_gpu_memory_utilization: float = opt(
+        0.3, "Share of the GPU's memory for a colocated vLLM.", above=0, max=1, needs=HERE
+    )
+    vllm_max_model_length: int | None = opt(
+        None, "Longest prompt and completion together; None: the model's.", min=1, needs=HERE
+    )
+    vllm_tensor_parallel_size: int = opt(1, "GPUs over which a colocated vLLM splits the model.", min=1, needs=HERE)
     ds3_gather_for_generation: bool = opt(
         True, "Gather the parts of a sharded model once to generate; at each layer is not in this version."
     )
@@ -242,6 +267,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
         4,
         "Rollouts sampled at most to fill one with groups that teach something; then it is filled with the rest.",
         min=1,
+        needs="dynamic_sampling",
     )
     mask_truncated_completions: bool = opt(False, "Learn nothing from completions that were cut.")
     pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
@@ -273,11 +299,17 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
         "sequence_mask",
         "Weights per token or completion, truncated at the bounds or masked beyond them.",
         choices=IMPORTANCE_MODES,
+        needs=CORRECTS,
     )
     vllm_importance_sampling_clip_max: float | None = opt(
-        3.0, "Upper bound of these weights.", above=0, max=math.inf, aliases=("vllm_importance_sampling_cap",)
+        3.0,
+        "Upper bound of these weights.",
+        above=0,
+        max=math.inf,
+        aliases=("vllm_importance_sampling_cap",),
+        needs=CORRECTS,
     )
-    vllm_importance_sampling_clip_min: float | None = opt(None, "Lower bound of these weights.", min=0)
+    vllm_importance_sampling_clip_min: float | None = opt(None, "Lower bound of these weights.", min=0, needs=CORRECTS)
 
     beta: float = opt(0.0, "Weight of the KL divergence from the reference model. 0: no reference model at all.", min=0)
     epsilon: float = opt(0.2, "How far the ratio to the old policy may move before a token stops teaching.", min=0)
@@ -287,13 +319,21 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     sync_ref_model: bool = opt(
         False, "Move the reference towards the policy every ref_model_sync_steps optimizer steps (TR-DPO)."
     )
-    ref_model_mixup_alpha: float = opt(0.6, "Share of the policy in the reference after it was moved.", min=0, max=1)
-    ref_model_sync_steps: int = opt(512, "Optimizer steps between two syncs of the reference.", min=1)
+    ref_model_mixup_alpha: float = opt(
+        0.6, "Share of the policy in the reference after it was moved.", min=0, max=1, needs="sync_ref_model"
+    )
+    ref_model_sync_steps: int = opt(
+        512, "Optimizer steps between two syncs of the reference.", min=1, needs="sync_ref_model"
+    )
 
     log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
-    log_multimodal: bool = opt(True, "Keep the images of prompts, in a column of files; off, they are left out.")
-    num_completions_to_print: int | None = opt(None, "How many are printed; None: all of a rollout.", min=0)
-    log_unique_prompts: bool = opt(False, "Print one completion of each prompt.")
+    log_multimodal: bool = opt(
+        True, "Keep the images of prompts, in a column of files; off, they are left out.", needs="log_completions"
+    )
+    num_completions_to_print: int | None = opt(
+        None, "How many are printed; None: all of a rollout.", min=0, needs="log_completions"
+    )
+    log_unique_prompts: bool = opt(False, "Print one completion of each prompt.", needs="log_completions")
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
 
     @property

@@ -42,7 +42,7 @@ class TPOConfig(PreferenceConfig):
     loss_type: str = opt("sigmoid", "A loss in `posttrain.rl.tpo.LOSSES`.", choices=tuple(LOSSES))
     label_smoothing: float = opt(0.0, "Assumed share of mislabelled pairs.", min=0, below=0.5)
     tpo_alpha: float = opt(1.0, "Weight of the likelihood of the reference completion; 0 leaves it out.", min=0)
-    tpo_l_gamma: float = opt(0.5, "Target margin of tpo-l.", min=0)
+    tpo_l_gamma: float = opt(0.5, "Target margin of tpo-l.", min=0, needs="loss_type=tpo-l")
 
     OLD_NAMES = WITHOUT_REFERENCE
 

@@ -105,8 +105,7 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
         "bfd",
             "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is "
             "full.",
-        choices=("bfd", "bfd_split", "wrapped"),
-    )  # fmt: skip
+        choices=("bfd", "bfd_split", "wrapped"), needs="packing")  # fmt: skip
     eval_packing: Resolved[bool | None, bool] = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
     pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(

@@ -29,6 +29,7 @@ class CheckpointArguments:
         "Optimizer steps between checkpoints; below 1, a share of all steps; or such as 0.5ep (epochs), 10Mtok "
         "(tokens) or 30min. 0: only the last step is saved.",
         above=0,
+        needs="save_strategy=steps",
     )
     save_total_limit: int | None = opt(
         None,

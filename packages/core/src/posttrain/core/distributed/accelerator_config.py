@@ -76,6 +76,11 @@ class AcceleratorArguments:
                 "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function "
                 "of the seed and the epoch, so that a run can be resumed; leave it True"
             )
+        if config["use_configured_state"]:
+            yield (
+                "accelerator_config: use_configured_state=True has no effect: processes, devices and precision follow "
+                "from the arguments; leave it False"
+            )
         yield from _accumulation_problems(config.accumulation, getattr(self, "gradient_accumulation_steps", 1))
         processes = getattr(self, "world_size", 1)
         if config["split_batches"] and processes > 1:

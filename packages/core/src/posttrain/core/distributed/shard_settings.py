@@ -58,6 +58,11 @@ WITHOUT_EFFECT = (
     "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
     "ignored_modules", "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
 )  # fmt: skip
+#: Options of accelerate's own implementations of parallelism, which its launcher writes too.
+OF_ACCELERATE = (
+    "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler", "cp_comm_strategy", "sp_seq_length",
+    "sp_seq_length_is_variable", "sp_attn_implementation",
+)  # fmt: skip
 NAMES = (
     "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params",
     "activation_checkpointing", "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy",
@@ -76,6 +81,10 @@ def read(
     on = bool(options) or sizes.get("dp_shard_size", 1) > 1
     config = _config(fsdp_config, problems)
     if not on:
+        if any(value not in (None, False, 0, "", []) for value in config.values()) and not is_true(
+            os.environ.get("ACCELERATE_USE_FSDP", "false")
+        ):
+            problems.append(f"fsdp_config sets {', '.join(config)}, and nothing is sharded; set fsdp='full_shard' too")
         return None, problems
     settings = Sharding(replicas=sizes.get("dp_replicate_size", 1), shards=sizes.get("dp_shard_size", 0))
     for option in map(str.lower, options):
@@ -103,8 +112,14 @@ def read(
             "fsdp='hybrid_shard' keeps several copies of the model, and dp_replicate_size=1 is one; set fsdp="
             "'full_shard', or leave dp_replicate_size out"
         )
+    if settings.min_num_params and "auto_wrap_policy" not in config:
+        settings = replace(settings, wrap="size")
     if settings.wrap == "size" and not settings.min_num_params:
         problems.append("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params, the size of a unit")
+    elif settings.min_num_params and settings.wrap != "size":
+        problems.append("fsdp_config['min_num_params'] needs auto_wrap_policy='SIZE_BASED_WRAP', or none given")
+    if settings.layer_classes and settings.wrap != "transformer":
+        problems.append("fsdp_config: transformer_layer_cls_to_wrap needs auto_wrap_policy='TRANSFORMER_BASED_WRAP'")
     return settings, problems
 
 
@@ -130,6 +145,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
     found = {name: value for name, value in found.items() if value.lower() not in ("", "none")}
     # FSDP 1 has strategies, FSDP2 a switch; accelerate writes both.
     found.pop("sharding_strategy" if found.get("version") == "2" else "reshard_after_forward", None)
+    found.pop("cpu_ram_efficient_loading", None)  # from_pretrained has read it
+    if found.get("auto_wrap_policy", "").lower() != "size_based_wrap":  # the launcher writes a size in any case
+        found.pop("min_num_params", None)
     options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
     return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
 
@@ -163,7 +181,7 @@ def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
     known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size", "sp_size")
     if isinstance(parallelism, dict):
         plain = {name.removeprefix("parallelism_config_"): value for name, value in parallelism.items()}
-        for name in [name for name in plain if name not in known and not name.startswith(("cp_", "sp_", "tp_"))]:
+        for name in [name for name in plain if name not in (*known, *OF_ACCELERATE)]:
             problems.append(f"parallelism_config holds {name!r}, which is none of {', '.join(known)}")
     else:
         plain = {name: getattr(parallelism, name, None) for name in known}
@@ -204,9 +222,9 @@ def _with(settings: Sharding, name: str, value: Any) -> Sharding:
     if name == "activation_checkpointing":
         return replace(settings, activation_checkpointing=is_true(value))
     if name == "cpu_ram_efficient_loading":
-        # from_pretrained reads the launcher's variable before a trainer exists, so this has no effect here.
-        is_true(value)
-        return settings
+        # from_pretrained reads the launcher's variable before a trainer exists.
+        note = "cpu_ram_efficient_loading has no effect here: set FSDP_CPU_RAM_EFFICIENT_LOADING, or use a launcher."
+        return replace(settings, notes=(*settings.notes, note)) if is_true(value) else settings
     if name == "state_dict_type":
         return replace(settings, state_dict_type=_chosen(value, STATE_DICTS))
     if name == "auto_wrap_policy":
@@ -238,6 +256,8 @@ def _with_types(settings: Sharding, policy: Any) -> Sharding:
     for name, dtype in dict(policy).items():
         if name not in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs"):
             raise ValueError(f"{name!r} is neither param_dtype nor reduce_dtype")
+        if name not in ("param_dtype", "reduce_dtype") and dtype not in (None, True):
+            raise ValueError(f"{name}={dtype!r} has no effect; param_dtype and reduce_dtype alone are followed")
         if name in ("param_dtype", "reduce_dtype"):
             text = str(dtype).removeprefix("torch.")
             types[name] = getattr(torch, names.get(text, text), None)

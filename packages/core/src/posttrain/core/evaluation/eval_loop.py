@@ -41,8 +41,14 @@ class EvaluationArguments:
         "Optimizer steps between evaluations; below 1 a share of all steps; or such as 0.5ep (epochs), 10Mtok (tokens) "
         "or 30min; None follows `logging_steps`.",
         above=0,
+        needs="eval_strategy=steps",
     )
-    eval_delay: float = opt(0, "Optimizer steps (or epochs, by strategy) before the first evaluation.", min=0)
+    eval_delay: float = opt(
+        0,
+        "Optimizer steps (or epochs, by strategy) before the first evaluation.",
+        min=0,
+        needs="eval_strategy=steps,epoch",
+    )
     eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
     per_device_eval_batch_size: int = opt(8,
     "Rows of one evaluation batch on each device; metrics do not depend on it.",

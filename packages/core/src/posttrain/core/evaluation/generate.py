@@ -41,12 +41,12 @@ class GenerationArguments:
     )
     generation_max_length: int | None = opt(
         None, "Maximum tokens of an output (without the prompt); None: as in the model's config.",
-        min=1,
-    )  # fmt: skip
+        min=1, needs="predict_with_generate")  # fmt: skip
     generation_num_beams: int | None = opt(
         None,
         "Number of beams: more search more widely and take proportionally longer; None: as in the model's config.",
         min=1,
+        needs="predict_with_generate",
     )
     generation_config: str | None | Any = opt(  # in this order, HfArgumentParser reads it as text
         None,

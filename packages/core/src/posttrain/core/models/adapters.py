@@ -92,8 +92,10 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
 def _tell_unmatched(model: Any) -> None:
     """Warn of what the adapter's config names and the model does not have, which peft passes over in silence."""
     config, base = model.peft_config[model.active_adapter], base_model(model)
+    adapted = getattr(model.base_model, "targeted_module_names", None)
     known = {
-        "target_modules": getattr(model.base_model, "targeted_module_names", None),
+        "target_modules": adapted,
+        "layers_to_transform": adapted and [part for name in adapted for part in name.split(".")],
         "target_parameters": getattr(model.base_model, "targeted_parameter_names", None),
         # peft itself adds the names that heads of classifiers may have
         "modules_to_save": ["classifier", "score", *(name for name, _ in base.named_modules())],

@@ -31,14 +31,18 @@ class EMAArguments:
         "mean of the weights since ema_start_step. None: no average.",
         above=0, max=1,
     )  # fmt: skip
-    ema_update_steps: int = opt(1, "Optimizer steps between steps of the average; more cost less time.", min=1)
+    ema_update_steps: int = opt(
+        1, "Optimizer steps between steps of the average; more cost less time.", min=1, needs="ema_decay"
+    )
     ema_start_step: int = opt(
-        0, "Optimizer steps before averaging begins; until then the average equals the weights.", min=0
+        0,
+        "Optimizer steps before averaging begins; until then the average equals the weights.",
+        min=0,
+        needs="ema_decay",
     )
     ema_use: str = opt(
         "both", "Where the average is used: evaluations during training, the final model, or both.",
-        choices=("both", "eval", "final"),
-    )  # fmt: skip
+        choices=("both", "eval", "final"), needs="ema_decay")  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         optimizer = str(getattr(self, "optim", ""))

@@ -20,12 +20,6 @@ from posttrain.rl.generation.transformers import TransformersGenerator, rope_lim
 
 logger = logging.getLogger(__name__)
 
-#: Arguments that a server is given where it is started.
-OF_THE_SERVER = (
-    "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-)  # fmt: skip
-
 #: What generation_kwargs say of `Sampling`, in the words of transformers and of vLLM, and the argument for the same.
 FOLDED = {
     "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "temperature": "temperature",
@@ -136,8 +130,6 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
     if args.vllm_mode == "server":
         from posttrain.rl.generation.vllm import VLLMServerGenerator
 
-        if given := list(_changed(args, OF_THE_SERVER)):
-            logger.warning("Give %s to the vLLM server, where it is started; here they do nothing.", ", ".join(given))
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerGenerator(
             url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer, folder=args.vllm_weight_folder,
@@ -156,9 +148,3 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
-
-
-def _changed(args: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Those of `names` that differ from their defaults."""
-    fields = type(args).__dataclass_fields__
-    return (name for name in names if getattr(args, name) != fields[name].default)
